@@ -1,1 +1,1 @@
-"""Strategies whose workers send gradients to servers of the parameters."""
+"""Strategies whose workers send gradients to parameter servers."""

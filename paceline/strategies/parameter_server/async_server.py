@@ -1,4 +1,4 @@
-"""Sharded weights that are updated with each gradient as it comes: modes async and bounded of the parameter server.
+"""Sharded weights that every gradient updates on arrival: modes async and bounded of the parameter server.
 
 ::
 
@@ -6,7 +6,7 @@
                                                                              └ update the spare copy, flip
 
 With ``server.scale_lr`` the learning rate of an update is divided by 1 + its delay (Zhang et al. 2015,
-arXiv 1511.05950). Here whoever pushes makes the update; ``dedicated_server`` has processes for it.
+arXiv 1511.05950). The worker that pushes a gradient makes the update; ``dedicated_server`` has processes for it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.strategies.parameter_server.sharing import OnOneMachine
 
 
 class ShardedServer(Server):
-    """Keep two copies of the weights in shared memory: workers pull from one, updates go into the other."""
+    """Server with two copies of the weights in shared memory: workers pull from one, updates go into the other."""
 
     def __init__(self, shared: OnOneMachine, computing: int) -> None:
         super().__init__(shared)
         job = self._job
         self._memory, self._claims = shared.memory, shared.claims
         self._settings = job.settings.server
-        self._computing = computing  # the steps of a round
+        self._computing = computing  # steps per round
         count = servers_among(job.settings, job.world.size)
         buffers = [name for name, _ in job.compute.model.named_buffers()]
         self._shards = [
@@ -42,7 +42,7 @@ class ShardedServer(Server):
             for place, part in enumerate(cut(job.update.parameters, count))
         ]
         job.warnings.extend(warnings_of_servers(job))
-        self._version: int | None = None  # of the weights and buffers that this worker has as they were written
+        self._version: int | None = None  # version that this worker's weights and buffers still equal
         self._version_of_states = 0
         self._pulled = self._rounds_behind = 0
 
@@ -89,7 +89,7 @@ class ShardedServer(Server):
 
 
 class InlineServer(ShardedServer):
-    """Whoever pushes updates all shards itself, one after the other."""
+    """Server inside the workers: the worker that pushes a gradient updates all shards, one after the other."""
 
     def __init__(self, shared: OnOneMachine) -> None:
         super().__init__(shared, computing=shared.job.world.size)
@@ -117,22 +117,22 @@ class InlineServer(ShardedServer):
 
 
 def factor_of(settings: ServerSettings, delay: int) -> float:
-    """Of the learning rate of an update."""
+    """Return the factor of the learning rate for an update with this delay."""
     return 1.0 / (1 + delay) if settings.scale_lr else 1.0
 
 
 def is_late(settings: ServerSettings, delay: int) -> bool:
-    """Whether a gradient is to be dropped."""
+    """Return whether a gradient with this delay must be dropped."""
     return settings.drop_after is not None and delay > settings.drop_after
 
 
 def servers_among(settings: Settings, workers: int) -> int:
-    """How many servers there are among so many workers: as many as are set, or as they can be."""
+    """Return the number of servers: the configured number, or the largest that this number of workers allows."""
     return min(settings.server.count, workers - settings.server.dedicated)
 
 
 def warnings_of_servers(job: Job) -> list[str]:
-    """What to say if there are fewer than are set."""
+    """Return a warning if there are fewer servers than configured, otherwise an empty list."""
     count, wanted = servers_among(job.settings, job.world.size), job.settings.server.count
     if count == wanted:
         return []

@@ -1,4 +1,4 @@
-"""The loop of asynchronous strategies: each step is computed by one worker, and nobody waits for the others.
+"""Loop of the asynchronous strategies: each step is computed by one worker, which does not wait for the others.
 
 ::
 
@@ -6,12 +6,12 @@
     worker 1   claim 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ push                     ┼ synchronize
     worker 2   claim 2 ▓▓▓▓▓ push   claim 5 ▓▓▓▓▓ push                ┘
 
-Every worker's loop comes to every step, and claims the lowest one that nobody computes yet; when there is none up to
-its own it goes on. So there are as many updates, and each sample is used as often, as in one process, and a slow worker
-computes fewer steps. To *synchronize* is to wait until all steps are done, and to take over the same state: before an
-evaluation, a checkpoint, and at the end.
+Every worker's loop comes to every step, and claims the lowest step that no worker computes yet. If no step up to its
+own is left, it goes on. So there are as many updates, and each sample is used as often, as in one process, and a slow
+worker computes fewer steps. To *synchronize* is to wait until all steps are done, and to take over the same state:
+before an evaluation, a checkpoint, and at the end.
 
-Where the weights are, and who updates them, is the business of a :class:`Server`.
+A :class:`Server` decides where the weights are, and which process updates them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from paceline.strategies.parameter_server.sharing import Shared
 
 @dataclass(frozen=True)
 class Gradients:
-    """The mean gradients of a step, which lie in ``.grad``.
+    """Mean gradients of a step, which are in ``.grad``.
 
     Attributes:
-        step: its number.
-        parts: the losses of its pieces.
-        buffers: the means of the buffers that the forward pass changes.
+        step: number of the step.
+        parts: results of its microbatch groups.
+        buffers: means of the buffers that the forward pass changes.
     """
 
     step: int
@@ -51,11 +51,11 @@ class Gradients:
 
 
 class Server(ABC):
-    """Where the weights are between the steps.
+    """Storage of the weights between the steps.
 
     Attributes:
-        computes: whether this worker computes steps; else it only serves.
-        holds: the parameters and buffers that could be restored after a loss; none: all.
+        computes: whether this worker computes steps. Otherwise it only serves.
+        holds: parameters and buffers that could be restored after a loss. None if all of them could.
     """
 
     computes = True
@@ -67,33 +67,33 @@ class Server(ABC):
 
     @abstractmethod
     def begin(self, version: int) -> None:
-        """Start from the state that all workers have, after so many updates; rank 0 comes first."""
+        """Start from the state that all workers have after ``version`` updates. Rank 0 finishes before others pull."""
 
     @abstractmethod
     def pull(self, step: int) -> None:
-        """Get the weights for a step."""
+        """Pull the weights for a step."""
 
     @abstractmethod
     def push(self, gradients: Gradients) -> StepResult | None:
-        """Apply gradients and close their step; None: they came too late, and the step is free again."""
+        """Apply gradients and close their step. Returns None if they came too late and the step is free again."""
 
     def wait(self, ready: Callable[[ClaimTable], bool]) -> None:
-        """Wait until those who compute have come so far."""
+        """Wait until the claim table meets a condition, for which the computing workers are responsible."""
         self._table.wait_until(ready, lambda table: table.owners())
 
     def record_result(self, table: ClaimTable) -> None:  # noqa: B027 - most know it when they push
-        """Write into the table what became known of the last update since it was pushed."""
+        """Write results of the last update that became known after its push into the claim table."""
 
     def flush(self, table: ClaimTable) -> None:  # noqa: B027 - most have nothing left
-        """Nobody computes any more: write what only this worker has where all can read it."""
+        """Write state that only this worker has to where all workers can read it, after all steps are computed."""
 
     @abstractmethod
     def restore(self, table: ClaimTable, complete: bool) -> None:
-        """Take over the newest state; not complete: what there is of it after a loss."""
+        """Take over the newest state. If not ``complete``, take over what is available after a loss."""
 
 
 class AsyncSteps(Strategy):
-    """Claim steps, compute them with the weights of a server, and push the gradients to it."""
+    """Strategy that claims steps, computes them with the weights of a server and pushes the gradients to it."""
 
     def __init__(self, shared: Shared, server: Server) -> None:
         self._job, self._claims, self._server = shared.job, shared.claims, server
@@ -105,7 +105,7 @@ class AsyncSteps(Strategy):
         self._top = 0
 
     def pieces(self, step: int) -> list[range]:
-        """None: which step this worker will compute is not known before."""
+        """Return no groups, because this worker does not know in advance which step it will compute."""
         return []
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
@@ -124,7 +124,7 @@ class AsyncSteps(Strategy):
         if self._synchronized:
             if not self._job.strategy_state.get(STATE, {}).get("open"):
                 return
-            self._start(steps)  # a worker was lost as they synchronized: what it had claimed is free again
+            self._start(steps)  # a worker was lost while synchronizing, so its claimed steps are free again
         self._drain(steps)
         self._await_others(steps)
         self._server.flush(self._claims.look())
@@ -139,9 +139,9 @@ class AsyncSteps(Strategy):
         if not self._synchronized:
             try:
                 table = self._claims.close()
-            except WorkerLost:  # who knew what is done
+            except WorkerLost:  # the lost worker held the claim table
                 return frozenset()
-            while True:  # one update may have been on its way
+            while True:  # an update may have been on its way
                 self._server.restore(table, complete=False)
                 before, table = table, self._claims.last()
                 if table.version == before.version:
@@ -151,10 +151,10 @@ class AsyncSteps(Strategy):
         self._batch.take_gradients()
         return self._server.holds
 
-    # Synchronized: before the first step, and when all are done.
+    # While synchronized: before the first step, and after all steps are done.
 
     def _start(self, step: int) -> int:
-        """Start from the same state; returns the newest notice that a worker has."""
+        """Start from the same state on all workers. Returns the highest notice of any worker."""
         notices = self._gather("at", step, self._job.world.notice())
         state = self._job.strategy_state.get(STATE, {})
         version = int(state.get("version", 0))
@@ -174,7 +174,7 @@ class AsyncSteps(Strategy):
         return [value for *_, value in found]
 
     def _save_state(self, table: ClaimTable) -> None:
-        """Keep what the next workers, and a checkpoint, must know."""
+        """Save the state that the next membership and a checkpoint need."""
         self._job.strategy_state[STATE] = {
             "top": table.top,
             "open": sorted(table.open),
@@ -192,10 +192,10 @@ class AsyncSteps(Strategy):
             self._job.events.mark("staleness", delays=delays, rounds=rounds)
         self._job.warnings[self._warned :] = [summary]
 
-    # Not synchronized.
+    # While not synchronized.
 
     def _enter(self, step: int) -> bool:
-        """This worker's loop has come to a step; whether all stop at its end, to act on a notice."""
+        """Offer a step and claim a free one. Returns whether all workers stop at its end to act on a notice."""
         notice = self._job.world.notice()
         table = self._claims.look()
         if notice or step >= table.top or table.has_free:
@@ -210,7 +210,7 @@ class AsyncSteps(Strategy):
         return 0 <= table.stop <= step
 
     def _work(self, step: int) -> StepResult | None:
-        """Compute what is free, or serve until the workers are beyond a step; the result of the last update here."""
+        """Compute free steps, or serve until workers are beyond a step. Returns this worker's newest result, if any."""
         if not self._server.computes:
             self._server.wait(lambda table: table.top > step)
         newest = None
@@ -219,12 +219,12 @@ class AsyncSteps(Strategy):
         return newest
 
     def _newest(self) -> StepResult:
-        """The newest result that all know; until the first step of all is done, this waits for it."""
+        """Return the newest result known to all workers, and wait for the first step if none is done yet."""
         self._server.wait(lambda table: table.newest >= 0 or not table.open)
         return newest_result(self._claims.look(), self._job)
 
     def _compute(self, step: int) -> StepResult | None:
-        """Compute a step and claim the next one; None: its gradients came too late."""
+        """Compute a step and claim the next one. Returns None if its gradients came too late."""
         job = self._job
         job.world.check()
         pieces = job.feed.load(step, self._batch.pieces(step))
@@ -243,7 +243,7 @@ class AsyncSteps(Strategy):
         return result
 
     def _drain(self, steps: int) -> None:
-        """Until all steps before this one are done."""
+        """Compute or serve until all steps before this one are done."""
         if not self._server.computes:
             self._server.wait(lambda table: self._is_drained(table, steps))
             return
@@ -256,7 +256,7 @@ class AsyncSteps(Strategy):
             self._work(steps)
 
     def _await_others(self, steps: int) -> None:
-        """Until all workers synchronize; so one that does not is found before it needs this one."""
+        """Wait until all workers synchronize, so that a worker that does not is found before it needs this worker."""
         self._claims.arrive()
         self._claims.wait_until(
             lambda table: self._is_drained(table, steps) and not self._claims.missing(),
@@ -264,10 +264,10 @@ class AsyncSteps(Strategy):
         )
 
     def _is_drained(self, table: ClaimTable, steps: int) -> bool:
-        """Whether no step is open.
+        """Return whether no step is open.
 
         Raises:
-            DisagreementError: another worker's loop is beyond the step after which this one synchronizes.
+            DisagreementError: another worker's loop is beyond the step after which this worker synchronizes.
         """
         if table.top > max(steps, self._top):
             here = f"rank {self._job.world.rank} synchronizing after step {steps - 1}"
@@ -285,7 +285,7 @@ def finish(table: ClaimTable, step: int, result: StepResult) -> None:
 
 
 def set_newest(table: ClaimTable, step: int, result: StepResult) -> None:
-    """Write the result of the newest step into the table."""
+    """Write the result of the newest step into the claim table."""
     table.newest, table.applied, table.metrics = step, result.applied, result.metrics
     table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
 
@@ -298,7 +298,7 @@ def update(
     norm: torch.Tensor | None = None,
     made: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Update the weights of this process, after so many steps; ``made`` is called when that is done."""
+    """Update the weights of this process after ``done`` steps; ``made`` is called as soon as they are updated."""
     job.compute.buffers.accept(gradients.buffers)
     seed_torch(seed_of(UPDATE, job.settings.seed, gradients.step))
     norm, rate = job.update.apply(done, factor, norm, made=made)
@@ -314,7 +314,7 @@ def _different(places: list[str]) -> DisagreementError:
 
 
 def _warnings(job: Job) -> list[str]:
-    """What asynchronous training does not promise."""
+    """Return warnings about guarantees that asynchronous training does not give."""
     warnings = [
         f"strategy {job.settings.strategy} promises no exact bits: the result depends on which worker was faster; the "
         f"loss of a report is that of the newest step that its worker knows of"

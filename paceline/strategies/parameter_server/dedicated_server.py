@@ -1,4 +1,4 @@
-"""Processes that only serve: modes async and bounded with ``server.dedicated``.
+"""Dedicated server processes: modes async and bounded with ``server.dedicated``.
 
 ::
 
@@ -6,8 +6,8 @@
     server 0                         ┴ decide the order ─ update shard 0 ┤
     server 1                           └ follow ───────── update shard 1 ┘
 
-The first ranks are the servers. Server 0 takes the gradients one after the other, drops what comes too late, tells the
-other servers which one is next, and closes its step when all shards are updated.
+The first ranks are the servers. Server 0 takes the gradients one after the other, drops late gradients, orders the
+other servers to apply the same gradients, and closes the step when all shards are updated.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.strategies.parameter_server.async_steps import Gradients, finish
 from paceline.strategies.parameter_server.sharing import OnOneMachine
 
 _FIRST = 0
-"""The server that decides in which order gradients are applied."""
+"""Rank of the server that decides in which order gradients are applied."""
 
 
 class DedicatedServer(ShardedServer):
-    """One of the first ranks, or a worker's side of them."""
+    """Server on one of the first ranks, or a worker's client of the servers."""
 
     def __init__(self, shared: OnOneMachine) -> None:
         job, world = shared.job, shared.job.world
@@ -51,7 +51,7 @@ class DedicatedServer(ShardedServer):
             held = {id(value) for value in self._shards[world.rank].parameters}
             self._own = [place for place, value in enumerate(parameters.values()) if id(value) in held]
 
-    # A worker.
+    # On workers.
 
     def push(self, gradients: Gradients) -> StepResult | None:
         job, rank, step = self._job, self._job.world.rank, gradients.step
@@ -72,7 +72,7 @@ class DedicatedServer(ShardedServer):
         self._record_update(step, answer.delay, answer.version, answer.rate)
         return StepResult(loss, norm, answer.rate, metrics=metrics)
 
-    # A server.
+    # On servers.
 
     def wait(self, ready: Callable[[ClaimTable], bool]) -> None:
         def is_ready() -> bool:
@@ -102,7 +102,7 @@ class DedicatedServer(ShardedServer):
         return self._memory.announced(self._pushes, self._handled[rank] + 1, [rank])
 
     def _decide(self) -> None:
-        """Handle the gradients of each worker that has pushed some."""
+        """Handle the gradients of each worker that has pushed."""
         for rank in filter(self._has_pushed, self._workers):
             (step, pulled, norm, (loss, metrics), buffers), there = self._mailbox.words(rank)
             table = self._claims.look()
@@ -124,21 +124,21 @@ class DedicatedServer(ShardedServer):
             self._memory.announce(self._answers + rank, self._handled[rank])
 
     def _order(self, rank: int, table: ClaimTable, delay: int) -> None:
-        """Let the other servers apply the gradients of a worker, too."""
+        """Order the other servers to apply the gradients of a worker, too."""
         self._ordered += 1
         if self._followers:
             self._mailbox.write(_FIRST, [None] * len(self._job.update.parameters), (rank, table.done, delay))
             self._memory.announce(self._orders, self._ordered)
 
     def _behind(self) -> list[int]:
-        """The servers that have not applied the newest order."""
+        """Return the servers that have not applied the newest order."""
         return [rank for rank in self._followers if not self._memory.announced(self._orders + 1, self._ordered, [rank])]
 
     def _has_orders(self) -> bool:
         return self._memory.announced(self._orders, self._ordered + 1, [_FIRST])
 
     def _follow(self) -> None:
-        """Apply to this server's shard what the first one has ordered."""
+        """Apply the order of the first server to this server's shard."""
         (rank, _, delay), _ = self._mailbox.words(_FIRST)
         (step, _, norm, _, _), there = self._mailbox.words(rank)
         self._update(rank, step, norm, there, self._claims.look(), delay)

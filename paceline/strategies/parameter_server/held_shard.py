@@ -1,4 +1,4 @@
-"""A shard of the parameters at one of the workers that hold it, for workers on several machines.
+"""Replica of a parameter shard on one of the workers that hold it, for workers on several machines.
 
 ::
 
@@ -6,11 +6,11 @@
     holder               gradients of 2 ┬ copy                                        version 6 ─ update ─ version 7
     other holder                        └ gradients of 2                              version 6 ─ update ─ version 7
 
-Gradients wait at all holders before their step counts as done. So whoever survives makes the same updates in the same
-order, up to the last that counts, also those that a lost worker could not ask for any more.
+Gradients are stored at all holders before their step counts as done. So every survivor makes the same updates in the
+same order, up to the last update that counts, including updates that a lost worker could no longer ask for.
 
-The updates are made in the threads that answer requests, on copies of the parameters and of the optimizer: the model of
-this worker computes meanwhile with the weights that it has pulled.
+The threads that answer requests make the updates, on copies of the parameters and of the optimizer. Meanwhile the model
+of this worker computes with the weights that it has pulled.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from paceline.step.job import Job
 @sendable
 @dataclass(frozen=True)
 class PendingGradients:
-    """What goes with the gradients of a step.
+    """Metadata of the gradients of a step for one shard.
 
     Attributes:
-        shard: of which they are.
-        rank: of the worker that has computed them.
-        step: its number.
-        there: which of the shard's parameters have a gradient.
-        norm: of all gradients, before clipping.
-        buffers: those that the forward pass has changed.
+        shard: index of the shard.
+        rank: rank of the worker that computed the gradients.
+        step: number of the step.
+        there: for each parameter of the shard, whether it has a gradient.
+        norm: norm of all gradients, before clipping.
+        buffers: buffers that the forward pass has changed.
     """
 
     shard: int
@@ -54,13 +54,13 @@ class PendingGradients:
 
 
 class HeldShard:
-    """A shard that this worker holds; any thread may use it.
+    """Shard that this worker holds. Any thread may use it.
 
     Args:
-        job: what is trained.
-        part: the parameters of the shard, by name.
-        buffers: the names of the buffers that it holds.
-        forward: to the worker that holds the other copy; none: this is that one, or there is none.
+        job: training context.
+        part: parameters of the shard, by name.
+        buffers: names of the buffers of the shard.
+        forward: client of the worker with the second copy. None if this is the second copy, or the only one.
     """
 
     def __init__(self, job: Job, part: dict[str, nn.Parameter], buffers: list[str], forward: RpcClient | None) -> None:
@@ -73,7 +73,7 @@ class HeldShard:
         self._forward = forward
         self._forwarding, self._lock = threading.Lock(), threading.Lock()
         self._pending: dict[int, tuple[PendingGradients, bytearray]] = {}
-        self._rates: dict[int, float] = {}  # of the last update of each rank, which it asks for before its next one
+        self._rates: dict[int, float] = {}  # of each rank's last update; the rank asks before its next update
         self._version = 0
         self._weights: tuple[int, bytes] = -1, b""
 
@@ -87,21 +87,21 @@ class HeldShard:
             self._pending.clear()
 
     def stage(self, pending: PendingGradients, data: bytearray) -> Answer:
-        """Keep the gradients of a worker, here and at the other holder, until they are applied or replaced."""
+        """Keep the gradients of a worker at both holders, until they are applied or replaced."""
         self._tell("shard.stage", pending, (data,))
         with self._lock:
             self._pending[pending.rank] = pending, data
         return None, ()
 
     def apply(self, place: int, orders: Sequence[Order]) -> Answer:
-        """Make updates, at the other holder too; answers with the learning rate of the last one, the caller's own."""
+        """Make updates at both holders. Returns the learning rate of the last update, which is the caller's own."""
         self._tell("shard.apply", (place, orders))
         with self._lock:
             self._advance(orders)
             return self._rates[orders[-1].rank], ()
 
     def pull(self, orders: Sequence[Order], version: int, known: int) -> Answer:
-        """The version, at least the one that is asked for, and its weights if they are not known."""
+        """Return the current version, which is at least ``version``, and its weights unless the caller knows them."""
         with self._lock:
             self._advance(orders)
             self._check(version)
@@ -112,7 +112,7 @@ class HeldShard:
             return self._weights[0], (self._weights[1],)
 
     def fetch(self, orders: Sequence[Order], version: int) -> Answer:
-        """Everything, as it is after the last update that counts."""
+        """Return the whole shard as it is after the last update that counts."""
         with self._lock:
             self._advance(orders)
             self._check(version)
@@ -123,16 +123,16 @@ class HeldShard:
             raise WorkerLost(f"a server has made {self._version} updates, and {version} were asked for.")
 
     def _tell(self, what: str, words: Any, parts: Sequence[bytearray] = ()) -> None:
-        """Let the other holder do the same."""
+        """Forward a request to the holder of the second copy, if there is one."""
         with self._forwarding:
             if self._forward is not None:
                 try:
                     self._forward.ask(what, words, parts)
-                except WorkerLost:  # the next generation has another copy
+                except WorkerLost:  # the next generation has a new copy
                     self._forward = None
 
     def _advance(self, orders: Sequence[Order]) -> None:
-        """Make the updates that are not made yet."""
+        """Make the updates that have not been made yet."""
         for order in orders:
             if order.version == self._version + 1:
                 self._apply(order)
@@ -156,11 +156,11 @@ class HeldShard:
 
 
 class _Buffers:
-    """Buffers without a model."""
+    """Buffers by name, without a model."""
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:
         self.named = named
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The buffers by name."""
+        """Return the buffers by name."""
         return list(self.named.items())

@@ -6,18 +6,18 @@
     worker 0   ▓▓▓▓▓▓▓▓▓▓▓▓●  ▓▓▓▓▓▓▓▓▓▓▓▓●
     worker 1        ▓▓▓▓▓▓▓▓▓▓▓▓●  ▓▓▓▓▓▓▓▓▓▓▓▓●
 
-The weights of all workers are the same memory. Each computes its step with the weights as they are, and lets its own
-optimizer change them in place, without a lock: an element that two workers change at once may lose one of the changes.
-That is rare where gradients are sparse (``nn.Embedding(sparse=True)``): they touch the rows of their samples alone.
+The weights of all workers are the same memory. Each worker computes its step with the current weights, and its own
+optimizer changes them in place, without a lock. An element that two workers change at once may lose one of the changes.
+That is rare if gradients are sparse (``nn.Embedding(sparse=True)``), because they touch only the rows of their samples.
 
-A worker computes its first step with the weights that all set out with, in its own memory: there they stay still while
-it finds out whether it may compute microbatches in one pass (``step.fusion``).
+A worker computes its first step with the common initial weights, in its own memory. These weights stay unchanged while
+the worker finds out whether it may compute microbatches in one pass (``step.fusion``).
 
-The optimizer's state is each worker's own; when they synchronize, all take that of rank 0. Buffers are each worker's
-own while it computes; the last update's win.
+Each worker has its own optimizer state; when the workers synchronize, all take over the state of rank 0. Each worker
+has its own buffers while it computes; the buffers of the last update win.
 
-When a worker is lost, the others read the weights only when none of them is in the middle of an update: so these have
-each update that the claims say is made, and no other.
+After a loss, survivors read the weights only when none of them is in the middle of an update. So the weights they read
+contain every update that the claim table counts, and no other.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from paceline.strategies.parameter_server.sharing import OnOneMachine, on_one_ma
 
 
 def build(job: Job) -> AsyncSteps:
-    """The asynchronous loop on shared weights."""
+    """Build the asynchronous loop on shared weights."""
     shared = on_one_machine(job, audited=False)
     return AsyncSteps(shared, SharedWeights(shared))
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities of Hogwild."""
     return Capabilities(
         exact=False,
         replicated=False,
@@ -54,7 +54,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 class SharedWeights(Server):
-    """Let all workers update the same weights."""
+    """Weights in shared memory, which all workers update in place."""
 
     def __init__(self, shared: OnOneMachine) -> None:
         super().__init__(shared)
@@ -63,7 +63,7 @@ class SharedWeights(Server):
         names = [name for name, _ in model.named_buffers()]
         self._shard = Shard(self._memory, model, trained.parameters, names, trained.optimizer, trained.schedule)
         self._private: list[torch.Tensor] = []
-        self._updates = 0  # that the schedule knows of
+        self._updates = 0  # updates that the schedule has counted
         self._pulled: int | None = None
         self._checked = False
 
@@ -75,7 +75,7 @@ class SharedWeights(Server):
         self._checked = False
 
     def pull(self, step: int) -> None:
-        if self._pulled is None:  # the first step: with the weights in this worker's own memory
+        if self._pulled is None:  # the first step uses the weights in this worker's own memory
             self._pulled = self._updates
         else:
             self._share()
@@ -83,7 +83,7 @@ class SharedWeights(Server):
         self._shard.read_buffers(0)
 
     def _share(self) -> None:
-        """From now on the model's parameters lie in shared memory; they stay the same objects."""
+        """Move the model's parameters into shared memory. They stay the same objects."""
         if self._private:
             return
         self._private = [parameter.data for parameter in self._shard.parameters]
@@ -112,7 +112,7 @@ class SharedWeights(Server):
         return result
 
     def _schedule_to(self, version: int) -> None:
-        """Let the schedule catch up with the updates of others."""
+        """Advance the learning-rate schedule to the global update count."""
         self._job.update.advance_after(version - self._updates)
         self._updates = max(self._updates, version)
 
@@ -122,7 +122,7 @@ class SharedWeights(Server):
             self._shard.write_states(0)
 
     def restore(self, table: ClaimTable, complete: bool) -> None:
-        """Move the parameters back into this worker's own memory: others may write into the shared one."""
+        """Move the parameters back into this worker's own memory, because others may write to the shared memory."""
         self._schedule_to(table.version)
         for parameter, private in zip(self._shard.parameters, self._private, strict=False):
             parameter.data = private

@@ -1,4 +1,4 @@
-"""What trains when a single worker is there, or left, after asynchronous steps."""
+"""Strategy of a single worker, at the start or left by losses, for asynchronous settings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
 
 STATE = "asynchronous"
-"""The key of the strategy state of all asynchronous strategies."""
+"""Key of the strategy state of all asynchronous strategies."""
 
 
 class LastWorker(Strategy):
-    """One worker, after others: first it computes the steps that they had claimed and not done."""
+    """Training on one worker, which first computes the steps that earlier workers claimed but did not finish."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -28,7 +28,7 @@ class LastWorker(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         state = self._job.strategy_state.get(STATE, {})
         result = self._catch_up()
-        if step < state.get("top", 0):  # done before, or just now
+        if step < state.get("top", 0):  # done earlier, or by _catch_up
             return result or newest_result(restored(ClaimTable(), state), self._job)
         return self._compute(step, pieces)
 
@@ -55,15 +55,15 @@ class LastWorker(Strategy):
 
 
 def restored(table: ClaimTable, state: dict[str, Any]) -> ClaimTable:
-    """The table with the newest result of the strategy's state."""
+    """Return the claim table with the newest result from the strategy state."""
     if "newest" in state:
         table.newest, table.loss, table.norm, table.rate, table.applied, *rest = state["newest"]
-        table.metrics = rest[0] if rest else {}  # a checkpoint of before has none
+        table.metrics = rest[0] if rest else {}  # older checkpoints have no metrics
     return table
 
 
 def newest_result(table: ClaimTable, job: Job) -> StepResult:
-    """The newest result that all know, for a worker that did not compute the step."""
+    """Return the newest result known to all workers, for a worker that did not compute the step."""
     if table.newest < 0:
         return StepResult(math.nan, math.nan, job.update.learning_rate)
     return StepResult(table.loss, table.norm, table.rate, applied=table.applied, metrics=table.metrics)

@@ -1,4 +1,4 @@
-"""Parameter servers of workers on several machines: modes async and bounded.
+"""Parameter servers for workers on several machines: modes async and bounded.
 
 ::
 
@@ -7,12 +7,12 @@
     shard 1, at 1              gradients ─┘                    update ─┘
     table, at 0                             step 5: version 7
 
-Each shard is at one worker, and a copy at another one; they lock nothing but themselves. A *commit* in the table of
-steps gives an update its number, in which order all shards make it (``held_shard``), and closes its step, at once and
-at two workers. What is not committed when a worker is lost was never made: the step is free again.
+Each shard is on one worker, with a copy on another, and has its own lock. A *commit* in the claim table, which is also
+on two workers, numbers an update and closes its step in one operation. All shards make the updates in the order of
+these numbers (``held_shard``). If a step was not committed when a worker was lost, its update was never made.
 
-Weights are those of the version that the table had when they were asked for, or newer: those of shards that were
-updated meanwhile. The rules of ``bounded`` look at the version of the table.
+A pull returns the weights of the version that the table had at the request, or newer ones from shards that were updated
+meanwhile. Mode ``bounded`` follows the finished steps in the table.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from paceline.strategies.parameter_server.held_shard import HeldShard, PendingGr
 from paceline.strategies.parameter_server.sharing import OverNetwork, copies_of
 
 _PART_SECONDS = 10.0
-"""For a holder to send its shard when the others part."""
+"""Timeout for a holder to send its shard while the workers re-form."""
 
 
 class NetworkServer(Server):
-    """A worker's side of the shards, and those that it holds."""
+    """Client of all shards, with the shards that this worker holds itself."""
 
     def __init__(self, shared: OverNetwork) -> None:
         super().__init__(shared)
@@ -47,7 +47,7 @@ class NetworkServer(Server):
         self._settings, rank = job.settings.server, job.world.rank
         count = servers_among(job.settings, job.world.size)
         self.computes = not self._settings.dedicated or rank >= count
-        self._computing = job.world.size - (count if self._settings.dedicated else 0)  # the steps of a round
+        self._computing = job.world.size - (count if self._settings.dedicated else 0)  # steps per round
         buffers = [name for name, _ in job.compute.model.named_buffers()]
         update = job.update
         self._parts = cut(update.parameters, count)
@@ -60,10 +60,10 @@ class NetworkServer(Server):
                 self._held[place] = HeldShard(job, part, names, self._forward(place))
         self._serve()
         job.warnings.extend(warnings_of_servers(job))
-        self._known = [-1] * count  # the version whose weights are in each shard
-        self._order = [(rank + place) % count for place in range(count)]  # not all of them at the same server
+        self._known = [-1] * count  # version of the weights in each shard
+        self._order = [(rank + place) % count for place in range(count)]  # spreads the workers over the servers
         self._pulled = self._rounds_behind = 0
-        self._pending: tuple[int, int] | None = None  # the step that is being committed, and its delay
+        self._pending: tuple[int, int] | None = None  # step that is being committed, and its delay
         self._last: tuple[int, StepResult] | None = None
 
     def _forward(self, place: int) -> RpcClient | None:
@@ -93,7 +93,7 @@ class NetworkServer(Server):
             held.begin(version, self._shards[place])
         self._known = [-1] * len(self._shards)
 
-    # A worker.
+    # On workers that compute.
 
     def pull(self, step: int) -> None:
         current = step // self._computing
@@ -158,12 +158,12 @@ class NetworkServer(Server):
         self._batch.take_gradients()
 
     def _commit(self, table: ClaimTable, step: int, delay: int) -> None:
-        """Close a step: from now on its update counts."""
+        """Close a step, so that its update counts from now on."""
         log, done = self._claims.log, table.done
         del table.open[step]
         table.version += 1
         log.orders.append(Order(table.version, step, self._job.world.rank, done, factor_of(self._settings, delay)))
-        del log.orders[: -2 * self._job.world.size]  # a worker waits for its own before it commits another one
+        del log.orders[: -2 * self._job.world.size]  # a worker waits for its own update before its next commit
         self._staleness.add(delay, self._rounds_behind)
 
     def record_result(self, table: ClaimTable) -> None:
@@ -180,12 +180,12 @@ class NetworkServer(Server):
     def _ask_all(
         self, what: str, words_of: Callable[[int], tuple[Any, Sequence[memoryview]]]
     ) -> dict[int, tuple[Any, bytearray]]:
-        """Ask the first holder of each shard, all at a time."""
+        """Ask the first holder of each shard, with all requests in flight at once."""
         for place in self._order:
             self._peers.client(self._holders[place][0]).start(what, *words_of(place))
         return {place: self._peers.client(self._holders[place][0]).finish() for place in self._order}
 
-    # All of them, when no step is computed.
+    # On all workers, while no step is computed.
 
     def restore(self, table: ClaimTable, complete: bool) -> None:
         lost: list[str] = []
@@ -197,7 +197,7 @@ class NetworkServer(Server):
             self._shards[place].fill(table.version % 2, found)
             self._shards[place].read(table.version % 2)
         if complete:
-            self._job.world.gather(None, "step")  # nobody ends while another one still reads from it
+            self._job.world.gather(None, "step")  # no worker ends while another still reads from it
         elif lost:
             self.holds = frozenset(name for name, _ in _named(self._job.compute.model)).difference(lost)
         if self._pending is not None and self._pending[0] not in table.open:  # it was committed
@@ -206,7 +206,7 @@ class NetworkServer(Server):
             self._record_update(step, delay, version, self._job.update.learning_rate)
 
     def _fetch(self, place: int, version: int, complete: bool) -> bytearray | None:
-        """A whole shard, from who still has it."""
+        """Return a whole shard from a worker that still has it, or None if no worker has."""
         words = place, self._claims.log.orders, version
         if complete:
             return self._peers.client(self._holders[place][0]).ask("shard.fetch", words)[1]

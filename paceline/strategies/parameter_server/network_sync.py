@@ -1,4 +1,4 @@
-"""The update at servers on several machines: mode sync.
+"""Update at servers on several machines: mode sync.
 
 ::
 
@@ -6,9 +6,9 @@
     its copy    means of shard 0 ┴ update ─ written                       │ pull ─ next step
     server 1    means of shard 1 ┬ update ...                             ┘
 
-Who holds the copy of a shard gets the mean gradients, too, and makes the same update. Weights are given away only when
-both have made it. So after a loss a worker that has finished a step finds the state after it, and one that has not that
-before it: each holder keeps the two newest.
+The worker with the copy of a shard receives the mean gradients as well, and makes the same update. A server hands out
+weights only after both have made it. So after a loss a worker that has finished a step can restore the state after it,
+and a worker that has not can restore the state before it: each holder keeps the two newest versions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from paceline.strategies.parameter_server.async_server import servers_among
 from paceline.strategies.parameter_server.sharing import connect_servers, copies_of
 
 _SLICE_SECONDS = 0.1
-"""How long a request waits at a server before it answers that the update is not made."""
+"""Longest wait of a request at a server before the answer that the update is not made yet."""
 _PART_SECONDS = 10.0
-"""For a holder to send its shard when the others part."""
+"""Timeout for a holder to send its shard while the workers re-form."""
 
 
 class NetworkServers:
-    """Each server makes the update of its shard, and all workers take over those of the others.
+    """Update in which each server updates its shard, and all workers pull the shards of the other servers.
 
     Attributes:
-        shards: of the parameters, in the memory of this worker; the first ranks are their servers.
-        homes: the server of each parameter, by name.
-        copies: for each server the rank that holds the copy of its shard; none if it is not in here.
-        own: the names of the parameters whose server is here.
-        version: updates made.
+        shards: shards of the parameters, in the memory of this worker. The first ranks are their servers.
+        homes: server of each parameter, by name.
+        copies: for each server, the rank with the copy of its shard. Servers without a copy are left out.
+        own: names of the parameters whose server is this worker.
+        version: number of updates made.
     """
 
     def __init__(self, job: Job) -> None:
@@ -62,12 +62,12 @@ class NetworkServers:
         self._order = [home for place in range(count) if (home := (rank + place) % count) not in self._held]
         self._kept, self._has_states = False, True
         self._changed = threading.Condition()
-        self._written = self._given = -1  # versions: in the shards that are held; whose weights may be pulled
+        self._written = self._given = -1  # newest versions: in the held shards; open to pulls
         for name in ("written", "weights", "fetch"):
             self._peers.server.serve(f"shard.{name}", getattr(self, f"_answer_{name}"))
 
     def keep(self) -> None:
-        """Before the first update: keep the state for those that go on without it."""
+        """Save the state before the first update, for survivors that continue without the update."""
         if not self._kept:
             for shard in self.shards:
                 shard.write(0)
@@ -75,11 +75,11 @@ class NetworkServers:
             self._announce(written=0)
 
     def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Update the shards that this worker holds from ``.grad``, and take over the others.
+        """Update the shards that this worker holds from ``.grad``, and pull the others.
 
         Args:
-            step: how many updates there were before.
-            norm: the global norm of the mean gradients, before clipping.
+            step: number of updates before this one.
+            norm: global norm of the mean gradients, before clipping.
         """
         update, version = self._job.update, self.version + 1
         for name, parameter in update.parameters.items():
@@ -102,7 +102,7 @@ class NetworkServers:
         return norm, rate
 
     def _pull(self, version: int) -> None:
-        """Take over the weights of the shards that are not held here."""
+        """Pull the weights of the shards that this worker does not hold."""
         waiting = self._order
         world = self._job.world
         with world.awaiting("to pull weights"), world.waiting_for(waiting):
@@ -119,20 +119,20 @@ class NetworkServers:
                 waiting = [home for home, (ready, _) in answers.items() if not ready]
 
     def read_states(self) -> None:
-        """Take over the optimizer's states from all servers."""
+        """Take over the optimizer states from all servers."""
         if self._has_states:
             return
         for home in self._order:
             self.shards[home].fill(self.version % 2, self._peers.client(home).ask("shard.fetch", self._words(home))[1])
             self.shards[home].read_states(self.version % 2)
-        self._job.world.gather(None, "step")  # nobody ends while another one still reads from it
+        self._job.world.gather(None, "step")  # no worker ends while another still reads from it
         self._has_states = True
 
     def put_back(self) -> frozenset[str] | None:
-        """After a loss: have the state after the last step that was done by all servers.
+        """Restore the state after the last step that all servers have done, when a worker was lost.
 
         Returns:
-            the parameters and buffers that could be restored; none: all.
+            Names of the parameters and buffers that could be restored. None if all of them could.
         """
         lost: list[str] = []
         for home, shard in enumerate(self.shards) if self._kept else ():
@@ -150,7 +150,7 @@ class NetworkServers:
         return frozenset(everything.difference(lost)) if lost else None
 
     def _fetch(self, home: int) -> bytearray | None:
-        """A whole shard, from who still has it."""
+        """Return a whole shard from a worker that still has it, or None if no worker has."""
         for rank in self._holders[home]:
             if not self._job.world.is_missing(rank):
                 try:
@@ -162,7 +162,7 @@ class NetworkServers:
     def _words(self, home: int) -> tuple[int, int]:
         return home, self.version
 
-    # In the threads that answer the others.
+    # In the threads that answer other workers.
 
     def _announce(self, written: int = -1, given: int = -1) -> None:
         with self._changed:

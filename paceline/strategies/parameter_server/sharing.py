@@ -1,4 +1,4 @@
-"""What the workers of an asynchronous strategy share: in the memory of one machine, or over the network."""
+"""Objects that the workers of an asynchronous strategy share, in the memory of one machine or over the network."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.strategies.parameter_server.last_worker import STATE
 from paceline.strategies.parameter_server.staleness import Staleness
 
 _STATES = 8
-"""How large the states of an optimizer may be, in the size of the parameters (``comm.servers.shard``)."""
+"""Maximum size of the optimizer states, as a multiple of the size of the parameters (``comm.servers.shard``)."""
 _OTHER_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the loop and its server both use."""
+    """Objects that the loop and its server both use."""
 
     job: Job
     claims: Claims
@@ -32,7 +32,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class OnOneMachine(Shared):
-    """On one machine."""
+    """Shared objects of workers on one machine."""
 
     claims: StepClaims
     memory: SharedMemory
@@ -40,17 +40,17 @@ class OnOneMachine(Shared):
 
 @dataclass(frozen=True)
 class OverNetwork(Shared):
-    """On several machines."""
+    """Shared objects of workers on several machines."""
 
     claims: NetworkClaims
     peers: RpcPeers
 
 
 def on_one_machine(job: Job, audited: bool = True) -> OnOneMachine:
-    """What workers on one machine share; ``audited``: see :class:`FullBatch`.
+    """Create the shared objects of workers on one machine; ``audited``: see :class:`FullBatch`.
 
     Raises:
-        ConfigError: they are on several, or on GPUs.
+        ConfigError: the workers are on several machines, or on GPUs.
     """
     memory, rank = shared_memory_of(job), job.world.rank
     claims = StepClaims(job.world, memory)
@@ -59,10 +59,10 @@ def on_one_machine(job: Job, audited: bool = True) -> OnOneMachine:
 
 
 def over_network(job: Job) -> OverNetwork:
-    """What workers on several machines share.
+    """Create the shared objects of workers on several machines.
 
     Raises:
-        ConfigError: they are on GPUs.
+        ConfigError: the workers are on GPUs.
     """
     peers = connect_servers(job)
     claims = NetworkClaims(peers, copies_of(job))
@@ -71,10 +71,10 @@ def over_network(job: Job) -> OverNetwork:
 
 
 def connect_servers(job: Job) -> RpcPeers:
-    """The servers of these workers, over the network.
+    """Connect the workers over the network, as servers and clients of each other.
 
     Raises:
-        ConfigError: they are on GPUs.
+        ConfigError: the workers are on GPUs.
     """
     if not job.world.transport.capabilities.on_host:
         raise ConfigError(
@@ -86,15 +86,15 @@ def connect_servers(job: Job) -> RpcPeers:
 
 
 def copies_of(job: Job) -> int:
-    """How many machines hold each shard; one where a run cannot go on without a worker."""
+    """Return the number of workers that hold each shard. It is 1 if the run cannot continue after a loss."""
     return job.settings.server.copies if job.world.coordinator is not None else 1
 
 
 def shared_memory_of(job: Job) -> SharedMemory:
-    """The shared memory of workers on one machine.
+    """Return the shared memory of workers on one machine.
 
     Raises:
-        ConfigError: they are on several, or on GPUs.
+        ConfigError: the workers are on several machines, or on GPUs.
     """
     if job.world.shared_memory is None:
         raise ConfigError(

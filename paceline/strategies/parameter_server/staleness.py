@@ -1,7 +1,7 @@
-"""How old the weights of asynchronous updates were, counted over all workers and generations.
+"""Staleness of the weights of asynchronous updates, counted over all workers and generations.
 
-The *delay* of a gradient is the number of updates between its pull and its own; its *staleness* the number of earlier
-rounds that were missing, in part or whole, in the weights it was computed with. A round is a step of each worker.
+The *delay* of a gradient is the number of updates between its pull and its own update. Its *staleness* is the number of
+earlier rounds that were missing, in part or whole, in the weights it was computed from. A round is a step per worker.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Any, Protocol
 
 
 class Counts(Protocol):
-    """How often each number has been; it outlives the worker that counted."""
+    """Histogram of numbers that outlives the worker that counts."""
 
     def add(self, number: int) -> None:
         """Count a number once more."""
         ...
 
     def total(self) -> Counter[int]:
-        """The counts of all workers."""
+        """Return the counts of all workers."""
         ...
 
 
 class Staleness:
-    """Two histograms that outlive each worker.
+    """Histograms of delays and missing rounds, which outlive each worker.
 
     Args:
-        delays, rounds: where to count.
-        state: what :meth:`state` returned in earlier generations.
+        delays, rounds: histograms in which to count.
+        state: result of :meth:`state` from earlier generations.
     """
 
     def __init__(self, delays: Counts, rounds: Counts, state: dict[str, Any]) -> None:
@@ -36,23 +36,23 @@ class Staleness:
         self._earlier = [Counter(dict(state.get(name, []))) for name in ("delays", "rounds")]
 
     def add(self, delay: int, rounds: int | None = None) -> None:
-        """Count an update of this worker; where there are no rounds, its delay alone."""
+        """Count an update of this worker. Without ``rounds``, count only its delay."""
         self._delays.add(delay)
         if rounds is not None:
             self._rounds.add(rounds)
 
     def counts(self) -> tuple[dict[int, int], dict[int, int]]:
-        """How often each delay, and each number of rounds, has been so far."""
+        """Return the counts of each delay and of each number of rounds, over all generations."""
         delays, rounds = self._earlier
         return dict(delays + self._delays.total()), dict(rounds + self._rounds.total())
 
     def state(self) -> dict[str, list[list[int]]]:
-        """The counts, as the strategy's state keeps them."""
+        """Return the counts in the form in which the strategy state keeps them."""
         delays, rounds = (sorted(map(list, counts.items())) for counts in self.counts())
         return {"delays": delays, "rounds": rounds}
 
     def summary(self) -> str:
-        """The counts in one sentence; empty before the first update."""
+        """Return the counts in one sentence, or an empty string before the first update."""
         delays, rounds = self.counts()
         if not delays:
             return ""

@@ -8,11 +8,11 @@
     async      worker 0  pull ▓▓▓ push┬update pull ▓▓▓ push┬update       each batch is one worker's, and one update
                worker 1  pull ▓▓▓▓▓▓▓▓▓▓▓ push┬update pull ▓▓▓▓▓▓        at once (Dean et al. 2012)
 
-    bounded    as async, but who starts round r waits until all steps of the rounds up to r - s - 1 are applied
+    bounded    as async, but a worker starts round r only after all steps of the rounds up to r - s - 1 are applied
                (stale synchronous parallel: Ho et al. 2013, NIPS 26); a round is a step of each worker
 
 The parameters are cut into ``server.count`` shards of whole tensors. With ``server.dedicated`` the first ranks are the
-servers and compute nothing; else whoever pushes a gradient does the work of the servers itself. Beside this file:
+servers and compute nothing. Otherwise the worker that pushes a gradient makes the update itself. Other modules:
 ``sync_server`` (sync), ``async_server`` and ``dedicated_server`` (async and bounded), with the loop of ``async_steps``.
 """
 
@@ -37,7 +37,7 @@ from paceline.strategies.parameter_server.sync_server import SyncServer
 
 
 def build(job: Job) -> Strategy:
-    """The strategy of the mode that is set."""
+    """Build the strategy of the configured mode."""
     if job.settings.server.mode == "sync":
         return SyncServer(job)
     if job.world.shared_memory is None:
@@ -48,12 +48,12 @@ def build(job: Job) -> Strategy:
 
 
 def build_alone(job: Job) -> Strategy:
-    """The strategy of a single worker: it also does what workers before it have not done."""
+    """Build the strategy of a single worker, which also completes the unfinished work of earlier workers."""
     return BackupWorkers(job) if job.settings.backup.workers else LastWorker(job)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities of the configured mode."""
     late = () if settings.backup.workers else ("backup.late",)
     return Capabilities(
         exact=settings.server.mode == "sync" and not settings.backup.workers,
@@ -70,10 +70,10 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Refuse servers that cannot share the model or the workers, and settings of another mode.
+    """Raise if the servers do not fit the model or the workers, or if settings belong to another mode.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: a setting does not fit.
     """
     server = settings.server
     check_shares(settings, order, workers, largest)

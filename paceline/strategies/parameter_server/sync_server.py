@@ -1,4 +1,4 @@
-"""Servers that wait for all workers: mode sync of ``strategies.parameter_server.strategy``.
+"""Synchronous parameter servers: mode sync of ``strategies.parameter_server.strategy``.
 
 ::
 
@@ -6,9 +6,9 @@
     worker 1   F2 B2 ─ push       ┼ server 0: add up ─ update ─ flip ┤
     worker 2   F3 B3 ─ push       ┴ server 1: add up ─ update ─ flip ┴ pull ─ F3 B3 ...
 
-The step is that of ``strategies.data_parallel.allreduce``: the same shares, the same sums, with ``exact`` along the
-canonical tree. Only the update differs: each server updates its shard, with its part of the optimizer's state, and the
-workers copy the weights. So the bits are those of all-reduce. To synchronize, all read the optimizer's states.
+The step is that of ``strategies.data_parallel.allreduce``, with the same shares and the same sums, along the canonical
+tree with ``exact``. Only the update differs: each server updates its shard, with its part of the optimizer state, and
+the workers copy the weights. So the bits are those of all-reduce. Synchronizing copies the optimizer states to all.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from paceline.strategies.parameter_server.network_sync import NetworkServers
 from paceline.strategies.parameter_server.sharing import shared_memory_of
 
 _TAGS = 1 << 12
-"""The first tag of the gradients, as of those of all-reduce."""
+"""First tag of the gradients, the same as in all-reduce."""
 
 
 class SyncServer(Strategy):
-    """All workers push to servers, and pull what comes out.
+    """Strategy in which all workers push gradients to servers, and pull the updated weights.
 
-    With backup workers the servers wait for the first N of N + b; what comes later is dropped.
+    With backup workers the servers wait for the first N of N + b workers, and drop later gradients.
     """
 
     def __init__(self, job: Job) -> None:
@@ -89,7 +89,7 @@ class SyncServer(Strategy):
         self._before = self._servers.version, buffers
         result = self._workers.step(step, pieces)
         if self._before[0] == 0 < self._servers.version:
-            with contextlib.suppress(WorkerLost):  # the step is done; the next one finds the loss
+            with contextlib.suppress(WorkerLost):  # the step is done; the next step detects the loss
                 check_draws(self._job)
         return result
 
@@ -107,13 +107,13 @@ class SyncServer(Strategy):
 
 
 class Servers:
-    """The update: each server makes that of its shard, and all workers take over those of the others.
+    """Update in which each server updates its shard, and all workers copy the shards of the other servers.
 
     Attributes:
-        shards: of the parameters; the first ranks are their servers.
-        homes: the server of each parameter, by name.
-        own: the names of the parameters whose server is here.
-        version: updates made.
+        shards: shards of the parameters. The first ranks are their servers.
+        homes: server of each parameter, by name.
+        own: names of the parameters whose server is this worker.
+        version: number of updates made.
     """
 
     def __init__(self, job: Job) -> None:
@@ -133,17 +133,17 @@ class Servers:
         self._has_states = True
 
     def keep(self) -> None:
-        """Before the first update: keep the state for those that go on without it."""
+        """Save the state before the first update, for survivors that continue without the update."""
         if self._shard is not None and not self._kept:
             self._shard.write(self.version % 2)
             self._kept = True
 
     def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Update this worker's shard from its ``.grad``, if it is a server, and take over those of the others.
+        """Update this worker's shard from ``.grad``, if it is a server, and copy the shards of the other servers.
 
         Args:
-            step: how many updates there were before.
-            norm: the global norm of the mean gradients, before clipping.
+            step: number of updates before this one.
+            norm: global norm of the mean gradients, before clipping.
         """
         update, copy = self._job.update, (self.version + 1) % 2
         for name, parameter in update.parameters.items():
@@ -162,7 +162,7 @@ class Servers:
         return norm, rate
 
     def read_states(self) -> None:
-        """Take over the optimizer's states from all servers."""
+        """Take over the optimizer states from all servers."""
         if not self._has_states:
             for shard in self.shards:
                 if shard is not self._shard:
@@ -170,7 +170,7 @@ class Servers:
             self._has_states = True
 
     def put_back(self) -> None:
-        """After a loss: have the state after the last step that was done by all servers."""
+        """Restore the state after the last step that all servers have done, when a worker was lost."""
         if self.version > 0:
             for shard in self.shards:
                 shard.read(self.version % 2)
