@@ -1,1 +1,1 @@
-"""Strategies whose workers hold stages of the model."""
+"""Pipeline strategies: the workers hold stages of the model."""

@@ -1,7 +1,7 @@
-"""Audits in pipelines: a stage computes a microbatch again, right after its backward pass.
+"""Audits in pipelines: a stage computes a microbatch a second time, right after its backward pass.
 
-No other worker may hold the same weights, and only now does this one have the right version of them. In between are the
-forward pass itself and all that the worker has computed since::
+No other worker may hold the same weights, and only then does this worker have the right version of them. Between the
+two computations lie the forward pass itself and everything that the worker has computed since::
 
     stage 0    F0 F1 F2 F3 B0 B1 B2 b2 B3       microbatch 2 is audited: b2 is its forward and its backward pass
     stage 1       F0 F1 F2 F3 B0 B1 B2 b2 B3    once more, from the inputs and gradients that the stage has received
@@ -38,16 +38,16 @@ def audits_of(
     worker_of: Callable[[int, int], int],
     data: Mapping[int, Any],
 ) -> dict[tuple[int, int], StageAudit]:
-    """Return what this worker computes twice of a step, by stage and microbatch.
+    """Return the audits of a step on this worker, by stage and microbatch.
 
     Args:
-        job: what is trained.
-        step: its number.
-        first: the number of its first microbatch.
-        stages: of this worker.
-        last: the last stage of all.
-        worker_of: the rank that computes a stage for a microbatch.
-        data: the microbatches that this worker has loaded.
+        job: training context.
+        step: number of the step.
+        first: number of the first microbatch of the step.
+        stages: stages of this worker.
+        last: last stage of the model.
+        worker_of: function that returns the rank that computes a stage for a microbatch.
+        data: microbatches that this worker has loaded.
     """
     if not (job.audits.is_due(step) or job.audits.is_last(step)):
         return {}
@@ -61,19 +61,19 @@ def audits_of(
 
 
 class StageAudit:
-    """A microbatch that a stage computes twice.
+    """Audit of a microbatch, which a stage computes twice.
 
     Args:
-        job: what is trained.
-        step: that is audited.
-        microbatch: of it.
-        stage: the number of the stage.
+        job: training context.
+        step: audited step.
+        microbatch: index of the microbatch in the step.
+        stage: number of the stage.
         local: the stage.
-        is_last: whether its output is the loss.
-        data: the microbatch as this worker has loaded it, if it has; it is loaded once more.
+        is_last: whether the output of the stage is the loss.
+        data: microbatch as this worker has loaded it, or None. It is loaded a second time.
 
     Attributes:
-        output_gradients: what the stage has received for the backward pass; None: its output is the loss.
+        output_gradients: received gradients of the outputs. None if the output is the loss.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class StageAudit:
         return piece
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Before the forward pass: keep what it starts from."""
+        """Save the state from which the forward pass starts."""
         self._inputs = [value.detach() for value in inputs]
         self._before = self._attributes()
         _, self._as_before = computed_again(self._job.compute.buffers, self._buffers)
@@ -108,11 +108,11 @@ class StageAudit:
         return Attributes({"model": compute.model, "forward": compute.forward}, known)
 
     def add_forward(self, outputs: Sequence[torch.Tensor], again: bool = False) -> None:
-        """After a forward pass: take the digests of its outputs, or of the loss, and of the buffers.
+        """Add the digests of the outputs, or of the loss, and of the buffers after a forward pass.
 
         Args:
-            outputs: of the stage.
-            again: whether it was the second one.
+            outputs: outputs of the stage.
+            again: whether it was the second pass.
         """
         for place, value in enumerate(outputs):
             self._passes[again].add("the loss" if self._is_last else f"output {place} of stage {self._stage}", value)
@@ -122,10 +122,10 @@ class StageAudit:
 
     @contextmanager
     def backward(self, inputs: Sequence[torch.Tensor], again: bool = False) -> Iterator[None]:
-        """In which a backward pass runs: take the digests of its gradients, apart from those of other microbatches.
+        """Add the digests of the gradients of a backward pass in the context, apart from those of other microbatches.
 
         Args:
-            inputs: of the stage.
+            inputs: inputs of the stage.
             again: whether it is the second pass.
         """
         kept = {name: value.grad for name, value in self._parameters.items()}
@@ -148,13 +148,13 @@ class StageAudit:
                     value.grad = None
 
     def compute_again(self, outputs_of: Callable[[Any, Any], list[torch.Tensor]]) -> None:
-        """Compute the stage again, from what it saw the first time; leave no trace.
+        """Compute the stage a second time from the same inputs, without side effects.
 
         Args:
-            outputs_of: computes its outputs from the inputs and the data.
+            outputs_of: function that computes the outputs of the stage from its inputs and the data.
 
         Raises:
-            InputError: it gives something else, and the run is to stop.
+            InputError: the results differ, and the run is to stop.
         """
         job, begin = self._job, time.perf_counter()
         between = self._attributes()

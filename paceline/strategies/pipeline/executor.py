@@ -1,8 +1,8 @@
-"""Runs the operations of one worker of a pipeline (``schedule.pipeline.operations``) for one step.
+"""Executor of the operations of one pipeline worker (``schedule.pipeline.operations``) for one step.
 
-A stage on another worker is reached through a channel, one on this worker through a dictionary. Activations travel with
-the states of the random generators, so that a model in stages draws the same numbers as in one piece; but not behind
-stages that have drawn none so far, for which without exact bits only the first step is observed.
+Channels connect a stage to stages on other workers, a dictionary to stages on the same worker. Activations travel with
+the states of the random generators, so that a model in stages draws the same numbers as an uncut model. The states are
+left out if neither this stage nor an earlier stage has drawn; without ``exact`` only the first step is observed.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from paceline.strategies.pipeline.split_backward import SplitBackward, backward_
 from paceline.strategies.pipeline.stages import LocalStage
 
 Payload: TypeAlias = "list[torch.Tensor | None]"
-"""What one stage sends to the next or the one before.
+"""Tensors that a stage sends to the next or the previous stage.
 
-First the attachment of the strategy (:meth:`Hooks.attach`); forward then the states of the generators, or none for each
-of them, and the activations; backward the gradients of the activations.
+The first is the attachment of the strategy (:meth:`Hooks.attach`). Forward, the states of the generators follow (or
+None for each of them), then the activations; backward, the gradients of the activations follow.
 """
 
 _PREFETCH = 4
-"""So many operations ahead receives are posted."""
+"""Number of operations ahead for which receives are posted."""
 
 
 class Hooks:
-    """What a strategy adds to the operations."""
+    """Callbacks of a strategy into the executor."""
 
     def on_gradients(self, stage: int, microbatch: int) -> None:
-        """Take the gradients of a microbatch, which are in the ``.grad`` of a stage's parameters."""
+        """Take the gradients of a microbatch from the ``.grad`` of a stage's parameters."""
         raise NotImplementedError
 
     def weights(self, operation: Operation) -> AbstractContextManager[object]:
-        """A context in which the parameters have the version of an operation."""
+        """Return a context in which the parameters have the version of an operation."""
         return nullcontext()
 
     def update(self, operation: Operation) -> None:
         """Update the weights of a stage."""
 
     def attach(self, microbatch: int, forward: bool) -> torch.Tensor | None:
-        """A tensor to send along with activations (``forward``) or gradients, always of the same shape; or none."""
+        """Return a tensor to send with activations (``forward``) or gradients, always of the same shape, or None."""
         return None
 
     def on_attachment(self, microbatch: int, forward: bool, attachment: torch.Tensor) -> None:
-        """Take what came along with activations or gradients."""
+        """Take the tensor that arrived with activations or gradients."""
 
 
 @dataclass
 class Saved:
-    """What a forward pass saves for the backward pass."""
+    """Tensors that a forward pass saves for the backward pass."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -84,21 +84,21 @@ class Saved:
 
 
 class Executor:
-    """Runs operations.
+    """Executor of pipeline operations.
 
-    Microbatches are numbered since the pipeline was last empty.
+    Microbatches are numbered from the last time that the pipeline was empty.
 
     Args:
-        job: what is trained.
-        stages: those of this worker.
-        workers_of: for each stage of the model the ranks that hold it.
+        job: training context.
+        stages: stages of this worker.
+        workers_of: for each stage of the model, the ranks that hold it.
 
     Attributes:
-        losses: for each microbatch whose last stage this worker computed a float64 tensor of shape [2 + 2 *
-            metrics]: the sum of the losses and what it is to be divided by, then the same two of each metric.
-        statistics: for each stage and microbatch what the forward pass made of the stage's buffers, times the samples.
-        samples: of each microbatch.
-        busy_seconds: that this worker has computed.
+        losses: for each microbatch whose last stage this worker computed, a float64 tensor of shape [2 + 2 * metrics]:
+            the sum of the losses and its divisor, then the same pair for each metric.
+        statistics: for each stage and microbatch, the stage's buffers after the forward pass, times the samples.
+        samples: number of samples of each microbatch.
+        busy_seconds: compute time of this worker.
     """
 
     def __init__(self, job: Job, stages: Mapping[int, LocalStage], workers_of: Sequence[Sequence[int]]) -> None:
@@ -108,11 +108,11 @@ class Executor:
         self._states = len(pack_generators())
         self._links = Links(job, workers_of, host=range(1, 1 + self._states))
         self._random: set[int] = set()
-        """Stages that have drawn random numbers, themselves or before them."""
+        """Stages that have drawn random numbers, or that follow a stage that has."""
         self._silent: set[int] = set()
-        """Stages that have drawn none, and have sent activations."""
+        """Stages that have sent activations and have not drawn before."""
         self._observed = {stage for stage in stages if stage != self._last}
-        """Stages that have drawn none so far, but still may."""
+        """Stages that have not drawn yet, but still may."""
         self._run = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -125,7 +125,7 @@ class Executor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all microbatches; the pipeline is empty."""
+        """Forget all microbatches, when the pipeline is empty."""
         self._data: dict[int, Any] = {}
         self._origins: dict[int, tuple[int, int]] = {}
         self._saved: dict[tuple[int, int], Saved] = {}
@@ -148,11 +148,11 @@ class Executor:
         """Add the microbatches of a step.
 
         Args:
-            step: its number.
-            pieces: the single microbatches of it that this worker has loaded.
-            worker_of: the rank that computes a stage for a microbatch.
-            first: the number of its first microbatch.
-            scale: multiplies the loss, and so the gradients.
+            step: number of the step.
+            pieces: single microbatches of the step that this worker has loaded.
+            worker_of: function that returns the rank that computes a stage for a microbatch.
+            first: number of the first microbatch of the step.
+            scale: factor of the loss, and so of the gradients.
         """
         self._scale = scale
         self._worker_of = worker_of
@@ -167,7 +167,7 @@ class Executor:
         self._audits |= audits_of(self._job, step, first, self._stages, self._last, worker_of, self._data)
 
     def origin(self, microbatch: int) -> tuple[int, int]:
-        """The step of a microbatch, and its number in the batch."""
+        """Return the step of a microbatch, and its index in the batch."""
         return self._origins[microbatch]
 
     def forget(self, microbatch: int) -> None:
@@ -180,11 +180,11 @@ class Executor:
             self.statistics[stage].pop(microbatch, None)
 
     def run(self, operations: Sequence[Operation], hooks: Hooks) -> None:
-        """Run operations of the microbatches added, in order.
+        """Run operations on the added microbatches, in order.
 
         Raises:
             InputError: activations have another shape or type than before.
-            WorkerLost: another worker is gone or silent.
+            WorkerLost: another worker has exited or is silent.
         """
         self._hooks = hooks
         posted = 0
@@ -205,7 +205,7 @@ class Executor:
             self._observed.clear()
 
     def reset_links(self) -> None:
-        """Activations may have other shapes or types from now on; nothing may be in flight."""
+        """Allow activations to have other shapes or types from now on. Nothing may be in flight."""
         self._silent.clear()
         self._links.reset()
 
@@ -259,10 +259,10 @@ class Executor:
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
 
     def _check_draws(self, stage: int, microbatch: int) -> None:
-        """Refuse a stage that has handed over activations without the states of generators before.
+        """Raise if a stage draws random numbers after it has sent activations without generator states.
 
         Raises:
-            InputError: names the step.
+            InputError: the stage has sent such activations.
         """
         if stage in self._silent:
             raise InputError(
@@ -272,7 +272,7 @@ class Executor:
             )
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
-        """The generators' states, if anything was drawn before, and the inputs of a forward pass."""
+        """Return the generator states, if a stage has drawn before, and the inputs of a forward pass."""
         if stage == 0:
             return None, pair_of(self._data[microbatch])[0]
         attachment, *payload = self._activations.pop((stage - 1, microbatch))
@@ -287,7 +287,7 @@ class Executor:
     def _outputs(
         self, stage: int, microbatch: int, call: Callable[[], Any], data: Any
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The outputs of a stage; of the last one the loss, and its sum and count with those of the metrics."""
+        """Return the outputs of a stage; for the last stage, the loss, and the sums and counts of loss and metrics."""
         compute, samples = self._job.compute, self.samples[microbatch]
         with compute.keeping_weights(), compute.precision():
             try:
@@ -315,7 +315,7 @@ class Executor:
         return nullcontext() if audit is None else audit.backward(saved.inputs)
 
     def _compute_again(self, operation: Operation) -> None:
-        """Compute a microbatch of an audited step again, which was just computed."""
+        """Compute a microbatch of an audited step a second time, right after the first."""
         stage, microbatch = operation.stage, operation.microbatch
         audit = self._audits.pop((stage, microbatch), None)
         if audit is None:
@@ -349,7 +349,7 @@ class Executor:
         return [self._job.update.parameters[name] for name in self._stages[stage].trained]
 
     def _take_saved(self, operation: Operation) -> Saved:
-        """What the forward pass saved, with the gradients of its outputs."""
+        """Return what the forward pass saved, with the gradients of its outputs."""
         stage, microbatch = operation.stage, operation.microbatch
         saved = self._saved.pop((stage, microbatch))
         if stage < self._last:
@@ -361,7 +361,7 @@ class Executor:
         return saved
 
     def _pass_gradients(self, operation: Operation, saved: Saved) -> None:
-        """Hold the gradients of the inputs ready for the stage before."""
+        """Keep the gradients of the inputs ready for the previous stage."""
         if operation.stage > 0:
             attachment = self._hooks.attach(operation.microbatch, forward=False)
             gradients = [value.grad for value in saved.inputs]

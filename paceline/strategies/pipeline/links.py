@@ -1,4 +1,4 @@
-"""The channels between the stages of a worker and their neighbours on other workers."""
+"""Channels between the stages of a worker and the neighboring stages on other workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TAGS = 1 << 24
 
 
 class Links:
-    """Senders and receivers by stage, neighbouring stage (``peer``) and the rank that holds that.
+    """Senders and receivers by stage, neighboring stage (``peer``) and the rank that holds the neighbor.
 
     Args:
-        job: what is trained.
-        workers_of: for each stage the ranks that hold it.
-        host: the places of what is sent whose tensors are on the CPU, as the states of generators are.
+        job: training context.
+        workers_of: for each stage, the ranks that hold it.
+        host: indices in a payload of the tensors that are on the CPU, such as the generator states.
     """
 
     def __init__(self, job: Job, workers_of: Sequence[Sequence[int]], host: range) -> None:
@@ -36,12 +36,12 @@ class Links:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the shapes and types of tensors; nothing may be in flight."""
+        """Forget the shapes and types of tensors. Nothing may be in flight."""
         self._senders: dict[tuple[int, int, int], Sender] = {}
         self._receivers: dict[tuple[int, int, int], Receiver] = {}
 
     def sender(self, stage: int, peer: int, rank: int) -> Sender:
-        """From a stage of this worker to ``peer`` on ``rank``."""
+        """Return the sender from a stage of this worker to ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._senders:
             ring = self._ring(stage, peer, self._world.rank, rank)
             sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact, self._host)
@@ -49,7 +49,7 @@ class Links:
         return self._senders[stage, peer, rank]
 
     def receiver(self, stage: int, peer: int, rank: int) -> Receiver:
-        """To a stage of this worker from ``peer`` on ``rank``."""
+        """Return the receiver in a stage of this worker from ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._receivers:
             ring = self._ring(peer, stage, rank, self._world.rank)
             receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring, self._host)
@@ -70,7 +70,7 @@ def _tag(sender: int, receiver: int) -> int:
 
 
 def _number(sender: int, receiver: int) -> int:
-    """A number for each direction between neighbouring stages."""
+    """Return a number for each direction between neighboring stages."""
     return 2 * sender + (receiver > sender)
 
 

@@ -1,8 +1,8 @@
 """Asynchronous pipelines: PipeDream and PipeDream-2BW.
 
-Harlap et al. 2018, arXiv 1806.03377; Narayanan et al. 2021, arXiv 2006.09503. Microbatches stream through from step to
-step; each stage updates its weights while others are in flight, and a backward pass uses the version of the weights of
-its forward pass (:mod:`paceline.schedule.pipeline.pipedream`)::
+Harlap et al. 2018, arXiv 1806.03377; Narayanan et al. 2021, arXiv 2006.09503. Microbatches flow through from step to
+step. Each stage updates its weights while other microbatches are in flight, and a backward pass uses the weight version
+of its forward pass (:mod:`paceline.schedule.pipeline.pipedream`)::
 
     PipeDream, 3 stages     F3:1  the forward pass of microbatch 3 with the weights after update 1   U:1  that update
 
@@ -10,11 +10,11 @@ its forward pass (:mod:`paceline.schedule.pipeline.pipedream`)::
     stage 1    F0 F1 B0 U:1 F2:1 B1 U:2 F3:2 B2:1 U:3 F4:3 B3:2 ...
     stage 2    F0 B0 U:1 F1:1 B1:1 U:2 F2:2 B2:2 U:3 F3:3 B3:3 ...
 
-So the result is not that of one process: the earlier the stage, the staler its gradients.
+So the result differs from that of one process: the earlier the stage, the staler its gradients.
 
-A stage learns the loss of a microbatch with its gradient. The global norm of the gradients is that of the stage's own
-update and the latest that it has heard from the other stages. The pipeline drains before an evaluation or a checkpoint,
-at the end, where ``pipeline.flush_every`` says so, and after a batch that the replicas of a stage share unequally.
+A stage gets the loss of a microbatch with its gradient. The global gradient norm combines the stage's own update with
+the latest norms received from the other stages. The pipeline drains before an evaluation or a checkpoint, at the end,
+after every ``pipeline.flush_every`` steps, and after a batch that the replicas of a stage share unequally.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from paceline.strategies.pipeline.weight_stash import WeightStash
 _STATE = "pipeline"
 _TAGS = 1 << 12
 _NOTICE_STEPS = 20
-"""How often the workers exchange notices that the world is to change."""
+"""Number of steps between two exchanges of membership notices."""
 
 
 class PipeDream(Strategy):
-    """A pipeline that drains only when it must."""
+    """Asynchronous pipeline, which drains only when it must."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -65,7 +65,7 @@ class PipeDream(Strategy):
         self._updates = _StageUpdates(job, self.stages, self._stream, self._executor)
         self._round = math.lcm(*self._stream.replicas)
         self._entered = 0
-        """Microbatches since the pipeline was last empty."""
+        """Number of microbatches since the pipeline was last empty."""
         self._buffers_agreed = False
 
     def pieces(self, step: int) -> list[range]:
@@ -126,7 +126,7 @@ class PipeDream(Strategy):
         self._executor.run([one for one in operations if one.kind is not Kind.REDUCE], self._updates)
 
     def _drain(self) -> None:
-        """Finish the microbatches in flight, with the flags they began with, and count from 0 again."""
+        """Finish the microbatches in flight, with the flags they began with, and restart their numbers at 0."""
         if not self._entered:
             return
         training, grads = self.stages.training_flags, self.stages.requires_grad_flags
@@ -142,7 +142,7 @@ class PipeDream(Strategy):
 
 
 class _StageUpdates(Hooks):
-    """Accumulates the gradients of this worker's stage, and updates it."""
+    """Accumulated gradients of this worker's stage, and its updates."""
 
     def __init__(self, job: Job, stages: Stages, stream: AsyncPipeline, executor: Executor) -> None:
         ((self._stage, local),) = stages.local.items()
@@ -158,12 +158,12 @@ class _StageUpdates(Hooks):
         self._count = int(job.strategy_state.get(_STATE, {}).get("updates", 0))
         self._done: list[int] = []
         self._next = 0
-        """The next microbatch whose gradients this worker will get."""
+        """Next microbatch whose gradients this worker will get."""
         self._losses: list[list[float]] = []
         self._result = StepResult(math.nan, torch.tensor(math.nan), job.update.learning_rate)
         self._squares = 0.0
         self._heard = {True: 0.0, False: 0.0}
-        """The sums of the squares of the gradients of the stages before (forward) and after this one."""
+        """Sums of the squared gradients of the previous stages (forward) and of the following stages."""
         self._reset_sums()
 
     def _reset_sums(self) -> None:
@@ -224,7 +224,7 @@ class _StageUpdates(Hooks):
         self._reset_sums()
 
     def result(self) -> StepResult:
-        """The latest update, and the mean loss of the microbatches since the last call; if none, the last mean."""
+        """Return the latest update with the mean loss since the last call, or the previous mean without new losses."""
         sums = [math.fsum(column) for column in zip(*self._losses, strict=True)]
         if sums and sums[1]:
             pairs = zip(sums[::2], sums[1::2], strict=True)
@@ -241,7 +241,7 @@ class _StageUpdates(Hooks):
         self._done = []
 
     def finish(self) -> None:
-        """The pipeline has drained."""
+        """Reset the stage after the pipeline has drained."""
         self._tied.finish()
         self._stash.reset()
         self._done, self._next = [], 0
@@ -252,7 +252,7 @@ class _StageUpdates(Hooks):
             parameter.grad = None
 
     def _changed_buffers(self) -> list[torch.Tensor]:
-        """What the forward passes made of the buffers that change, times the samples."""
+        """Return the changing buffers, weighted by samples and summed over the microbatches."""
         buffers = self._job.compute.buffers
         names = buffers.names_in(self._buffers)
         if not buffers.fixed:
@@ -281,7 +281,7 @@ class _StageUpdates(Hooks):
     def _reduce(
         self, sums: Values, statistics: list[torch.Tensor], totals: torch.Tensor
     ) -> tuple[Values, list[torch.Tensor], torch.Tensor]:
-        """The sums over the replicas of this stage."""
+        """Return the sums over the replicas of this stage."""
         if self._reduction is None:
             examples = [*(parameter.detach() for parameter in self._parameters), *statistics, totals]
             exchange = DirectExchange(self._replicas, _TAGS)
@@ -297,11 +297,11 @@ class _StageUpdates(Hooks):
         return [*means[: len(sums)]], means[len(sums) : -1], means[-1]
 
     def _is_finite(self, totals: torch.Tensor) -> bool:
-        """Whether the losses of an update are finite; all stages see the same ones.
+        """Return whether the losses of an update are finite. All stages see the same losses.
 
         Raises:
-            NonFiniteLoss: they are not, and the run is to stop.
-            InputError: their count is 0.
+            NonFiniteLoss: a loss is not finite, and the run is to stop.
+            InputError: the count of the losses is 0.
         """
         job = self._job
         if totals[1] == 0:

@@ -1,8 +1,8 @@
-"""Decides whether to cut a pipeline again, because its stages take longer than their layers were measured to take.
+"""Rebalancing of a pipeline whose stages take longer than the measured costs of their layers predict.
 
-In each step all workers learn how long each of them computed, so all decide the same without more communication. A
-stage is slow because its worker is, or because its layers have become slower: either way the seconds of its layers are
-scaled, and the model is cut for the scaled ones.
+In each step all workers learn the compute time of each worker, so all decide alike without more communication. A stage
+is slow because its worker is slow, or because its layers have become slower. In either case the measured seconds of its
+layers are scaled, and the model is cut for the scaled costs.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import NamedTuple
 from paceline.schedule.balance import fit_bounds
 
 WINDOW = 20
-"""Steps from one decision to the next."""
+"""Number of steps between two decisions."""
 MINIMUM_GAIN = 1.1
-"""Cut again if the slowest stage would be so many times faster."""
+"""Cut again if the slowest stage would be at least this many times faster."""
 
 Bounds = tuple[tuple[int, int], ...]
 
 
 class Decision(NamedTuple):
-    """The slowest stage, its time over that of the mean stage, a better cut, and how many times faster its slowest
-    stage would be."""
+    """Slowest stage, its time relative to the mean stage, a better cut, and the speedup of the slowest stage by it."""
 
     stage: int
     longer: float
@@ -31,7 +30,7 @@ class Decision(NamedTuple):
     gain: float
 
     def describe(self) -> str:
-        """In one sentence."""
+        """Return the decision as a sentence."""
         return (
             f"stage {self.stage} takes {self.longer:.2f} times as long as the mean stage; the model is cut again, "
             f"which should make the slowest stage {self.gain:.2f} times faster"
@@ -39,12 +38,12 @@ class Decision(NamedTuple):
 
 
 class Rebalance:
-    """Compares the seconds of the stages with the measured costs of their layers.
+    """Comparison of the compute times of the stages with the measured costs of their layers.
 
     Args:
-        costs: seconds that each layer was measured to take.
-        bounds: the layers of each stage.
-        workers_of: the ranks that hold each stage; a rank holds one.
+        costs: measured seconds of each layer.
+        bounds: layers of each stage.
+        workers_of: ranks that hold each stage. A rank holds one stage.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Rebalance:
         self._steps: list[list[float]] = []
 
     def add_step(self, seconds: list[float]) -> Decision | None:
-        """Add the seconds that each rank computed; once in ``WINDOW`` steps a decision, if there is a better cut."""
+        """Add the compute time of each rank. Returns a decision once in ``WINDOW`` steps, if there is a better cut."""
         self._steps.append(seconds)
         if len(self._steps) < WINDOW:
             return None

@@ -1,4 +1,4 @@
-"""Frees the storage of parameters owned by other stages while training runs, and says so to who asks for them."""
+"""Release of the storage of parameters owned by other stages, with an error for scripts that ask for these."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.errors import InputError
 
 
 class Released:
-    """Parameters whose values and optimizer state other workers have.
+    """Parameters whose values and optimizer state are on other workers.
 
-    A parameter keeps its storage if another tensor uses it as well: a view that somebody holds, or other weights in
+    A parameter keeps its storage if another tensor uses it as well: a view that the script holds, or other weights in
     the same storage.
 
     Args:
-        model: the whole model.
-        optimizer: the model's.
-        used: the names of the parameters that this worker computes with.
-        updated: the names of those it updates.
+        model: whole model.
+        optimizer: optimizer of the model.
+        used: names of the parameters that this worker computes with.
+        updated: names of the parameters that this worker updates.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, used: Collection[str], updated: Collection[str]) -> None:
@@ -39,7 +39,7 @@ class Released:
         self._hooks: list[RemovableHandle] = []
 
     def release(self) -> None:
-        """Free the storage and the optimizer state; the tensors have no elements then."""
+        """Free the storage and the optimizer state, which leaves the tensors without elements."""
         if self._is_released:
             return
         self._is_released = True
@@ -71,7 +71,7 @@ def _refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _owns_storage(parameter: nn.Parameter) -> bool:
-    """Whether no other tensor uses a parameter's storage, and the parameter uses all of it."""
+    """Return whether a parameter uses all of its storage and no other tensor does."""
     storage = parameter.untyped_storage()
-    users: int = torch._C._storage_Use_Count(storage._cdata)  # this object is one, too
+    users: int = torch._C._storage_Use_Count(storage._cdata)  # ``storage`` counts as a user, too
     return users == 2 and storage.nbytes() == parameter.numel() * parameter.element_size()

@@ -1,7 +1,7 @@
-"""A backward pass split in two: the gradients of the inputs first (B), those of the weights later (W).
+"""Backward pass split in two: first the gradients of the inputs (B), later those of the weights (W).
 
 After Qi et al. 2024 (zero bubble, arXiv 2401.10241) and torch.distributed.pipelining: the first half keeps the
-gradients at the intermediates, the nodes where the path to the weights leaves the path to the inputs; the second half
+gradients at the intermediates, the nodes where the path to the weights leaves the path to the inputs. The second half
 starts from them, so nothing is computed twice.
 
 ::
@@ -10,9 +10,9 @@ starts from them, so nothing is computed twice.
               |         |                 W   a node that leads to weights only: second half
               W         W
 
-Weights whose gradients cannot be deferred are computed in the first half, and the second half only stores them: those
-that the loss reaches without passing an intermediate, and those with one intermediate below another, as the path from
-the upper one to the weight runs through the first half. Weights that share an intermediate are computed together.
+Weights whose gradients cannot be deferred are computed in the first half, and the second half only stores them. These
+are weights that the loss reaches without passing an intermediate, and weights with one intermediate below another,
+because the path from the upper one to the weight crosses the first half. Weights that share intermediates go together.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 ReverseGraph = Mapping[Node, set[Node]]
-"""For each node of an autograd graph the nodes it gets gradients from."""
+"""For each node of an autograd graph, the nodes from which it gets gradients."""
 
 
 @dataclass(eq=False)
 class ParameterGroup:
-    """Weights that share intermediates, and the gradients that arrived at these in the first half."""
+    """Weights that share intermediates, and the gradients that reached these intermediates in the first half."""
 
     parameters: list[nn.Parameter]
     intermediates: set[Node]
@@ -40,7 +40,7 @@ class ParameterGroup:
 
 @dataclass
 class SplitBackward:
-    """What the first half leaves for the second: where to start, and weight gradients that are ready."""
+    """State between the halves: the groups from which the second half starts, and weight gradients that are ready."""
 
     groups: list[ParameterGroup] = field(default_factory=list)
     ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
@@ -52,16 +52,16 @@ def backward_input(
     inputs: Sequence[torch.Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> SplitBackward:
-    """Put the gradients of the inputs into their ``.grad``.
+    """Compute the gradients of the inputs into their ``.grad``.
 
     Args:
-        outputs: of the stage; the loss of the last one. They are not needed any more.
-        output_gradients: none for a loss.
-        inputs: of the stage.
-        parameters: of the stage; some may be frozen.
+        outputs: outputs of the stage, or the loss of the last stage. They are not needed afterwards.
+        output_gradients: gradients of the outputs. None for a loss.
+        inputs: inputs of the stage.
+        parameters: parameters of the stage, some of which may be frozen.
 
     Returns:
-        what :func:`backward_weight` needs.
+        State for :func:`backward_weight`.
     """
     known = [torch.ones_like(value) for value in outputs] if output_gradients is None else output_gradients
     pairs = [
@@ -105,7 +105,7 @@ def backward_weight(parameters: Sequence[nn.Parameter], split: SplitBackward) ->
 def _parameter_groups(
     outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]
 ) -> tuple[list[ParameterGroup], list[nn.Parameter]]:
-    """The weights of the second half, and those to compute in the first."""
+    """Return the weight groups of the second half, and the weights to compute in the first half."""
     roots = {get_gradient_edge(value).node for value in outputs}
     reverse = _reverse_graph(roots)
     input_path, _ = _reverse_closure({get_gradient_edge(value).node for value in inputs} & reverse.keys(), reverse)
@@ -149,7 +149,7 @@ def _reverse_graph(roots: Iterable[Node]) -> ReverseGraph:
 def _reverse_closure(
     starts: Iterable[Node], reverse: ReverseGraph, barrier: Collection[Node] = ()
 ) -> tuple[set[Node], set[Node]]:
-    """The nodes that lead to ``starts``, these included, without crossing a barrier; and where they meet it."""
+    """Return the nodes that lead to ``starts``, including these, without crossing a barrier, and where they meet it."""
     closure = set(starts)
     met: set[Node] = set()
     waiting = [*closure]
@@ -164,7 +164,7 @@ def _reverse_closure(
 
 
 def _are_nested(nodes: set[Node], reverse: ReverseGraph) -> bool:
-    """Whether one of the nodes leads to another."""
+    """Return whether one of the nodes leads to another."""
     if len(nodes) < 2:
         return False
     above, _ = _reverse_closure({parent for node in nodes for parent in reverse[node]}, reverse)
@@ -192,7 +192,7 @@ def _capturing(groups: Iterable[ParameterGroup]) -> Iterator[None]:
 
 @contextmanager
 def _replaying(group: ParameterGroup) -> Iterator[None]:
-    """Give intermediates what was captured: hooks of values in between have already changed it, and would again."""
+    """Give intermediates the captured gradients: hooks in between have already changed them, and would do so again."""
     handles = [node.register_prehook(lambda _, kept=kept: kept) for node, kept in group.gradients.items()]
     try:
         yield
@@ -206,9 +206,9 @@ def _owned(
     gradients: Iterable[torch.Tensor | None],
     others: Iterable[torch.Tensor | None],
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Gradients that may be added to, as a whole backward pass leaves them: no shared memory, strides of the weights.
+    """Return gradients that may be added to, like those of a whole backward pass: own memory, strides of the weights.
 
-    Sparse ones stay as they are.
+    Sparse gradients stay as they are.
     """
     taken = {_storage(value) for value in others if value is not None and not value.is_sparse}
     owned = {}

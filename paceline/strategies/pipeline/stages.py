@@ -1,4 +1,4 @@
-"""The model cut into stages, and the stages that this worker holds."""
+"""Stages of a cut model, and the stages that this worker holds."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
 _REPEATS = 3
-"""How often each layer is measured for an automatic cut."""
+"""Number of measurements of each layer for an automatic cut."""
 
 
 @dataclass(frozen=True)
 class LocalStage:
-    """A stage that this worker holds.
+    """Stage that this worker holds.
 
     Attributes:
-        forward: its forward pass.
-        trained: the names of the parameters it trains.
-        buffers: the names of its buffers.
+        forward: forward pass of the stage.
+        trained: names of the parameters that it trains.
+        buffers: names of its buffers.
     """
 
     forward: Callable[[Any], Any]
@@ -50,12 +50,12 @@ class LocalStage:
 @sendable
 @dataclass(frozen=True)
 class Partition:
-    """Where a model is cut.
+    """Cut of a model into stages.
 
     Attributes:
-        bounds: the first layer and the end of each stage.
-        times: measured seconds of each layer, forward and backward; none if not measured.
-        fixed: whether the settings forbid to cut again.
+        bounds: first layer and end of each stage.
+        times: measured seconds of each layer, forward and backward. None if not measured.
+        fixed: whether the settings forbid another cut.
     """
 
     bounds: Sequence[tuple[int, int]]
@@ -64,23 +64,23 @@ class Partition:
 
 
 class Stages:
-    """The stages of a model as one worker sees them.
+    """Stages of a model, with the stages that this worker holds.
 
     Args:
-        job: what is trained, in its current process group.
-        schedule: one of those to be run: it says who holds which stage.
-        partition: where to cut; none: as the settings say.
+        job: training context, with its current process group.
+        schedule: any of the schedules to run. It defines which workers hold which stage.
+        partition: cut of the model. Defaults to the cut that the settings ask for.
 
     Attributes:
-        count: of the stages.
-        partition: where the model is cut.
-        workers_of: for each stage the ranks that hold it.
-        local: the stages of this worker.
-        replicas: the workers that hold the same stages.
-        training_flags: ``training`` of the modules.
-        requires_grad_flags: of the parameters that the optimizer was given.
-        tied: the parameters that several stages use.
-        updated: for each local stage the names of the parameters updated here, in the order of the model.
+        count: number of stages.
+        partition: cut of the model.
+        workers_of: for each stage, the ranks that hold it.
+        local: stages of this worker, by number.
+        replicas: workers that hold the same stages.
+        training_flags: ``training`` flags of the modules.
+        requires_grad_flags: ``requires_grad`` flags of the parameters that the optimizer was given.
+        tied: parameters that several stages use.
+        updated: for each local stage, the names of the parameters that it updates, in the order of the model.
     """
 
     def __init__(self, job: Job, schedule: Schedule, partition: Partition | None = None) -> None:
@@ -125,7 +125,7 @@ class Stages:
             self._restrict_buffers()
 
     def _split_state(self, stages: list[Stage], users: dict[str, list[int]], own: Sequence[int]) -> None:
-        """Decide which parameters and buffers this worker has the newest values of, and which to release."""
+        """Find the parameters and buffers whose newest values this worker has, and the parameters to release."""
         model = self._job.compute.model
         every = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
         unused = every - users.keys() - {name for stage in stages for name in stage.buffers}  # all workers have these
@@ -137,13 +137,13 @@ class Stages:
         self._released = Released(model, self._job.update.optimizer, used, unused.union(*self.updated.values()))
 
     def _prepare_all_modes(self) -> None:
-        """Prepare for the modes of all workers: a worker that joins starts in the script's first mode."""
+        """Prepare for the modes of all workers, because a worker that joins starts in the script's first mode."""
         for mode in self._job.world.gather(self.training_flags.current(), "start"):
             with self.training_flags.set_to(mode):
                 self._layers.prepare()
 
     def _record(self, stages: list[Sequence[str]], again: bool) -> None:
-        """Record all that is needed to predict a step; ``again``: the model was cut before."""
+        """Record the data needed to predict a step; ``again`` marks another cut of a model that was cut before."""
         job, times = self._job, None
         if self.partition.times is not None:
             parts = [self.partition.times[begin:end] for begin, end in self.partition.bounds]
@@ -160,7 +160,7 @@ class Stages:
         )
 
     def _agree_on_partition(self, layers: Layers, piece: Piece) -> Partition:
-        """Rank 0's choice, as no two workers measure the same."""
+        """Return the choice of rank 0, because no two workers measure the same."""
         chosen: Partition | tuple[str, str] | None = None
         if self._job.world.rank == 0:
             try:
@@ -196,10 +196,10 @@ class Stages:
         return Partition(bounds, times)
 
     def _check_buffers(self) -> None:
-        """Refuse a cut between two uses of a buffer that changes: neither stage would see all its changes.
+        """Raise if a cut separates two uses of a buffer that changes, because neither stage would see all changes.
 
         Raises:
-            InputError: names the stages and the buffer; on all workers alike.
+            InputError: two stages change the same buffer. Raised on all workers alike.
         """
         changing = set(self._job.compute.buffers.agreed)
         for stage, names in enumerate(self._buffers):
@@ -212,18 +212,18 @@ class Stages:
                     )
 
     def agree_on_buffers(self, changing: Sequence[str]) -> None:
-        """Agree on the buffers that change, of those that change here; all workers call this together."""
+        """Agree on the buffers that change on any worker. All workers call this with those that change on them."""
         gathered = self._job.world.gather(changing, "step")
         self._job.compute.buffers.fix({name for names in gathered for name in names})
         self._check_buffers()
         self._restrict_buffers()
 
     def _restrict_buffers(self) -> None:
-        """Average the buffers of local stages only."""
+        """Restrict the average to the buffers of local stages."""
         self._job.compute.buffers.restrict({name for stage in self.local.values() for name in stage.buffers})
 
     def nodes(self, schedule: Schedule) -> list[list[Node]]:
-        """For each replica the nodes of the canonical tree whose sums it has; without exact bits one, if any."""
+        """Return, for each replica, the tree nodes whose sums it has. Without ``exact`` there is at most one."""
         first = min(self.local)
         nodes = []
         for place, rank in enumerate(self.replicas.ranks):
@@ -232,34 +232,34 @@ class Stages:
         return nodes
 
     def pieces(self, schedule: Schedule) -> list[range]:
-        """The microbatches whose data this worker needs: for the model's input, or for the loss."""
+        """Return the microbatches whose data this worker needs, for the model's input or for the loss."""
         wanted = {0, self.count - 1}
         mine = {one.microbatch for one in schedule.workers[self._job.world.rank] if one.stage in wanted}
         return [range(microbatch, microbatch + 1) for microbatch in sorted(mine) if microbatch >= 0]
 
     def prepare(self) -> None:
-        """Prepare for the model's present mode, if it is new; all workers call this together."""
+        """Prepare for the model's current mode, if it is new. All workers call this together."""
         if not self._layers.is_ready:
             self.synchronize()
             self._layers.prepare()
 
     def mark_updated(self) -> None:
-        """An update begins or was made: from now on the workers' states differ."""
+        """Note at an update that the workers' states differ from now on, and release other stages' parameters."""
         self._is_whole = False
         self._released.release()
 
     @property
     def holds(self) -> frozenset[str] | None:
-        """The parameters and buffers of which this worker has the newest values; none: all."""
+        """Names of the parameters and buffers whose newest values this worker has. None if it has all of them."""
         return None if self._is_whole else self._owned
 
     def synchronize(self) -> None:
-        """Give all workers the whole state; all workers call this together."""
+        """Give all workers the whole state. All workers call this together."""
         if not self._is_whole:
             self._released.allocate()
             gather_state(self._job, self._job.world.gather(self._owned, "synchronizing"))
             self._is_whole = True
 
     def close(self) -> None:
-        """Allocate all parameters again; whoever comes next fills in the values."""
+        """Allocate all parameters again. Their values are undefined until state is loaded into them."""
         self._released.allocate()

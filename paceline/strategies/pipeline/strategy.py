@@ -1,8 +1,8 @@
-"""Pipelines: the model is cut into stages, held by different workers.
+"""Pipeline strategies: the model is cut into stages, which different workers hold.
 
-Synchronous schedules (layer-wise, GPipe, 1F1B, interleaved, zero bubble) compute what one process computes; the
-pipeline drains at the end of each step (:mod:`paceline.strategies.pipeline.synchronous`). PipeDream and PipeDream-2BW
-never drain it, and use older weights instead (:mod:`paceline.strategies.pipeline.pipedream`). Several workers may hold
+Synchronous schedules (layer-wise, GPipe, 1F1B, interleaved, zero bubble) compute the same as one process; the pipeline
+drains at the end of each step (:mod:`paceline.strategies.pipeline.synchronous`). PipeDream and PipeDream-2BW drain only
+when they must, and use older weights instead (:mod:`paceline.strategies.pipeline.pipedream`). Several workers may hold
 the same stage.
 """
 
@@ -21,12 +21,12 @@ from paceline.strategies.pipeline.synchronous import Synchronous
 
 
 def build(job: Job) -> Strategy:
-    """The pipeline of the schedule that is set."""
+    """Build the pipeline of the configured schedule."""
     return PipeDream(job) if job.settings.pipeline.schedule in ASYNC_SCHEDULES else Synchronous(job)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities of the configured schedule."""
     schedule = settings.pipeline.schedule
     ignores = [] if schedule == "interleaved" else ["pipeline.chunks"]
     if schedule not in ASYNC_SCHEDULES:
@@ -46,12 +46,12 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Refuse stages that so many workers cannot hold, and settings that need a model in one piece.
+    """Raise if the workers cannot hold the stages, or if settings need an uncut model.
 
     The workers share the model, so there may be fewer microbatches than workers; but some schedules need a multiple.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: the number of workers or a setting does not fit.
     """
     if workers > 1:
         _check_layout(settings, workers, order.microbatches)
@@ -65,7 +65,7 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
 
 
 def supports(settings: Settings, workers: int, microbatches: int) -> bool:
-    """Whether so many workers can hold the stages."""
+    """Return whether this number of workers can hold the stages."""
     try:
         _check_layout(settings, workers, microbatches)
     except ConfigError:

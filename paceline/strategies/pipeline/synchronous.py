@@ -1,4 +1,4 @@
-"""Synchronous pipelines: all microbatches of a batch pass through, the pipeline drains, then one update.
+"""Synchronous pipelines: all microbatches of a batch pass through, the pipeline drains, then the update is made.
 
 GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473), zero
 bubble (Qi et al. 2024, arXiv 2401.10241); the schedules are made in ``paceline.schedule``::
@@ -15,8 +15,8 @@ bubble (Qi et al. 2024, arXiv 2401.10241); the schedules are made in ``paceline.
     stage 1    .  F0 F1 .  B0 F2 B1 F3 .  B2 .  B3 .  U
     stage 2    .  .  F0 B0 F1 B1 F2 B2 .  F3 B3 .  .  U
 
-The gradients of a microbatch are those of the model in one piece, and they are summed along the canonical tree, so the
-bits depend neither on the cut, nor on the schedule, nor on how many workers hold a stage.
+The gradients of a microbatch are those of the uncut model. With ``exact`` they are summed along the canonical tree, so
+the bits depend neither on the cut, nor on the schedule, nor on the number of workers that hold a stage.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from paceline.strategies.pipeline.stages import Partition, Stages
 
 
 class Synchronous(Strategy):
-    """A pipeline that drains in each step."""
+    """Pipeline that drains in each step."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -64,7 +64,7 @@ class Synchronous(Strategy):
         self._cut(None)
 
     def _cut(self, partition: Partition | None) -> None:
-        """Cut the model, and set up what depends on the stages of this worker."""
+        """Cut the model, and set up the objects that depend on the stages of this worker."""
         job = self._job
         enough = max(job.order.microbatches, job.world.size)  # so that each worker has operations
         self.stages = stages = Stages(job, self._schedule(enough), partition)
@@ -84,7 +84,7 @@ class Synchronous(Strategy):
         return self._schedules[microbatches]
 
     def _most_losses(self) -> int:
-        """How many losses a worker has in a step at most: those of the last stage are shared out to its replicas."""
+        """Return the most losses of any worker in a step; the replicas of the last stage share them."""
         schedules = map(self._schedule, self._job.order.cuts())
         return max(
             Counter(one.worker_of(one.stages - 1, microbatch) for microbatch in range(one.microbatches)).most_common()[
@@ -121,7 +121,7 @@ class Synchronous(Strategy):
             return skipped
         loss, metrics = means(job, parts)
         norm = self._reducer.norm(set(self._updated) if stages.replicas.rank == 0 else ())
-        job.world.confirm(step)  # the commit: all have sent norms, so all have their means
+        job.world.confirm(step)  # commit point: all workers have sent norms, so all have their means
         job.compute.buffers.accept(statistics)
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         _, rate = job.update.apply(step, norm=norm)
@@ -129,7 +129,7 @@ class Synchronous(Strategy):
         if first:
             check_savable(job.update.optimizer)
         stages.mark_updated()
-        with contextlib.suppress(WorkerLost):  # owners have the tied weights; the next step finds the loss
+        with contextlib.suppress(WorkerLost):  # owners have the tied weights; the next step detects the loss
             if first:
                 check_draws(job)
             stages.tied.send_weights()
@@ -138,7 +138,7 @@ class Synchronous(Strategy):
         return StepResult(loss, norm, rate, notice=header.notice, metrics=metrics)
 
     def _compute(self, step: int, pieces: list[Piece], schedule: Schedule, scale: float) -> _StepGradients:
-        """Run the forward and backward passes."""
+        """Run the forward and backward passes of a step."""
         job = self._job
         gradients = _StepGradients(job, self.stages, schedule)
         job.compute.buffers.begin()
@@ -159,7 +159,7 @@ class Synchronous(Strategy):
         return StepHeader(self._headers, step, starts, [pairs[start] for start in starts], seconds, missing)
 
     def _synchronize_on(self, notice: int) -> None:
-        """Before the world changes or the run ends: a worker that leaves may have the only copy of a stage."""
+        """Synchronize on a notice, because a worker that leaves may have the only copy of a stage."""
         if notice:
             self.stages.synchronize()
 
@@ -208,7 +208,7 @@ class Synchronous(Strategy):
         ]
 
     def _without_gradient(self, missing: Counter[str]) -> frozenset[int]:
-        """The places of the parameters that got no gradient in any stage."""
+        """Return the indices of the parameters that got no gradient in any stage."""
         users = self.stages.tied.users
         stages = [len(users[name]) if name in users else 1 for name in self._parameters]
         return frozenset(place for place, name in enumerate(self._parameters) if missing[name] == stages[place])
@@ -218,7 +218,7 @@ class Synchronous(Strategy):
         self._reducer.finish()
 
     def _mean_statistics(self, step: int, nodes: list[list[Node]]) -> list[torch.Tensor]:
-        """The means over all samples of the buffers that the forward passes of local stages change."""
+        """Return the means over all samples of the buffers that the forward passes of local stages change."""
         buffers = self._job.compute.buffers
         sums, names = [], []
         for stage, local in self.stages.local.items():
@@ -237,14 +237,14 @@ class Synchronous(Strategy):
 
 
 class _StepGradients(Hooks):
-    """Accumulates the gradients of one step on one worker.
+    """Accumulated gradients of a step on one worker.
 
-    Without exact bits those of parameters of one stage stay in ``.grad`` until the end: the next backward pass adds to
-    them while they are in the cache.
+    Without ``exact``, gradients of parameters that only one stage uses stay in ``.grad`` until the end: the next
+    backward pass adds to them while they are in the cache.
 
     Attributes:
-        sums: for each local stage the sums of nodes of the canonical tree.
-        missing: for each microbatch the parameters without a gradient, and in how many stages.
+        sums: for each local stage, the sums of nodes of the canonical tree.
+        missing: for each microbatch, the parameters without a gradient, and the number of stages without one.
     """
 
     def __init__(self, job: Job, stages: Stages, schedule: Schedule) -> None:
@@ -253,7 +253,7 @@ class _StepGradients(Hooks):
         self._stages = stages
         self._schedule = schedule
         self._versions: dict[str, int] = {}
-        """Of the ``.grad`` that stays, as it was after the last microbatch."""
+        """Tensor version of each ``.grad`` that stays, after the last microbatch."""
         self.sums = {stage: ScatteredAccumulator(self._exact) for stage in stages.local}
         self.missing: dict[int, Counter[str]] = {}
 
@@ -285,7 +285,7 @@ class _StepGradients(Hooks):
         self.sums[stage].push(microbatch, [values[name] for name in self._stages.updated[stage]])
 
     def finish(self) -> None:
-        """All backward passes are done: without exact bits add what other stages and ``.grad`` have."""
+        """Complete the sums after all backward passes: without ``exact``, add those of other stages and ``.grad``."""
         for name, gradient in self._stages.tied.finish_step(self._schedule).items():
             stage = self._stages.tied.owner_of(name)
             assert stage is not None
@@ -303,10 +303,10 @@ class _StepGradients(Hooks):
 
 
 def _scale_for(samples: int) -> float:
-    """The power of two nearest to 1 / samples, mostly the divisor: rounds nothing, and often leaves nothing to do."""
+    """Return the power of two nearest to 1 / samples: it rounds nothing, and often leaves nothing to divide by."""
     return 2.0 ** -round(math.log2(samples))
 
 
 def _concatenate(sums: Iterable[list[Values]]) -> list[Values]:
-    """For each node the values of all stages, one after the other."""
+    """Return, for each node, the values of all stages in order."""
     return [[value for values in nodes for value in values] for nodes in zip(*sums, strict=True)]

@@ -1,8 +1,8 @@
-"""Tied weights: parameters that several stages use, such as an embedding that is the output layer as well.
+"""Tied weights: parameters that several stages use, such as an embedding that is also the output layer.
 
-The first stage that uses one owns it: it adds up the gradients of all, updates the parameter, and sends the new weights
-to the others. In one process autograd adds the gradients of a microbatch from the last use to the first; so it is done
-here, for each microbatch and use with exact bits, else once in a step.
+The first stage that uses a tied parameter owns it: the owner adds up the gradients of all stages, updates the parameter
+and sends the new weights to the other stages. In one process, autograd adds the gradients of a microbatch from the last
+use to the first. The owner adds in the same order, for each microbatch and use with ``exact``, otherwise once a step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TAGS = 1 << 25
 
 
 class TiedWeights:
-    """The tied weights as one worker sees them.
+    """Tied weights of the stages of this worker.
 
     Args:
-        job: what is trained.
-        users: for each name the stages that use it, in order.
-        workers_of: for each stage the ranks that hold it.
+        job: training context.
+        users: for each parameter name, the stages that use it, in order.
+        workers_of: for each stage, the ranks that hold it.
     """
 
     def __init__(self, job: Job, users: Mapping[str, Sequence[int]], workers_of: Sequence[Sequence[int]]) -> None:
@@ -45,7 +45,7 @@ class TiedWeights:
         self._forward: Operation | None = None
         self._uses: dict[tuple[str, int, int], TiedUses] = {}
         self._checked: dict[tuple[str, int], int] = {}
-        """For each name and stage the microbatch of this step whose gradient is compared with those of its uses."""
+        """For each name and stage, the microbatch of this step whose gradient is compared with those of its uses."""
         self._received: dict[tuple[str, int, int], list[torch.Tensor]] = {}
         self._expected: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
@@ -60,17 +60,17 @@ class TiedWeights:
         )
 
     def owner_of(self, name: str) -> int | None:
-        """The stage that owns a parameter; none if only one stage uses it."""
+        """Return the stage that owns a parameter, or None if only one stage uses it."""
         return self.users[name][0] if name in self.users else None
 
     def wrap(self, stage: int, forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The forward pass of a stage; with exact bits it records the uses of tied weights."""
+        """Return the forward pass of a stage. With ``exact`` it records the uses of tied weights."""
         names = [name for name, users in self.users.items() if stage in users and name in self._parameters]
         return partial(self._record_uses, names, forward) if self._exact and names else forward
 
     @contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
-        """While an operation runs: uses are recorded in forward passes only, not when activations are recomputed."""
+        """Note the running operation: uses are recorded in forward passes, not when activations are recomputed."""
         self._forward = operation if operation.kind is Kind.FORWARD else None
         try:
             yield
@@ -97,10 +97,10 @@ class TiedWeights:
         return outputs
 
     def _use_gradients(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor]:
-        """The gradients of the uses in a stage, last use first; only their sum if no later stage comes before it.
+        """Return the gradients of the uses in a stage, last use first; only their sum for the last stage with a use.
 
         Raises:
-            InputError: for the first microbatch of a step: they do not add up to the sum.
+            InputError: the gradients of the first microbatch of a step do not add up to the sum.
         """
         uses = self._uses.pop((name, stage, microbatch), None)
         if uses is not None and microbatch == self._checked[name, stage]:
@@ -111,7 +111,7 @@ class TiedWeights:
     def send_gradient(
         self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule
     ) -> None:
-        """Send the gradient of a microbatch to the owner, or add it up for the end of the step."""
+        """Send the gradient of a microbatch to the owner. Without ``exact``, add it up for the end of the step."""
         if not self._exact:
             before = self._sums[name, stage]
             self._sums[name, stage] = gradient if before is None else _sum(before, gradient)
@@ -126,7 +126,7 @@ class TiedWeights:
     def add_gradients(
         self, name: str, microbatch: int, own: torch.Tensor | None, schedule: Schedule
     ) -> torch.Tensor | None:
-        """The gradient of a microbatch summed over all stages; ``own`` is that of the owner."""
+        """Return the gradient of a microbatch, with ``exact`` summed over all stages; ``own`` is the owner's."""
         if not self._exact:
             return own
         gradient: torch.Tensor | None = None
@@ -141,7 +141,7 @@ class TiedWeights:
         return gradient
 
     def _receive_until(self, name: str, stage: int, rank: int, microbatch: int, schedule: Schedule) -> None:
-        """Receive gradients in the order in which a worker sends them, up to that of a microbatch; keep the others."""
+        """Receive the gradients of a worker in the order of sending, up to a microbatch, and keep the earlier ones."""
         expected = self._expected[name, stage, rank]
         if not expected:
             owner = self.users[name][0]
@@ -156,12 +156,12 @@ class TiedWeights:
             self._received[name, stage, expected.popleft()] = self._receive(name, stage, rank)
 
     def finish_step(self, schedule: Schedule) -> dict[str, torch.Tensor | None]:
-        """All backward passes are done: without exact bits the sums of other stages, for the parameters owned here."""
+        """Return other stages' gradient sums for owned parameters, after all backward passes. Empty with ``exact``."""
         sums: dict[str, torch.Tensor | None] = {}
         for name, (first, *others) in self.users.items() if not self._exact else ():
             for stage in others:
                 for rank, owner in self._pairs(stage, first):
-                    if not schedule.workers[rank]:  # a short batch has left nothing for it
+                    if not schedule.workers[rank]:  # a short batch has no microbatch for this rank
                         continue
                     if rank == self._world.rank == owner:
                         sums[name] = _sum(self._sums.pop((name, stage), None), sums.get(name))
@@ -176,7 +176,7 @@ class TiedWeights:
         return sums
 
     def send_weights(self) -> None:
-        """After an update: the owners send the new weights to the other stages."""
+        """Send the new weights from the owners to the other stages after an update."""
         transfers = []
         for name, (first, *others) in self.users.items():
             tag, value = _TAGS - 1 - self._numbers[name], self._parameters[name].detach()
@@ -193,7 +193,7 @@ class TiedWeights:
             transfer.wait()
 
     def _pairs(self, stage: int, first: int) -> list[tuple[int, int]]:
-        """Each worker of a stage with the worker of the owning stage that it exchanges with."""
+        """Return each worker of a stage with the worker of the owning stage that it exchanges with."""
         owners = self._workers_of[first]
         return [(rank, owners[place % len(owners)]) for place, rank in enumerate(self._workers_of[stage])]
 

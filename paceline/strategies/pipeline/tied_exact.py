@@ -1,14 +1,14 @@
-"""Tied weights with exact bits: the gradient of each use of a parameter.
+"""Exact tied weights: the gradient of each use of a parameter.
 
 Autograd adds up the gradients of a parameter's uses from the last use to the first. If a later stage uses the parameter
-as well, the sum must begin there to have the same bits::
+as well, the sum must begin in that stage to have the same bits::
 
     uses             stage 0: 1, 2     stage 1: 3
     one process      (g3 + g2) + g1
     stage by stage   g3 + (g2 + g1)                 so stage 0 keeps g2 and g1 separate until g3 arrives
 
-Whatever changes the sum before it reaches ``.grad``, or adds to it in another way, is refused: in one process it would
-see the gradients of all stages.
+Code that changes the sum before it reaches ``.grad``, or adds to it in another way, is refused, because in one process
+it would see the gradients of all stages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CAST = "ToCopyBackward0"
 
 
 class TiedUses:
-    """Records the gradient of each use of a parameter in one stage, from the last use to the first.
+    """Recorder of the gradient of each use of a parameter in one stage, from the last use to the first.
 
     Args:
-        name: of the parameter, which other stages use as well.
-        stage: the stage.
+        name: name of the parameter, which other stages use as well.
+        stage: number of the stage.
         parameter: the parameter.
-        outputs: of the stage, from which the backward pass will start.
+        outputs: outputs of the stage, from which the backward pass will start.
     """
 
     def __init__(self, name: str, stage: int, parameter: nn.Parameter, outputs: Sequence[torch.Tensor]) -> None:
@@ -55,13 +55,13 @@ class TiedUses:
             waiting += new
 
     def check_separable(self, autocast: bool) -> None:
-        """Refuse a parameter whose gradient depends on all its uses together.
+        """Raise if the gradient of the parameter depends on all its uses together.
 
         Args:
             autocast: whether uses share a cast of the parameter.
 
         Raises:
-            InputError: says why.
+            InputError: the parameter has a hook, is an output of the stage, or is cast by autocast.
         """
         parameter = self._parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -79,10 +79,10 @@ class TiedUses:
         )
 
     def check_complete(self, gradient: torch.Tensor | None) -> None:
-        """Refuse a gradient that is not the sum over the recorded uses.
+        """Raise if a gradient is not the sum over the recorded uses.
 
         Raises:
-            InputError: the gradient was changed, or comes from elsewhere as well.
+            InputError: the gradient was changed, or also comes from elsewhere.
         """
         found = self.gradients()
         if self._is_output or _equal(functools.reduce(torch.add, found) if found else None, gradient):
@@ -95,13 +95,13 @@ class TiedUses:
         )
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients recorded so far."""
+        """Return the recorded gradients."""
         return [*self._gradients.values()]
 
     def _record(self, node: Node, number: int, places: list[int]) -> None:
         def record(gradients: Sequence[torch.Tensor | None], _: object) -> None:
             for place in places:
-                self._gradients.pop((number, place), None)  # of a split backward pass the second half counts
+                self._gradients.pop((number, place), None)  # the second half of a split backward pass counts
                 if (gradient := gradients[place]) is not None:
                     self._gradients[number, place] = gradient
 
@@ -109,7 +109,7 @@ class TiedUses:
 
 
 def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Whether two values are equal, NaN being equal to NaN."""
+    """Return whether two values are equal, where NaN equals NaN."""
     if left is None or right is None:
         return left is right
     return torch.equal(left, right) or bool(((left == right) | (left != left) & (right != right)).all())

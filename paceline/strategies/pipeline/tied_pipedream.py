@@ -1,8 +1,8 @@
-"""Tied weights in PipeDream: parameters that several stages use while the pipeline never drains.
+"""Tied weights in PipeDream: parameters that several stages use while the pipeline runs without draining.
 
 The first stage that uses a parameter owns it. At each update the other users send it the sum of their gradients, and
-the owner adds them to its own for the update of the same number. The new weights come back as many updates later as the
-owner lags behind a user, so that nobody waits::
+the owner adds them to its own for the update of the same number. The new weights come back late, by as many updates as
+the owner lags behind a user, so that no stage waits::
 
     owner, lag 4     U1 ──┐     U2 ──┐     U3
     user, lag 0   U1   U2   └ U3 = 1   └ U4 = 2       an update after every 2 microbatches: two updates late
@@ -28,16 +28,16 @@ _TAGS = 1 << 25
 
 
 class TiedPipeDream:
-    """The tied weights of one worker's stage.
+    """Tied weights of the stage of one worker.
 
     Args:
-        job: what is trained.
-        stage: of this worker.
-        tied: the parameters that several stages use.
-        stream: the pipeline.
+        job: training context.
+        stage: stage of this worker.
+        tied: parameters that several stages use.
+        stream: asynchronous pipeline.
 
     Raises:
-        ConfigError: a stage that uses one of them is replicated.
+        ConfigError: a stage that uses a tied parameter is replicated.
     """
 
     def __init__(self, job: Job, stage: int, tied: TiedWeights, stream: AsyncPipeline) -> None:
@@ -81,11 +81,11 @@ class TiedPipeDream:
                 self._late[name] = -(-(stream.lag(owner) - stream.lag(user)) // stream.every)
 
     def is_owned_elsewhere(self, name: str) -> bool:
-        """Whether another stage owns a parameter."""
+        """Return whether another stage owns a parameter."""
         return name in self._gradient_senders
 
     def exchange_gradients(self, names: Sequence[str], sums: Values) -> Values:
-        """Send the gradients of parameters owned elsewhere; add what other stages send to those owned here."""
+        """Send gradients of parameters that other stages own, and add received gradients to those of this stage."""
         self._updates += 1
         totals: Values = []
         for name, value in zip(names, sums, strict=True):
@@ -99,20 +99,20 @@ class TiedPipeDream:
         return totals
 
     def send_weights(self) -> None:
-        """After an update: send the weights owned here to the other stages that use them."""
+        """Send the weights that this stage owns to the other stages that use them, after an update."""
         for name, senders in self._weight_senders.items():
             weights = self._parameters[name].detach().clone()  # the next update changes them in place
             for sender in senders:
                 sender.send(0, [weights])
 
     def receive_weights(self, version: int) -> None:
-        """At this stage's update of a number: receive the weights due by then."""
+        """Receive the weights that are due by the update of this stage with this number."""
         for name in self._weight_receivers:
             if version > self._late[name]:
                 self._receive(name)
 
     def finish(self) -> None:
-        """The pipeline has drained: receive the newest weights, and wait until everything has been sent."""
+        """Receive the newest weights after the pipeline has drained, and wait until everything has been sent."""
         for name in self._weight_receivers:
             for _ in range(min(self._late[name], self._updates)):
                 self._receive(name)

@@ -1,8 +1,8 @@
 """Weight stashing: older versions of a stage's weights, kept for the microbatches whose forward pass used them.
 
 PipeDream, Harlap et al. 2018, arXiv 1806.03377. A version still in use keeps its memory when the weights are updated,
-and the parameters get new memory. A backward pass must see the weights of its forward pass; autograd checks that by the
-version counters of parameters, which updates must therefore leave alone.
+and the parameters get new memory. A backward pass must see the weights of its forward pass. Autograd checks that by the
+version counters of parameters, so updates must not change these counters.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class WeightStash:
-    """The versions of the weights of a stage.
+    """Versions of the weights of a stage.
 
     Args:
-        parameters: the trained ones of the stage.
+        parameters: trained parameters of the stage.
 
     Attributes:
-        newest: the number of updates in the newest version.
+        newest: number of updates in the newest version.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -35,7 +35,7 @@ class WeightStash:
 
     @contextmanager
     def use(self, version: int) -> Iterator[None]:
-        """Inside the context the parameters have this version."""
+        """Set the parameters to this version inside the context."""
         if version == self.newest:
             yield
             return
@@ -48,7 +48,7 @@ class WeightStash:
 
     @contextmanager
     def update(self, oldest: int) -> Iterator[None]:
-        """Make the next version by changing the parameters in place; keep those from ``oldest`` on."""
+        """Make the next version by in-place changes inside the context, and keep versions from ``oldest`` on."""
         for version in [version for version in self._older if version < oldest]:
             del self._older[version]
         if oldest <= self.newest:
@@ -59,7 +59,7 @@ class WeightStash:
             yield
 
     def reset(self) -> None:
-        """Drop all but the newest version, and call it 0."""
+        """Drop all versions but the newest, and renumber it as 0."""
         self._older.clear()
         self.newest = 0
 
