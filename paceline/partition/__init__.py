@@ -1,1 +1,1 @@
-"""How a model is cut into stages."""
+"""Partitioning of a model into stages."""

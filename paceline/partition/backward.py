@@ -1,4 +1,4 @@
-"""The backward pass of one stage."""
+"""Backward pass of one stage."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def backward(
     output_gradients: Sequence[torch.Tensor | None] | None,
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Put the gradients of the inputs and of the weights into their ``.grad``.
+    """Compute the gradients of the inputs and of the weights into their ``.grad``.
 
     Args:
-        outputs: of the stage; the loss of the last one.
-        output_gradients: none for a loss.
-        inputs: of the stage, from the one before.
+        outputs: outputs of the stage, or the loss of the last stage.
+        output_gradients: gradients of the outputs. None for a loss.
+        inputs: inputs of the stage, from the previous stage.
     """
     gradients: Sequence[torch.Tensor | None] = [None] if output_gradients is None else output_gradients
     pairs = [
@@ -37,6 +37,6 @@ def backward(
 
 
 def _keep_strides(kept: dict[int, torch.Tensor], place: int, is_contiguous: bool, gradient: torch.Tensor) -> None:
-    """Keep a gradient with its own strides, as ``.grad`` takes those of the value."""
+    """Keep a gradient with its own strides, because ``.grad`` takes the strides of the value."""
     if not (is_contiguous and gradient.is_contiguous()):
         kept[place] = gradient

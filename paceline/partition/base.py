@@ -1,4 +1,4 @@
-"""What a cut model is made of: layers, and stages that each run some of them."""
+"""Interfaces of a cut model: layers, and stages that each run some of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 Activations = tuple[torch.Tensor, ...]
-"""What one stage passes to the next."""
+"""Tensors that one stage passes to the next."""
 
 
 class Stage(ABC):
-    """Consecutive layers of a model; computes with the model's own parameters and buffers.
+    """Consecutive layers of a model, which compute with the model's own parameters and buffers.
 
-    The first stage takes the model's input, any other a flat tuple of tensors from the stage before. The last one
-    returns the model's output. In between the caller may detach the tensors and make floating-point ones require a
-    gradient.
+    The first stage takes the model's input, any other stage a flat tuple of tensors from the previous stage. The last
+    stage returns the model's output. Between stages the caller may detach the tensors and make floating-point tensors
+    require a gradient.
 
-    ``parameters``, ``buffers``: the names, in the model, of those it uses.
+    ``parameters``, ``buffers``: names, in the model, of the parameters and buffers that the stage uses.
     """
 
     parameters: list[str]
@@ -34,28 +34,28 @@ class Stage(ABC):
 
 
 class Layers(ABC):
-    """A model as a sequence of layers; it may be cut between any two of them.
+    """Model as a sequence of layers. It may be cut between any two of them.
 
-    ``names``: of the layers in execution order, as in ``model.named_modules()``.
+    ``names``: names of the layers in execution order, as in ``model.named_modules()``.
     """
 
     names: list[str]
 
     @abstractmethod
     def stage(self, begin: int, end: int) -> Stage:
-        """The stage of the layers ``begin <= layer < end``."""
+        """Return the stage of the layers ``begin <= layer < end``."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether the stages can run the model in its present mode (``train()``, ``eval()``)."""
+        """Whether the stages can run the model in its current mode (``train()``, ``eval()``)."""
         return True
 
     def prepare(self) -> None:  # noqa: B027 - for layers that depend on the mode
-        """Prepare for the model's present mode; needs all its parameters."""
+        """Prepare for the model's current mode. This needs all parameters of the model."""
 
 
 def dataclass_remedy(values: Any) -> str | None:
-    """The remedy if one of the values is a dataclass not registered with torch, which takes it for a leaf."""
+    """Return the remedy for a value that is a dataclass not registered with torch, which treats it as a leaf."""
     for leaf in tree_leaves(values):
         if is_dataclass(leaf):
             name = type(leaf).__name__
@@ -67,7 +67,7 @@ def dataclass_remedy(values: Any) -> str | None:
 
 
 def tensor_names(model: nn.Module) -> dict[int, str]:
-    """The first name of each parameter and buffer, by the tensor's id."""
+    """Return the first name of each parameter and buffer, by the id of the tensor."""
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)
@@ -75,6 +75,6 @@ def tensor_names(model: nn.Module) -> dict[int, str]:
 
 
 def select_names(tensors: Iterable[torch.Tensor], names: dict[int, str]) -> list[str]:
-    """The names of these tensors, without duplicates, in the order of the model."""
+    """Return the names of the tensors, without duplicates, in the order of the model."""
     wanted = {id(tensor) for tensor in tensors}
     return [name for key, name in names.items() if key in wanted]

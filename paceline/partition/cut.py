@@ -1,4 +1,4 @@
-"""A model as layers: ``nn.Sequential`` block by block, any other model at the calls of its modules."""
+"""Layers of a model: the blocks of an ``nn.Sequential``, or the module calls of any other model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.partition.sequential import SequentialCut, is_sequential
 
 
 def layers_of(model: nn.Module, example: Any) -> Layers:
-    """The layers of a model; ``example`` is its input for one microbatch.
+    """Return the layers of a model; ``example`` is its input for one microbatch.
 
     Raises:
-        InputError: the model cannot be cut, as when a layer returns no tensor.
+        InputError: the model cannot be cut, for example because a layer returns no tensor.
     """
     return SequentialCut(model, example) if is_sequential(model) else ModuleCut(model, example)
 
 
 def bounds_of(layers: Layers, stages: int, cut: Sequence[str]) -> list[tuple[int, int]]:
-    """The first layer and the end of each stage; ``cut`` names the layers at which stages 1, 2, ... begin.
+    """Return the first layer and the end of each stage; ``cut`` names the layers at which stages 1, 2, ... begin.
 
     Raises:
         ConfigError: the cut does not fit the model or the number of stages.

@@ -12,10 +12,10 @@ FlagValues = tuple[bool, ...]
 
 
 class Flags:
-    """One boolean attribute of several objects.
+    """Boolean attribute of several objects.
 
     Attributes:
-        saved: the values when the model was last run.
+        saved: values when the model was last run.
     """
 
     def __init__(self, objects: Iterable[Any], attribute: str) -> None:
@@ -24,11 +24,11 @@ class Flags:
         self.saved = self.current()
 
     def current(self) -> FlagValues:
-        """The values now, in the order of the objects."""
+        """Return the current values, in the order of the objects."""
         return tuple([getattr(one, self._attribute) for one in self._objects])
 
     def save(self) -> None:
-        """Remember the current values."""
+        """Save the current values."""
         self.saved = self.current()
 
     @property
@@ -52,10 +52,10 @@ class Flags:
 
 
 def training_flags(model: nn.Module) -> Flags:
-    """``training`` of each module, in the order of ``modules()``."""
+    """Return the ``training`` flags of the modules, in the order of ``modules()``."""
     return Flags(model.modules(), "training")
 
 
 def requires_grad_flags(parameters: Iterable[nn.Parameter]) -> Flags:
-    """``requires_grad`` of each parameter."""
+    """Return the ``requires_grad`` flags of the parameters."""
     return Flags(parameters, "requires_grad")

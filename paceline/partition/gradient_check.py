@@ -1,8 +1,8 @@
-"""Compares the model in layers with the whole model once: the loss and the gradients of one microbatch.
+"""Check of a cut model against the whole model: the loss and the gradients of one microbatch.
 
-Cut at all places at once, each layer gets what the one before sends, and gives back the gradient of that. If this gives
-the gradients of the whole model, so does any cut. Once more, while a layer runs, the parameters and buffers of all
-others have other values: a layer that reads one of them would find nothing there, or an old value, in another stage.
+With a cut at every boundary, each layer gets the output of the previous layer, and returns the gradient of it. If this
+gives the gradients of the whole model, so does any cut. In another pass, the parameters and buffers of all other layers
+have changed values while a layer runs: in another stage, a layer that reads them would find nothing or old values.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from paceline.step.loss import pair_of, sum_and_count
 _log = logging.getLogger("paceline")
 Gradients = dict[str, torch.Tensor | None]
 _TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2
-"""Relative to the norm of a gradient, if other bits will do; those of tied weights are added up in another order."""
+"""Relative to the norm of a gradient, without ``exact``. Gradients of tied weights are added up in another order."""
 
 
 def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact, seed: int) -> None:
-    """Refuse a model whose layers, one after the other, train otherwise than the model.
+    """Raise if the gradients computed layer by layer differ from those of the whole model.
 
     Args:
-        compute: the model, and its loss.
-        layers: of the model.
-        piece: the first microbatch.
-        exact: whether the bits must be the same; tied weights are checked where they are added up.
-        seed: of the run.
+        compute: model and loss.
+        layers: layers of the model.
+        piece: first microbatch.
+        exact: whether the bits must be equal. Tied weights are checked where they are added up.
+        seed: seed of the run.
 
     Raises:
-        InputError: names the first parameter whose gradient differs, or what fails layer by layer.
+        InputError: the loss or a gradient differs, or the model fails layer by layer.
     """
     model = compute.model
     uses = [name for place in range(len(layers.names)) for name in layers.stage(place, place + 1).parameters]
@@ -76,7 +76,7 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
             continue
         again = again or gradients(_whole)[1]
         if name and not _equal(gradient, again[name]) and _close(gradient, other, _TOLERANCE):
-            continue  # the model itself does not repeat its bits, as with atomic operations of a GPU
+            continue  # the model is not deterministic, for example because of atomic operations on a GPU
         what = f"the gradient of the parameter {name!r} is {_norm(other)}" if name else f"the loss is {cut_loss.item()}"
         raise InputError(
             f"{type(model).__name__} trains otherwise when it is cut: for the first microbatch {what} by layers, but "
@@ -89,7 +89,7 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
 def _check_reads(
     layers: Layers, model: nn.Module, gradients: Callable[[_Others], tuple[torch.Tensor, Gradients]], known: Any
 ) -> None:
-    """Refuse a layer that reads a parameter or buffer of another one."""
+    """Raise if a layer reads a parameter or buffer of another layer."""
 
     def reads(names: Collection[str]) -> bool:
         before, cut = known
@@ -113,12 +113,12 @@ def _check_reads(
 
 
 class _Others:
-    """Gives the parameters and buffers of all other layers other values while one runs.
+    """Context that changes the parameters and buffers of all other layers while a layer runs.
 
     Args:
-        layers: of the model.
+        layers: layers of the model.
         model: the model.
-        names: of the tensors that get other values.
+        names: names of the tensors to change.
     """
 
     def __init__(self, layers: Layers, model: nn.Module, names: Collection[str]) -> None:
@@ -131,7 +131,7 @@ class _Others:
 
     @contextmanager
     def during(self, place: int) -> Iterator[None]:
-        """While the layer at a place runs."""
+        """Change the tensors while the layer at this index runs."""
         changed = {name: value for name, value in self._tensors.items() if name not in self._own[place]}
         before = {name: value.data for name, value in changed.items()}
         for name, value in changed.items():
@@ -144,7 +144,7 @@ class _Others:
 
 
 def _other_than(value: torch.Tensor) -> torch.Tensor:
-    """Another value than a few passes may make of it."""
+    """Return a value that a few passes would not turn the tensor into."""
     return ~value if value.dtype == torch.bool else value + 101 if not value.is_floating_point() else value + 1.618
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are its layers."""
+"""Choice of the modules that are layers of a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch.nn.utils.parametrize import is_parametrized
 
 
 def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are layers when nothing around them is, by their names."""
+    """Return the modules that can be layers, by name, including those inside other layers."""
     containers = _containers(model)
     return {name: module for name, module in model.named_modules() if name not in containers}
 
 
 def outermost(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that are in no other one."""
+    """Return the layers that are not inside another layer."""
     found: dict[str, nn.Module] = {}
     for name, module in layers.items():  # in the order of named_modules: parents first
         if found.keys().isdisjoint(_parents(name)):
@@ -27,7 +27,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _containers(model: nn.Module) -> set[str]:
-    """The paths of the modules that are no layers themselves but contain layers."""
+    """Return the paths of the modules that are not layers themselves but contain layers."""
     found = {""}
 
     def visit(module: nn.Module, path: str, is_wrapper: bool) -> None:
@@ -44,7 +44,7 @@ def _containers(model: nn.Module) -> set[str]:
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Whether a module may be in several stages; the hooks of its backward pass see the gradients of one."""
+    """Return whether a module may span several stages. Backward hooks would see the gradients of one stage only."""
     return not (module._backward_hooks or module._backward_pre_hooks)
 
 
@@ -53,7 +53,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Whether it holds a list of modules that have submodules, as a transformer holds its blocks."""
+    """Return whether a module holds a list of modules with submodules, as a transformer holds its blocks."""
     if is_parametrized(module):  # torch keeps its parametrizations in such a list
         return False
     children = [child for child in module._modules.values() if child is not None]

@@ -1,4 +1,4 @@
-"""Checks that the loss depends on the model's output only, as no worker of a pipeline has the whole model."""
+"""Check that the loss depends only on the model's output, because no worker of a pipeline has the whole model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from paceline.step.loss import pair_of
 
 
 def check_loss(compute: Compute, piece: Piece) -> None:
-    """Refuse a loss that uses the model's parameters directly, such as a weight penalty.
+    """Raise if the loss uses the model's parameters directly, for example in a weight penalty.
 
     Raises:
-        InputError: names one of them; or it is no loss at all.
+        InputError: the loss uses a parameter, or is not a loss at all.
     """
     uses = _ParameterUses(compute.model)
     with preserved(compute.model), compute.precision():
@@ -44,7 +44,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _ParameterUses(TorchFunctionMode):
-    """Records the ``names`` of parameters from which tensors are computed."""
+    """Recorder of the ``names`` of parameters from which tensors are computed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _ParameterUses(TorchFunctionMode):
         self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):  # its shape may be read
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):  # reading a shape is allowed
             given = tree_leaves((args, kwargs))
             self.names += [self._parameters[id(leaf)] for leaf in given if id(leaf) in self._parameters]
         return result

@@ -1,12 +1,12 @@
-"""Cuts any model at the calls of its modules: a stage runs the model's own forward pass, without the other layers.
+"""Cut of any model at the calls of its modules: a stage runs the model's own forward pass, without the other layers.
 
 See :mod:`paceline.partition.recording` and :mod:`paceline.partition.replay`. Nothing is traced, so all numbers are the
-model's own, gradients included. What the model computes between two layers belongs to the layer before. A boundary is
-crossed by every tensor computed before it and used after it. Shapes follow the number of samples: they are recorded for
-two numbers, and are linear in between.
+model's own, gradients included. Operations between two layers belong to the first of them. Every tensor that is
+computed before a boundary and used after it crosses the boundary. Shapes are recorded for two numbers of samples, and
+are linear in the number of samples.
 
-Where a cut would separate two tensors that share memory changed later, or a module from its own state, the layers
-around it are merged.
+Layers are merged if a cut between them would separate two tensors that share memory changed later, or a module from its
+own state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.partition.replay import Replay, Section
 
 
 class ModuleCut(Layers):
-    """The layers of a model; each mode (training, evaluation) is recorded when it is first met."""
+    """Layers of a model. Each mode (training, evaluation) is recorded when it first occurs."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._example = example
@@ -57,7 +57,7 @@ class ModuleCut(Layers):
         self.recorded()
 
     def recorded(self) -> Recorded:
-        """The record of the model in its present mode."""
+        """Return the recording of the model in its current mode."""
         mode = self._training.current()
         if mode not in self._records:
             self._records[mode] = recorded = Recorded(self.model, self.modules, self._example)
@@ -70,13 +70,13 @@ class ModuleCut(Layers):
 
 
 class Recorded:
-    """The model in one mode.
+    """Recording of a model in one mode.
 
     Attributes:
-        record: of a pass over the example.
-        names: of the layers.
-        starts: the call with which each layer begins; then the number of calls.
-        changing: the names of the buffers that change.
+        record: record of a pass over the example.
+        names: names of the layers.
+        starts: index of the call with which each layer begins, then the number of calls.
+        changing: names of the buffers that change.
     """
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], example: Any) -> None:
@@ -86,7 +86,7 @@ class Recorded:
             self.changing = _changing_buffers(model, example)
         self.record = _record(model, modules, self.changing, example)
         self._other: Record | None = None
-        with contextlib.suppress(Exception):  # it may be a model for one number of samples
+        with contextlib.suppress(Exception):  # the model may take one number of samples only
             other = _record(model, modules, self.changing, map_leaves(_doubled, example))
             self._other = other if self.record.same_path(other) else None
         calls = [call.name for call in self.record.calls] or [self._model]
@@ -101,7 +101,7 @@ class Recorded:
         self.starts.append(len(self.record.calls))
 
     def samples_of(self, numbers: list[int], tensors: list[torch.Tensor]) -> float:
-        """The number of samples of a pass, as a multiple of those of the example, by the values that are known."""
+        """Return the samples of a pass, as a multiple of the example's, from the shapes of some of its values."""
         for number, tensor in zip(numbers, tensors, strict=True):
             if self._other is None:
                 break
@@ -112,13 +112,13 @@ class Recorded:
         return 1.0
 
     def shape(self, number: int, samples: float) -> tuple[int, ...]:
-        """The shape of a value for a number of samples, as a multiple of those of the example."""
+        """Return the shape of a value for a number of samples, which is given as a multiple of the example's."""
         one = self.record.values[number].shape
         two = self._other.values[number].shape if self._other is not None else one
         return tuple(round(left + (right - left) * (samples - 1)) for left, right in zip(one, two, strict=True))
 
     def check_input(self, values: Any) -> float:
-        """Refuse an input unlike the example; return the number of samples as a multiple of its."""
+        """Raise if an input is unlike the example. Returns its samples as a multiple of the example's."""
         given, known = tree_leaves(values), tree_leaves(self._example)
         tensors = tensors_in(values)
         fits = len(given) == len(known)
@@ -178,7 +178,7 @@ class _ModuleStage(Stage):
 
 def _record(model: nn.Module, modules: dict[str, nn.Module], changing: list[str], example: Any) -> Record:
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # else layers would share the casts of a weight
+    torch.set_autocast_cache_enabled(False)  # otherwise layers would share the casts of a weight
     try:
         with preserved(model), torch.enable_grad():
             return Recorder(model, modules, changing).run(example)
@@ -187,7 +187,7 @@ def _record(model: nn.Module, modules: dict[str, nn.Module], changing: list[str]
 
 
 def _changing_buffers(model: nn.Module, example: Any) -> list[str]:
-    """The names of the buffers that a forward pass changes; it also fills what the model caches."""
+    """Return the names of the buffers that a forward pass changes. The pass also fills the caches of the model."""
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
     model(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, example))
     return [

@@ -1,4 +1,4 @@
-"""Trial passes through a model that leave no trace in it."""
+"""Trial passes through a model without side effects on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.data.keys import preserve_generators
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers, both tensors and values, plain attributes and the random generators on exit."""
+    """Restore the model's buffers, as objects and values, plain attributes and the random generators on exit."""
     before = [
         (module, key, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -33,7 +33,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The numbers and texts that a module keeps, such as how often it was called."""
+    """Return the numbers and strings that a module keeps, such as a count of its calls."""
     return {key: value for key, value in vars(module).items() if isinstance(value, int | float | str)}
 
 

@@ -1,4 +1,4 @@
-"""What each layer of a model costs, measured on one microbatch."""
+"""Measured costs of the layers of a model on one microbatch."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def measure(
     repeats: int = REPEATS,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[LayerCost]:
-    """The median cost of each layer after a warm-up pass; the model stays as it was.
+    """Return the median costs of each layer after a warm-up pass, without a change to the model.
 
     Args:
         model: the model.
-        layers: its layers.
-        example: its input for one microbatch.
-        loss: of its output; a scalar. Its time counts for the last layer.
-        repeats: how often each layer is measured.
-        precision: the context of the forward pass, such as autocast.
+        layers: layers of the model.
+        example: input of the model for one microbatch.
+        loss: function of the model's output that returns a scalar. Its time counts for the last layer.
+        repeats: number of measurements of each layer.
+        precision: context of the forward pass, such as autocast.
     """
     last = len(layers.names) - 1
     probes = [
@@ -66,7 +66,7 @@ def measure(
 
 
 def measure_layers(compute: Compute, layers: Layers, piece: Piece, repeats: int = REPEATS) -> list[LayerCost]:
-    """:func:`measure` on a piece, with the loss and the precision of the training."""
+    """Return the costs from :func:`measure` for a microbatch, with the loss and the precision of the training."""
 
     def loss(output: Any) -> torch.Tensor:
         return sum_and_count(compute.forward(cast(nn.Module, lambda _: output), piece.data), piece.samples)[0]
@@ -75,9 +75,9 @@ def measure_layers(compute: Compute, layers: Layers, piece: Piece, repeats: int 
 
 
 class _Probe:
-    """One layer with its inputs, the gradients of its outputs, and the times measured.
+    """Layer with its inputs, the gradients of its outputs, and its measured times.
 
-    ``loss``: of the last layer. ``outputs``: none of the last layer.
+    ``loss``: loss function of the last layer, otherwise None. ``outputs``: empty for the last layer.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class _Probe:
         self._precision = precision
 
     def forward(self) -> Activations:
-        """The outputs; of the last layer the loss."""
+        """Return the outputs, or the loss for the last layer."""
         with self._precision():
             output = self.stage(self.inputs)
             result: Activations = output if self.loss is None else (self.loss(output),)
         return result
 
     def backward(self, outputs: Activations) -> None:
-        """The backward pass."""
+        """Run the backward pass."""
         gradients = self.output_gradients if self.loss is None else [None]
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         pairs = [pair for pair in pairs if self.loss is not None or pair[1] is not None]
@@ -120,7 +120,7 @@ class _Probe:
         self.backward_seconds.append(_now() - middle)
 
     def kept_bytes(self, model: nn.Module) -> int:
-        """What is kept from the forward to the backward pass, besides parameters and buffers."""
+        """Return the bytes kept from the forward to the backward pass, besides parameters and buffers."""
         of_model = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         kept = {
             _storage(leaf): leaf.untyped_storage().nbytes()
@@ -130,7 +130,7 @@ class _Probe:
 
         def record(tensor: torch.Tensor) -> torch.Tensor:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor.detach()  # else an operation that saves its own output would keep itself alive
+            return tensor.detach()  # otherwise an operation that saves its own output would keep itself alive
 
         with saved_tensors_hooks(record, lambda tensor: tensor):
             outputs = self.forward()
@@ -139,7 +139,7 @@ class _Probe:
 
 
 def _warm_up(probes: list[_Probe], example: Any) -> None:
-    """One pass forward and back, which gives each layer its inputs and the gradients of its outputs."""
+    """Run one forward and backward pass, which gives each layer its inputs and the gradients of its outputs."""
     results: list[Activations] = []
     inputs = example
     for probe in probes:

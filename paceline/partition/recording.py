@@ -1,7 +1,7 @@
-"""One forward pass of a model, recorded: its layers, what is computed between them, and who uses what.
+"""Record of a forward pass: its layers, the operations between them, and the uses of each value.
 
-Values are the tensors that exist outside of layers: the model's input, what layers return, and what operations between
-them compute from that. What follows from neither (positions, masks) is no value: each stage computes it again.
+Values are the tensors that exist outside of layers: the model's input, the outputs of layers, and results of operations
+on these between layers. Tensors that depend on none of them (positions, masks) are no values: each stage computes them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 
 
 class Ref(int):
-    """In place of a value: its number."""
+    """Reference to a value, by its number."""
 
 
 class Own(str):
-    """In place of a parameter or buffer of the model: its name."""
+    """Reference to a parameter or buffer of the model, by its name."""
 
 
 class Argument(int):
-    """In place of an object that a layer was given: its place among the leaves of the arguments."""
+    """Reference to an object that a layer was given, by its index among the leaves of the arguments."""
 
 
 class Kind(Enum):
-    """What an operation does: gives values, changes some, reads numbers, adds a hook, looks at shapes and the like."""
+    """Effect of an operation: it returns or changes values, reads numbers, adds a hook, or reads metadata (shapes)."""
 
     VALUES = auto()
     CHANGE = auto()
@@ -54,7 +54,7 @@ class Kind(Enum):
 
 @dataclass
 class Operation:
-    """An operation on values; ``calls``: of layers begun before it."""
+    """Operation on values; ``calls`` is the number of layer calls begun before it."""
 
     function: Any
     kind: Kind
@@ -64,7 +64,7 @@ class Operation:
 
 @dataclass
 class Call:
-    """A call of a layer; ``name``: the path of the module."""
+    """Call of a layer; ``name`` is the path of the module."""
 
     name: str
     result: Any = None
@@ -72,14 +72,14 @@ class Call:
 
 @dataclass
 class Value:
-    """What is known of a value.
+    """Properties of a value.
 
     Attributes:
-        shape, dtype, device, requires_grad: of the tensor.
-        producer: the layer that computes it; -1 for an input.
-        last_use: the last layer that uses it.
-        storage: which memory it is in.
-        is_whole_number: whether it is an input of whole numbers, which each stage may compute with.
+        shape, dtype, device, requires_grad: properties of the tensor.
+        producer: index of the layer call that computes it. -1 for an input.
+        last_use: index of the last layer call that uses it.
+        storage: identity of its memory.
+        is_whole_number: whether it is an input of integers, from which each stage may compute.
     """
 
     shape: tuple[int, ...]
@@ -94,15 +94,15 @@ class Value:
 
 @dataclass
 class Record:
-    """What a forward pass did.
+    """Calls and operations of a forward pass.
 
     Attributes:
-        inputs: the model's input, with values in place of tensors.
+        inputs: input of the model, with references to values in place of tensors.
         values, calls, operations: in order.
-        draws: the functions that drew random numbers without being given a value.
-        uses: for each layer the names of parameters and buffers that it uses.
-        mutated: for each memory the last layer that changes it.
-        forbidden: calls before which no cut may be.
+        draws: functions that drew random numbers without a value as an argument.
+        uses: for each layer call, the names of the parameters and buffers that it uses.
+        mutated: for each storage, the last layer call that changes it.
+        forbidden: calls before which the model must not be cut.
     """
 
     inputs: Any = None
@@ -115,11 +115,11 @@ class Record:
     forbidden: set[int] = field(default_factory=set)
 
     def live_at(self, call: int) -> list[int]:
-        """The values computed before a call and used in it or later."""
+        """Return the values that are computed before a call and used in it or later."""
         return [number for number, value in enumerate(self.values) if value.producer < call <= value.last_use]
 
     def same_path(self, other: Record) -> bool:
-        """Whether another pass did the same."""
+        """Return whether another pass made the same calls and operations."""
         return (
             [(one.name, one.result) for one in self.calls] == [(one.name, one.result) for one in other.calls]
             and [vars(one) for one in self.operations] == [vars(one) for one in other.operations]
@@ -128,12 +128,12 @@ class Record:
 
 
 class Recorder(Watch):
-    """Records a forward pass.
+    """Recorder of a forward pass.
 
     Args:
         model: the model.
-        layers: the modules that are layers, by name.
-        changing: the names of the buffers that a forward pass changes.
+        layers: modules that are layers, by name.
+        changing: names of the buffers that a forward pass changes.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], changing: Iterable[str]) -> None:
@@ -159,7 +159,7 @@ class Recorder(Watch):
         self._drew = False
 
     def run(self, example: Any) -> Record:
-        """Run the model on an example."""
+        """Run the model on an example, and return the record."""
         record = self.record
         record.inputs = map_leaves(self._input, example)
         before, drawn = _python_values(self._model), _drawn()
@@ -260,7 +260,7 @@ class Recorder(Watch):
         )
 
     def _follows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a value, or a parameter, or a buffer that changes, or needs a gradient."""
+        """Return whether a tensor is a value, a parameter or a buffer that changes, or needs a gradient."""
         if tensor in self._hidden and id(tensor) not in self._numbers and not tensor.requires_grad:
             layer = self.record.calls[self._hidden[tensor]].name
             raise InputError(
@@ -276,7 +276,7 @@ class Recorder(Watch):
         return tensor.requires_grad if name is None else name in self._changing
 
     def _read(self, given: list[torch.Tensor]) -> None:
-        """Python continues according to numbers in these tensors, so all stages need them."""
+        """Keep these tensors for all stages, because Python continues according to their numbers."""
         for tensor in given:
             number = self._numbers.get(id(tensor))
             if number is not None:
@@ -289,7 +289,7 @@ class Recorder(Watch):
                 )
 
     def use(self, tensor: torch.Tensor) -> None:
-        """An operation, in a layer or between two, uses a tensor."""
+        """Record that an operation, in a layer or between two layers, uses a tensor."""
         record, layer = self.record, self._place
         number = self._numbers.get(id(tensor))
         if number is not None:
@@ -302,7 +302,7 @@ class Recorder(Watch):
             record.forbidden |= set(range(self._hidden[tensor] + 1, layer + 1))
 
     def dispatched(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """An operation was run."""
+        """Record the effects of an operation that was run."""
         self._dispatched += 1
         self._drew |= torch.Tag.nondeterministic_seeded in function.tags
         for place, argument in enumerate(function._schema.arguments):
@@ -310,14 +310,14 @@ class Recorder(Watch):
                 for tensor in tensors_in(args[place]):
                     storage = _storage(tensor)
                     self.record.mutated[storage] = self._place
-                    self._storages.append(tensor.untyped_storage())  # keeps the number from being used again
+                    self._storages.append(tensor.untyped_storage())  # keeps its id from being reused
         hidden = self._in_layer or any(self._is_value(one) or one in self._hidden for one in tensors_in((args, kwargs)))
         for tensor in tensors_in(result) if hidden else ():
             if id(tensor) not in self._numbers and id(tensor) not in self._names:
                 self._hidden[tensor] = self._place
 
     def _forbid_shared_memory(self) -> None:
-        """Where a later change in place would be seen on one side only."""
+        """Forbid cuts after which a later in-place change would be seen on one side only."""
         record = self.record
         of_model = {_storage(self._tensors[name]) for name in self._changing}
         for call in range(1, len(record.calls)):
@@ -330,7 +330,7 @@ class Recorder(Watch):
                 record.forbidden |= set(range(value.producer + 1, value.last_use + 1))
 
     def _forbid_state(self, before: dict[int, dict[str, Any]]) -> None:
-        """Where one module, or buffer, is used on both sides and changes."""
+        """Forbid cuts between two uses of a module or buffer that changes."""
         record = self.record
         users: dict[str, list[int]] = defaultdict(list)
         for layer, names in record.uses.items():
@@ -346,7 +346,7 @@ class Recorder(Watch):
             record.forbidden |= set(range(min(layers) + 1, max(layers) + 1))
 
     def _watch_draws(self) -> None:
-        """Forbid to cut after random numbers of Python or NumPy drawn between layers: stages would draw them again."""
+        """Forbid cuts after random draws of Python or NumPy between layers, because stages would draw again."""
         if self._python_draws or _drawn() != self._drawn:
             self._python_draws = True
             self.record.forbidden.add(len(self.record.calls))

@@ -1,13 +1,13 @@
-"""Runs the layers of one stage by the model's own forward pass.
+"""Replay of the layers of one stage by the model's own forward pass.
 
-The forward pass runs as it is written, up to the end of the stage. What comes before the stage is skipped: a layer, or
-an operation on values, gives what was received, or a placeholder that has a shape but no numbers::
+The forward pass runs as it is written, up to the end of the stage. Everything before the stage is skipped: a layer, or
+an operation on values, returns the received tensors, or placeholders that have a shape but no numbers::
 
     layers      embed      blocks.0   blocks.1   blocks.2   head
     stage 1     skipped    skipped    runs       runs       ends the pass
 
-So the stage does exactly what the model does: hooks, custom functions, and whatever Python decides inside a layer. What
-Python decides between two layers must be as it was when the pass was recorded.
+So the stage does exactly what the model does, including hooks, custom functions, and any decision of Python inside a
+layer. Decisions of Python between two layers must be the same as in the recorded pass.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.partition.recording import Argument, Kind, Own, Record, Ref
 from paceline.partition.watch import Watch
 
 _VALUE = "_paceline_value"
-"""The attribute that marks a tensor as a value, or what follows from one."""
+"""Attribute that marks a tensor as a value, or as computed from a value."""
 
 
 class Placeholder(torch.Tensor):
-    """A tensor of another stage: it has a shape, but no numbers."""
+    """Tensor of another stage, which has a shape but no numbers."""
 
     @staticmethod
     def __new__(cls, shape: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool = False) -> Placeholder:
@@ -50,19 +50,18 @@ class Placeholder(torch.Tensor):
 
 
 class Reached(BaseException):
-    """The end of a stage; no error, so that a model does not catch it as one."""
+    """End of a stage. It is not an ``Exception``, so that a model does not catch it as an error."""
 
 
 class Section:
-    """The layers of one stage, in one mode of the model.
+    """Layers of one stage, in one mode of the model.
 
     Args:
         model: the model.
-        layers: its modules that are layers, by name.
-        record: of a pass.
-        begin: the first call of the stage.
-        end: the call that ends it.
-        changing: the names of the buffers that change.
+        layers: modules that are layers, by name.
+        record: record of a pass.
+        bounds: first call of the stage, and the call that ends the stage.
+        changing: names of the buffers that change.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Section:
 
 
 class Replay(Watch):
-    """One pass of a stage; ``shape_of``: the shape of a value in it."""
+    """Pass of a stage; ``shape_of`` returns the shape of a value in it."""
 
     def __init__(self, section: Section, shape_of: Callable[[int], tuple[int, ...]]) -> None:
         super().__init__()
@@ -100,11 +99,11 @@ class Replay(Watch):
         self._operations = 0
 
     def receive(self, values: Iterable[torch.Tensor]) -> Any:
-        """Take what the stage before sent; return the input for the model."""
+        """Take the tensors that the previous stage sent. Returns the input for the model."""
         for number, tensor in zip(self._section.received, values, strict=True):
             value = self._record.values[number]
             if self._record.mutated.get(value.storage, -1) >= self._section.begin:
-                tensor = tensor.clone()  # autograd forbids to change a leaf with a gradient in place
+                tensor = tensor.clone()  # autograd forbids in-place changes of a leaf that requires a gradient
             self._keep(number, tensor)
         return map_leaves(self._rebuild, self._record.inputs)
 
@@ -113,7 +112,7 @@ class Replay(Watch):
         self._note(example, self._record.inputs)
 
     def run(self, values: Any) -> Any:
-        """The output of the model, or the values that the next stage needs."""
+        """Return the output of the model, or the values that the next stage needs."""
         try:
             with self.watching(self._section.layers):
                 output = self._section.model(values)
@@ -136,7 +135,7 @@ class Replay(Watch):
         self._calls += 1
         result = self._record.calls[place].result
         if place == self._section.begin:
-            for module, key, buffer in self._buffers:  # assigned before the stage
+            for module, key, buffer in self._buffers:  # code before the stage may have assigned other buffers
                 module._buffers[key] = buffer
         if place < self._section.begin:
             given = tree_leaves((args, kwargs))
@@ -175,7 +174,7 @@ class Replay(Watch):
         )
 
     def _present(self, leaf: Any) -> Any:
-        """In place of a parameter that this worker does not have: one with its shape."""
+        """Return a placeholder with the right shape for a parameter that this worker does not have."""
         shape = self._section.shapes.get(id(leaf))
         if shape is None or leaf.shape == shape:
             return leaf
@@ -219,7 +218,7 @@ class Replay(Watch):
 
 
 def slot_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter or buffer, and its key there."""
+    """Return the module that has a parameter or buffer, and its key in the module."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key
 

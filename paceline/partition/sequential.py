@@ -1,7 +1,7 @@
-"""Cuts ``nn.Sequential``, in which each block takes what the one before returned.
+"""Cut of an ``nn.Sequential``, in which each block takes the output of the previous block.
 
 Nothing is traced: blocks are called as they are, so they may do anything that Python can. A block returns tensors in
-any nesting of tuples, lists and dicts; one pass over an example records the nesting at each boundary.
+any nesting of tuples, lists and dicts. One pass over an example records the nesting at each boundary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.partition.preserve import preserved
 
 @dataclass
 class _Boundary:
-    """What enters a block.
+    """Values that enter a block.
 
     Attributes:
-        spec: the nesting.
-        leaves: with ``_TENSOR`` in place of each tensor.
-        tensors: those of the example, while boundaries are recorded.
-        mutated: for each tensor whether this block or a later one changes it in place.
+        spec: nesting of the values.
+        leaves: leaves of the values, with ``_TENSOR`` in place of each tensor.
+        tensors: tensors of the example, while boundaries are recorded.
+        mutated: for each tensor, whether this block or a later block changes it in place.
     """
 
     spec: TreeSpec
@@ -36,7 +36,7 @@ class _Boundary:
 
 
 class SequentialCut(Layers):
-    """The blocks of nested ``nn.Sequential``."""
+    """Blocks of a nested ``nn.Sequential``."""
 
     def __init__(self, model: nn.Sequential, example: Any) -> None:
         found = _blocks_of(model, "")
@@ -105,7 +105,7 @@ class _SequentialStage(Stage):
         return values if self._after is None else self._flatten(values, self._after)
 
     def _unflatten(self, given: Activations, boundary: _Boundary) -> Any:
-        """Nest the tensors; copy those changed in place, as autograd forbids that for leaves with a gradient."""
+        """Nest the tensors; copy those changed in place, which autograd forbids for leaves that require a gradient."""
         tensors = (
             tensor.clone() if mutated else tensor for tensor, mutated in zip(given, boundary.mutated, strict=True)
         )
@@ -146,7 +146,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_sequential(model: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether a module does nothing but call its children one after the other."""
+    """Return whether a module only calls its children one after the other."""
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 

@@ -1,8 +1,8 @@
-"""Watches a forward pass: the calls of layers, and the operations between them.
+"""Interception of a forward pass: the calls of layers, and the operations between them.
 
-A layer is met at ``_compiled_call_impl``, which a module runs in place of itself and its hooks; an operation in a
-``TorchFunctionMode``; a custom ``autograd.Function``, which no mode sees, at a method put below its ``apply``. Inside
-a layer nothing is watched.
+A layer is intercepted at ``_compiled_call_impl``, which a module runs in place of itself and its hooks; an operation in
+a ``TorchFunctionMode``; a custom ``autograd.Function``, which no mode sees, at a method put below its ``apply``. Calls
+inside a layer are not intercepted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALL = "_compiled_call_impl"
 
 
 class Watch(ABC):
-    """What to do at the calls of layers and the operations between them."""
+    """Handlers for the calls of layers and the operations between them."""
 
     def __init__(self) -> None:
         self._inside = False
@@ -30,15 +30,15 @@ class Watch(ABC):
 
     @abstractmethod
     def on_layer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """In place of a call of a layer."""
+        """Run in place of a call of a layer."""
 
     @abstractmethod
     def on_operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """In place of an operation between layers; ``function`` identifies it."""
+        """Run in place of an operation between layers; ``function`` identifies the operation."""
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """In which the forward pass runs."""
+        """Intercept the forward pass that runs in the context."""
         before = {name: module.__dict__.get(_CALL) for name, module in layers.items()}
         for name, module in layers.items():
             module.__dict__[_CALL] = partial(self._layer, name, before[name] or module._call_impl)
@@ -48,7 +48,7 @@ class Watch(ABC):
             with self._mode:
                 yield
         finally:
-            self._mode = None  # in a circle with it, the tensors of the pass would live until they are collected
+            self._mode = None  # a reference cycle would keep the tensors of the pass alive until garbage collection
             del _BELOW.apply  # type: ignore[attr-defined]
             for name, module in layers.items():
                 module.__dict__[_CALL] = before[name]
