@@ -1,1 +1,1 @@
-"""The order of samples and their loading."""
+"""Sample order and loading."""

@@ -1,6 +1,6 @@
-"""Whether all workers hold the same data: what some samples are, as far as that can be seen without side effects.
+"""Digest of a few samples, to check that all workers hold the same data.
 
-A data set of the script's own class is not read here: it may draw random numbers, open files, or take long.
+A data set of a user-defined class is not read, as reading may draw random numbers, open files, or take long.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SAMPLES = 8
 
 
 def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
-    """What all workers must agree on of the data, besides the number of samples.
+    """Return values of the data that must be equal on all workers, besides the number of samples.
 
     Args:
-        data: as it was given to ``start``.
-        exact: whether every bit of floating-point values counts. Else only which of them are large: a script that
-            normalizes its data may get other last bits on another processor.
+        data: argument given to ``start``.
+        exact: whether to compare every bit of floating-point values. If False, only which values are large is compared,
+            because normalized data may differ in the last bits on another processor.
     """
     if isinstance(data, ParquetDataset):
         return {"data fingerprint": data.fingerprint[:16]}
@@ -40,31 +40,31 @@ def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
         floating = [[_values(leaf) for leaf in leaves if _is_floating(leaf)] for leaves in samples]
         samples = [[leaf for leaf in leaves if not _is_floating(leaf)] for leaves in samples]
         samples += [[_large(values) for values in found] for found in floating]
-        for field in zip(*floating, strict=False):  # of a single number only the others tell whether it is large
+        for field in zip(*floating, strict=False):  # scalars are large only compared with those of other samples
             samples.append([_large(numpy.array([one.item() for one in field if one.size == 1]))])
     return {f"data samples {', '.join(map(str, numbers))}": digest(samples)}
 
 
 def _sample(data: Any, number: int) -> Any:
-    """A sample; of a subset with its number, of what cannot be seen nothing."""
+    """Return a sample, for a subset with its index in the data set. Return None if it cannot be read safely."""
     if type(data) is Subset:
         origin = data.indices[number]
         return origin, _sample(data.dataset, origin)
     if _is_stored(data):
-        with contextlib.suppress(IndexError):  # of a subset; reading it says so later
+        with contextlib.suppress(IndexError):  # a wrong index in a subset is reported when the sample is loaded
             return data[number]
     return None
 
 
 def _is_stored(data: Any) -> bool:
-    """Whether reading a sample does nothing else."""
+    """Return whether reading a sample has no side effects."""
     return type(data) in (TensorDataset, TokenRows, list, tuple, range) or isinstance(
         data, torch.Tensor | numpy.ndarray
     )
 
 
 def _plain(leaf: Any) -> Any:
-    """A leaf without what may be others elsewhere: the folders of files; of a tensor without values nothing."""
+    """Return the name of an absolute path, None for a meta, nested or quantized tensor, and any other leaf itself."""
     if isinstance(leaf, str | PurePath):
         return PurePath(leaf).name if PurePath(leaf).is_absolute() else str(leaf)
     if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested or leaf.is_quantized):
@@ -87,7 +87,7 @@ def _values(leaf: Any) -> Any:
 
 
 def _large(values: Any) -> Any:
-    """Which values lie in the upper part of their range; the bound is one that no usual value is near to."""
+    """Return which values lie in the upper part of their range. The bound, 0.618, is not near any usual value."""
     if values.size == 0:
         return values
     with numpy.errstate(all="ignore"):

@@ -1,7 +1,7 @@
-"""Load microbatches: from sample numbers to tensors on the device.
+"""Loading of microbatches, from sample numbers to tensors on the device.
 
-torch's DataLoader does the work. Each of its items is one *piece*: neighbouring microbatches that are computed in one
-pass, mostly a single one. Random numbers that a data set draws for a sample (augmentation) are keyed by
+Loading uses torch's DataLoader. Each of its items is a *piece*: a group of neighboring microbatches computed in one
+pass, in most cases a single microbatch. Random numbers that a data set draws for a sample (augmentation) are keyed by
 (seed, epoch, sample), so they do not depend on the worker or loader process that draws them.
 """
 
@@ -38,7 +38,7 @@ _log = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class Piece:
-    """Microbatches of a step that were loaded together: their range, number of samples, and data."""
+    """Group of microbatches of a step that are loaded together: their range, number of samples, and data."""
 
     microbatches: range
     samples: int
@@ -46,7 +46,7 @@ class Piece:
 
 
 def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
-    """Split a piece of tensors into its microbatches; ``parts`` are the positions of all microbatches in the batch."""
+    """Split a group into its microbatches. ``parts`` are the positions of all microbatches in the batch."""
     first = parts[piece.microbatches.start].start
     pieces = []
     for microbatch in piece.microbatches:
@@ -56,7 +56,7 @@ def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
 
 
 class _Loaded(NamedTuple):
-    """A piece whose data may still be on their way to the device."""
+    """Microbatch group whose data may still be in transfer to the device."""
 
     microbatches: range
     samples: int
@@ -67,7 +67,7 @@ class _Loaded(NamedTuple):
 
 
 class LoadRequest(NamedTuple):
-    """What a loader is asked for: samples of an epoch; ``step``: the step they are for, if any."""
+    """Request to a loader for samples of an epoch, and the step that needs them, if any."""
 
     epoch: int
     samples: list[int]
@@ -75,11 +75,11 @@ class LoadRequest(NamedTuple):
 
 
 class Feed:
-    """Load the pieces that this worker computes.
+    """Loader of the microbatch groups that this worker computes.
 
     Attributes:
-        owners: the attributes of the data set and of the objects in it, by name, if changes of them have an effect.
-        sizes: of what the user's own function has collated; None: there is none.
+        owners: mappings of values in the data set and collate function, by name; empty with loader processes.
+        sizes: sizes of the batches from the user's collate function; None without such a function.
     """
 
     def __init__(
@@ -106,29 +106,29 @@ class Feed:
             self._plain = PlainValues(collate=collate, **({} if self._data.is_plain else {"data": data}))
         self.owners = {} if self._plain is None or loaders else self._plain.owners
         self.sizes = None if collate is None else CollatedSizes()
-        self._values: dict[int, Values] = {}  # with which the newest batches were read
+        self._values: dict[int, Values] = {}  # plain values with which the newest batches were read, by step
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
             batch_sampler=self._requests,
             num_workers=loaders,
             collate_fn=self._collate,
-            pin_memory=device.type == "cuda" and loaders > 0,  # by a thread; else it is done with the copy
+            pin_memory=device.type == "cuda" and loaders > 0,  # in a loader thread; else Upload pins
             persistent_workers=loaders > 0,
             prefetch_factor=2 if loaders else None,
         )
 
     def move_to(self, device: torch.device) -> None:
-        """Bring the data to another device from now on."""
+        """Use another target device from now on."""
         self._device, self._stream = device, upload_stream(device)
 
     def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
-        """Yield the pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` are those of this worker.
+        """Yield the microbatch groups ``pieces_of(step)`` of this worker for each step from ``start`` to ``stop``.
 
-        If they are to be on another device, those of the next step are on their way to it meanwhile.
+        On a device other than the CPU, the groups of the next step are copied to the device during a step.
 
         Raises:
-            InputError: the data set has another length than at the start.
+            InputError: the length of the data set has changed since the start.
         """
         if self._length is not None and len(self._given) != self._length:
             raise InputError(
@@ -136,13 +136,13 @@ class Feed:
                 f"length must not change, because the order of samples depends on it. Start a new session with the "
                 f"changed data set, or give a stream (torch.utils.data.IterableDataset)."
             )
-        asked: dict[int, list[range]] = {}  # pieces_of may have changed since the loader was asked
+        asked: dict[int, list[range]] = {}  # pieces_of may return other groups after the loader got its requests
 
         def pieces_asked(step: int) -> list[range]:
             return asked.setdefault(step, pieces_of(step))
 
         self._requests.make = lambda: self._requests_of(start, stop, pieces_asked)
-        if threading.current_thread() is threading.main_thread():  # the kernel looks at the thread, not at the process
+        if threading.current_thread() is threading.main_thread():  # PR_SET_PDEATHSIG follows the thread that forks
             self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
         items = iter(self._loader)
         ahead = 0 if self._device.type == "cpu" else 1
@@ -158,7 +158,7 @@ class Feed:
                 del asked[step - ahead]
 
     def _next(self, items: Iterator[Any], step: int, piece: range) -> Any:
-        """The data of the next piece.
+        """Return the data of the next microbatch group.
 
         Raises:
             RuntimeError: a loader process has ended.
@@ -175,7 +175,7 @@ class Feed:
             raise
 
     def load(self, step: int, pieces: list[range]) -> list[Piece]:
-        """Load some pieces of one step, now and in this process, as they were to be when its batch was handed out."""
+        """Load microbatch groups of a step in this process, with the plain values with which its batch was read."""
         requests = self._requests_of(step, step + 1, lambda _: pieces)
         values = self._values.get(step)
         with nullcontext() if self._plain is None or values is None else self._plain.set_to(values):
@@ -185,7 +185,7 @@ class Feed:
             ]
 
     def _remember(self, step: int) -> None:
-        """Remember with which plain values the batch of a step is read; loader processes keep those they began with."""
+        """Record the plain values with which the batch of a step is read. Loader processes keep their first values."""
         if self._plain is not None:
             began = next(iter(self._values.values()), None) if self._loader.num_workers else None
             self._values = {one: values for one, values in self._values.items() if one >= step - 1}
@@ -207,32 +207,32 @@ class Feed:
 
 
 def _end_with_rank(rank: int, _: int) -> None:
-    """Let the kernel kill this loader process with its rank, of which it holds the sockets and locks open."""
+    """Have the kernel kill this loader process when its rank ends, as it keeps the rank's sockets and locks open."""
     end_with_parent()
-    if is_ending(rank):  # before the kernel knew of it
+    if is_ending(rank):  # the rank ended before the call above took effect
         os._exit(1)
 
 
 def has_ended(error: Exception) -> bool:
-    """Whether torch raises this error when a loader process has ended: not always one of its own."""
-    if "DataLoader worker process" in str(error):  # the data set has raised it there
+    """Return whether an error means that a loader process has ended: torch does not always raise a class of its own."""
+    if "DataLoader worker process" in str(error):  # raised by the data set in a loader process
         return False
     return isinstance(error, EOFError | ConnectionError) or "exited unexpectedly" in str(error)
 
 
 class TensorRows(NamedTuple):
-    """Samples of a ``TensorDataset``, collated already: one tensor for each of its tensors."""
+    """Collated samples of a ``TensorDataset``: a tensor for each tensor of the data set."""
 
     tensors: list[torch.Tensor]
 
 
 def collated(items: list[Any] | TensorRows, collate: Callable[[list[Any]], Any]) -> Any:
-    """Collate what :class:`KeyedDataset` returns."""
+    """Collate the items of :class:`KeyedDataset`. The rows of a ``TensorDataset`` are already collated."""
     return items.tensors if isinstance(items, TensorRows) else collate(items)
 
 
 class _Requests(Sampler[Any]):
-    """The batch sampler; ``make`` returns the requests of a pass."""
+    """Batch sampler of load requests. ``make`` returns the requests of a pass."""
 
     make: Callable[[], Iterator[LoadRequest]]
 
@@ -241,17 +241,17 @@ class _Requests(Sampler[Any]):
 
 
 class KeyedDataset(Dataset[Any]):
-    """A map-style data set whose random draws are keyed by (seed, epoch, sample).
+    """Map-style data set whose random draws are keyed by (seed, epoch, sample).
 
-    A data set that draws nothing costs nothing: a request is read without keys first, and read again with a key for
-    each sample only if a global generator of torch, Python or NumPy was used.
+    Requests are read without keys until a request uses a global generator of torch, Python or NumPy. From that request
+    on, samples are read with a key each. A data set without random draws has no overhead.
 
     Args:
-        data: the user's.
-        seed: of the run.
-        collates: whether the user's own function collates.
-        stops: whether a sample that is another one when it is read again is an error, or a reason for a warning; None:
-            neither, and nothing is read again.
+        data: data set of the user.
+        seed: seed of the run.
+        collates: whether a function of the user collates.
+        stops: whether a sample that differs when it is read again raises InputError (True) or logs a warning (False).
+            With None, no sample is read again.
     """
 
     def __init__(self, data: Any, seed: int, collates: bool, stops: bool | None = None) -> None:
@@ -260,7 +260,7 @@ class KeyedDataset(Dataset[Any]):
         self._collates = collates
         self.is_plain = type(data) in (TensorDataset, list, tuple)
         self._tensors: tuple[torch.Tensor, ...] = ()
-        if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of reading one by one
+        if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of single reads
             self._tensors = data.tensors
         self._draws = False
         self._stops = stops
@@ -276,7 +276,7 @@ class KeyedDataset(Dataset[Any]):
         items = self._items(request)
         if first:
             self._read_again(request, items[0], sizes)
-        if self._collates:  # it may draw too
+        if self._collates:  # the collate function may draw, too
             seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
         return items
 
@@ -322,16 +322,16 @@ class KeyedDataset(Dataset[Any]):
         return Attributes({"data": self._data}, set(), copies=False)
 
     def _read_again(self, request: LoadRequest, item: Any, sizes: dict[str, int]) -> None:
-        """Read samples of the first request once more, which must be the same and drawn anew; leave no trace.
+        """Read samples of the first request again, and check that they repeat and draw anew. Undo all side effects.
 
         Args:
-            request: the first one.
-            item: its first sample.
-            sizes: of what the data set held before that was read.
+            request: first request.
+            item: first sample of the request, as it was read.
+            sizes: sizes of the containers in the data set before the first read.
 
         Raises:
-            InputError: a sample is another one, or the data set draws from a generator of its own or keeps what it
-                drew, and the run is to stop.
+            InputError: ``stops`` is set, and a sample differs, or the data set draws from a private generator or keeps
+                its random draws.
         """
         stops, self._stops = self._stops, None
         sample, keeps = request.samples[0], False
@@ -370,11 +370,11 @@ class KeyedDataset(Dataset[Any]):
 
 
 class StreamSamples(Dataset[Any]):
-    """The samples of a stream, by requests for some of one batch.
+    """Samples of a stream, read by requests for samples of a batch.
 
     Args:
-        order: of the stream, which reads it.
-        collates: whether the user's own function collates.
+        order: order of the stream, which also reads it.
+        collates: whether a function of the user collates.
     """
 
     def __init__(self, order: StreamOrder, collates: bool) -> None:

@@ -1,4 +1,4 @@
-"""A permutation of any length, of which any part can be computed without the rest.
+"""Pseudorandom permutation of any length with random access: any range is computed without the rest.
 
 ::
 
@@ -7,10 +7,10 @@
     result    if it is >= length, encipher it again: cycle walking
 
 Sources: M. Luby, C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J. Comput.
-17(2), 1988: a network of such rounds is a permutation whatever ``f`` is, and a pseudorandom one from four rounds on.
-J. Black, P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: cycle walking keeps it a permutation of the
-numbers below the length. ``f`` is the finalizer of SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable
-pseudorandom number generators", OOPSLA 2014, figure 17.
+17(2), 1988: a network of these rounds is a permutation for any ``f``, and pseudorandom from four rounds on. J. Black,
+P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002: cycle walking restricts the permutation to the numbers
+below the length. ``f`` is the finalizer of SplitMix64: G. Steele, D. Lea, C. Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014, figure 17.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.uint64]
 ROUNDS = 8
-"""Twice as many as the proof asks of perfect functions: ``f`` is not one."""
+"""Twice the number that the proof requires of ideal round functions. ``f`` is not an ideal function."""
 
 
 def permute(start: int, stop: int, length: int, seed: int) -> list[int]:
-    """Return the numbers at the places ``start`` to ``stop`` of a permutation.
+    """Return the numbers at the positions ``start`` to ``stop`` (exclusive) of a permutation.
 
-    Takes time and memory in proportion to ``stop - start``: a number is enciphered less than four times on average.
+    Time and memory are proportional to ``stop - start``. A number is enciphered fewer than four times on average.
 
     Args:
-        start: the first place.
-        stop: one after the last place, at most ``length``.
-        length: of the permutation, at most 2**62.
-        seed: which permutation, 0 to 2**63 - 1.
+        start: first position.
+        stop: end position (exclusive), at most ``length``.
+        length: length of the permutation, at most 2**62.
+        seed: seed that selects the permutation, 0 to 2**63 - 1.
 
     >>> permute(0, 8, length=8, seed=1)
     [2, 6, 3, 4, 7, 5, 0, 1]
@@ -61,12 +61,12 @@ def _encipher(numbers: Numbers, width: int, keys: tuple[int, ...]) -> Numbers:
 
 
 def _mix(numbers: Numbers) -> Numbers:
-    """The finalizer of SplitMix64; products wrap around."""
+    """Apply the finalizer of SplitMix64. Products wrap around."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
 
 
 def _keys(seed: int) -> tuple[int, ...]:
-    """A key of 64 bits for each round."""
+    """Return a 64-bit key for each round."""
     return struct.unpack(f"<{ROUNDS}Q", hashlib.blake2b(struct.pack("<q", seed), digest_size=8 * ROUNDS).digest())

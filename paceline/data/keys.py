@@ -1,8 +1,8 @@
 """Random numbers keyed by their use, independent of the history of a worker.
 
-A key is a tuple of whole numbers: ``(seed, step, microbatch)`` inside a microbatch, ``(seed, epoch, sample)`` for a
-sample of a data set, ``(seed, step, before)`` in the loop of the script, before or after a step. Every stream follows
-from the position in training, so a checkpoint needs no generator states.
+A key is a tuple of integers: ``(seed, step, microbatch)`` inside a microbatch, ``(seed, epoch, sample)`` for a sample
+of a data set, ``(seed, step, before)`` in the script's loop before or after a step. Each key determines its random
+stream, so a checkpoint needs no generator states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE = 1, 2, 3, 4, 5, 6
-"""The first number of a key is its use, so that different uses never share a stream."""
+"""First number of a key: its use. Different uses never share a stream."""
 _UNTOUCHED = 20_231_117
 
 
@@ -31,7 +31,7 @@ def seed_of(*key: int) -> int:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed the generators of torch: of the CPU and, if in use, of the GPU."""
+    """Seed torch's global CPU generator, and the GPU's if CUDA is initialized."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -47,12 +47,12 @@ def seed_all(seed: int) -> None:
 
 
 def seed_untouched() -> None:
-    """Seed the global generators so that :func:`was_drawn` can tell whether something draws from them."""
+    """Seed the global generators so that :func:`was_drawn` can detect later draws."""
     seed_all(_UNTOUCHED)
 
 
 def was_drawn() -> bool:
-    """Whether something has drawn from a global generator since :func:`seed_untouched`; this draws, too."""
+    """Return whether a global generator was used since :func:`seed_untouched`. The check itself draws from them."""
     return _next_draws() != _draws_of_untouched()
 
 
@@ -69,7 +69,7 @@ def _draws_of_untouched() -> tuple[float, ...]:
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of the global generators."""
+    """Return the states of the global generators."""
     states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -80,7 +80,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Whether nothing was drawn between two calls of :func:`generator_states`."""
+    """Return whether two results of :func:`generator_states` are equal, that is, nothing was drawn in between."""
     same = torch.equal(left["torch"], right["torch"]) and left["python"] == right["python"]
     if "numpy" in left:
         same = same and left["numpy"][2] == right["numpy"][2] and (left["numpy"][1] == right["numpy"][1]).all()
@@ -90,7 +90,7 @@ def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 class _Replay:
-    """A reusable context in which the global generators continue from given states."""
+    """Reusable context in which the global generators continue from the given states."""
 
     def __init__(self, states: dict[str, Any]) -> None:
         self._states = states
@@ -104,16 +104,16 @@ class _Replay:
 
 
 def replay_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The ``context_fn`` of ``torch.utils.checkpoint``: recomputation draws the same random numbers.
+    """Return contexts for ``torch.utils.checkpoint`` (as ``context_fn``) so that recomputation repeats random draws.
 
-    torch restores only its own generators.
+    torch itself restores only its own generators.
     """
     return nullcontext(), _Replay(generator_states())
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restore the global generators at the end."""
+    """Restore the global generators on exit."""
     before = generator_states()
     try:
         yield
@@ -131,7 +131,7 @@ def _restore(states: dict[str, Any]) -> None:
 
 
 def pack_generators() -> list[torch.Tensor]:
-    """The states of the global generators as tensors, for :func:`unpack_generators` in another process."""
+    """Return the states of the global generators as tensors, for :func:`unpack_generators` in another process."""
     states = generator_states()
     version, words, gauss = states["python"]
     packed = [states["torch"], torch.tensor([version, *words])]

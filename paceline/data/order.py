@@ -1,4 +1,4 @@
-"""The samples of each batch: a pure function of (seed, epoch, step, length).
+"""Sample order of the batches: a pure function of (seed, epoch, step, length).
 
 ::
 
@@ -6,12 +6,12 @@
     step t       the next `batch` of them; the last one may be short
     microbatch   a fixed slice of the batch (schedule.shares.microbatches)
 
-The number of workers plays no part. A position in training is one whole number: the step.
+The order does not depend on the number of workers. A position in training is a single integer, the step.
 
-Up to ``LARGEST_SHUFFLE`` samples the permutation is a shuffle (``torch.randperm``), held in 8 bytes a sample, at most
-8 MB. Above it is a Feistel network (feistel.py), of which a step computes its own samples: what a step takes does not
-grow with the data set. A shuffle can be every permutation; on few numbers a Feistel network cannot, and on many nobody
-can tell them apart.
+Up to ``LARGEST_SHUFFLE`` samples the permutation is a shuffle (``torch.randperm``), which takes 8 bytes a sample, at
+most 8 MB. Above that limit it is a Feistel network (feistel.py): each step computes only its own samples, at a cost
+that does not grow with the data set. Unlike a shuffle, a Feistel network on few numbers cannot produce every
+permutation; on many numbers the two are indistinguishable.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from paceline.errors import ConfigError
 from paceline.schedule import shares
 
 LARGEST_SHUFFLE = 1 << 20
-"""Samples up to which an epoch is a shuffle that is held in memory."""
+"""Largest number of samples for which an epoch is a shuffle held in memory."""
 UNKNOWN = sys.maxsize
-"""A step that is not known yet: that at which a stream ends."""
+"""Stands for a step that is not known yet, such as the end of a stream."""
 
 
 class BatchOrder(ABC):
-    """Which samples are in the batch of each step, and which epoch it belongs to; the same on every worker.
+    """Samples and epoch of the batch of each step, identical on every worker.
 
     Attributes:
-        batch: samples in a full batch.
-        microbatches: parts in which a full batch is cut.
-        seed: of the run.
+        batch: number of samples in a full batch.
+        microbatches: number of microbatches in a full batch.
+        seed: seed of the run.
     """
 
     batch: int
@@ -50,65 +50,65 @@ class BatchOrder(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, int]:
-        """What determines the order, for a checkpoint."""
+        """Return the values that determine the order, for a checkpoint."""
 
     @abstractmethod
     def place_of(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the number of its batch in this epoch."""
+        """Return the epoch of a step and the index of its batch in this epoch."""
 
     @abstractmethod
     def first_of(self, epoch: int) -> int:
-        """The first step of an epoch; ``UNKNOWN`` if that is not known yet."""
+        """Return the first step of an epoch, or ``UNKNOWN`` if it is not known yet."""
 
     @abstractmethod
     def samples_of(self, step: int) -> int:
-        """The number of samples in the batch of a step."""
+        """Return the number of samples in the batch of a step."""
 
     @abstractmethod
     def samples_before(self, step: int) -> int:
-        """The number of samples in all steps before this one."""
+        """Return the number of samples in all steps before ``step``."""
 
     @abstractmethod
     def microbatches_of(self, step: int) -> list[list[int]]:
-        """The sample numbers of each microbatch of a step."""
+        """Return the sample numbers of each microbatch of a step."""
 
     def agreed(self) -> dict[str, object]:
-        """What must be the same on all workers before the first step, besides the settings."""
+        """Return values that must be equal on all workers before the first step, besides the settings."""
         return {}
 
     def digest_at(self, step: int) -> int:
-        """Of a stream a digest of the first sample of a batch that has been read, which must be the same everywhere."""
+        """Return a digest of the first sample of a stream's batch to compare between workers; 0 if it is not known."""
         return 0
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after so many steps, or a worker that joins then, must know of the data."""
+        """Return the data state after ``step`` steps, for a checkpoint or a joining worker."""
         return {}
 
-    def load(self, state: dict[str, Any]) -> None:  # noqa: B027 - most know it all
-        """Go on from what :meth:`state` returned."""
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027 - most orders have no state
+        """Continue from a state that :meth:`state` returned."""
 
     def cuts(self) -> set[int]:
-        """In how many microbatches a batch may be cut."""
+        """Return the possible numbers of microbatches in a batch."""
         return set(range(1, self.microbatches + 1))
 
     def epoch_of(self, step: int) -> int:
-        """The epoch of a step."""
+        """Return the epoch of a step."""
         return self.place_of(step)[0]
 
     def is_last(self, step: int) -> bool:
-        """Whether the batch of a step is the last one of its epoch."""
+        """Return whether the batch of a step is the last batch of its epoch."""
         self.samples_of(step)
         return self.first_of(self.epoch_of(step) + 1) == step + 1
 
     def end_of(self, epochs: int, start: int) -> int:
-        """The step before which so many epochs end, counted from a step on; ``UNKNOWN`` if that is not known yet."""
+        """Return the step (exclusive) at which ``epochs`` epochs from ``start`` end, or ``UNKNOWN``."""
         return self.first_of(self.epoch_of(start) + epochs)
 
     def steps_at(self, step: int) -> int:
-        """The steps in the epoch of a step.
+        """Return the number of steps in the epoch of a step.
 
         Raises:
-            ConfigError: they are not known, as the data are a stream.
+            ConfigError: the data is a stream, and the end of this epoch has not been read yet.
         """
         epoch = self.epoch_of(step)
         end = self.first_of(epoch + 1)
@@ -120,13 +120,13 @@ class BatchOrder(ABC):
         return end - self.first_of(epoch)
 
     def parts_of(self, step: int) -> tuple[range, ...]:
-        """The positions of each microbatch of a step in the batch."""
+        """Return the range of positions in the batch for each microbatch of a step."""
         return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
 
 
 @dataclass(frozen=True)
 class Order(BatchOrder):
-    """A shuffled data set of fixed length.
+    """Shuffled order of a data set of fixed length.
 
     >>> order = Order(length=10, batch=4, microbatches=2, seed=0)
     >>> order.steps_per_epoch
@@ -142,7 +142,7 @@ class Order(BatchOrder):
     drop_last: bool = False
 
     def facts(self) -> dict[str, int]:
-        """What determines the order, for a checkpoint: the fields, and which permutation it is if not a shuffle."""
+        """Return the fields, and the number of Feistel rounds if the order is not a shuffle, for a checkpoint."""
         return asdict(self) | ({} if self.length <= LARGEST_SHUFFLE else {"feistel_rounds": feistel.ROUNDS})
 
     def agreed(self) -> dict[str, object]:
@@ -150,7 +150,7 @@ class Order(BatchOrder):
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass over the data set, the short last batch included unless it is dropped."""
+        """Number of steps in a pass over the data set, including a short last batch unless it is dropped."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def cuts(self) -> set[int]:
@@ -178,7 +178,7 @@ class Order(BatchOrder):
         return _microbatches_of(self, step)
 
 
-@lru_cache(maxsize=4)  # a step asks once per microbatch
+@lru_cache(maxsize=4)  # a step may be loaded in several calls
 def _microbatches_of(order: Order, step: int) -> list[list[int]]:
     epoch, index = divmod(step, order.steps_per_epoch)
     start = index * order.batch
@@ -188,7 +188,7 @@ def _microbatches_of(order: Order, step: int) -> list[list[int]]:
 
 
 def _samples(length: int, seed: int, start: int, stop: int) -> list[int]:
-    """The samples at these places of an epoch."""
+    """Return the samples at the positions ``start`` to ``stop`` (exclusive) of an epoch."""
     if length > LARGEST_SHUFFLE:
         return feistel.permute(start, stop, length, seed)
     return _shuffle(length, seed)[start:stop].tolist()

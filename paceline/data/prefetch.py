@@ -1,4 +1,4 @@
-"""Batches on their way to the device, while the one before is computed.
+"""Prefetch of batches to the device during the step before.
 
 ::
 
@@ -17,14 +17,14 @@ from paceline.data.nested import map_leaves, tensors_in
 
 
 class Upload:
-    """A copy of data to a device, under way since this object was made.
+    """Asynchronous copy of data to a device, started by the constructor.
 
-    What is there already is not copied. To a GPU the copy goes from pinned memory, on a stream of its own.
+    Tensors that are already on the device are not copied. Copies to a GPU go from pinned memory.
 
     Args:
-        data: nested; see :mod:`paceline.data.nested`.
-        device: where its tensors are wanted.
-        stream: of a GPU, which the copy is queued on; None: the current one.
+        data: nested data; see :mod:`paceline.data.nested`.
+        device: target device.
+        stream: CUDA stream on which the copy is queued. Defaults to the current stream.
     """
 
     def __init__(self, data: Any, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -37,23 +37,23 @@ class Upload:
             self._copied = stream.record_event()
 
     def wait(self) -> Any:
-        """The data on the device, for the current stream: it waits for the copy, the host does not."""
+        """Return the data on the device. The current stream waits for the copy; the host does not."""
         if self._copied is not None:
             current = torch.cuda.current_stream()
             current.wait_event(self._copied)
             for one in tensors_in(self._data):
                 if one.is_cuda:
-                    one.record_stream(current)  # its memory is not given to another copy before the step is done
+                    one.record_stream(current)  # no other copy reuses its memory before the step is done
         return self._data
 
 
 def upload_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for copies to a GPU; None for another device."""
+    """Return a new stream for copies to a GPU, or None for another device."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to the device, without waiting for it; also objects of another kind with ``to``."""
+    """Move a batch to a device without waiting for the copies: its tensors and other objects that have ``to``."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -70,5 +70,5 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Some rows of a tensor, on its device; the numbers are on the host."""
+    """Return rows of a tensor, on its device, by numbers on the host."""
     return tensor[numbers if tensor.device.type == "cpu" else to_device(numbers, tensor.device)]

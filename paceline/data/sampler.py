@@ -1,7 +1,7 @@
-"""The order of a sampler of one's own: a pure function of (seed, epoch) that gives the sample numbers of an epoch.
+"""Sample order of a user-defined sampler: a pure function of (seed, epoch) that returns the sample numbers of an epoch.
 
-Epochs may differ in length, leave out samples, and have some several times. The function is called by every worker,
-with the global generators seeded by (seed, epoch): what it draws from them is the same everywhere.
+Epochs may differ in length, omit samples, and repeat samples. Every worker calls the function with the global
+generators seeded by (seed, epoch), so random draws from them are the same on all workers.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _CURE = (
 
 
 class SampledOrder(BatchOrder):
-    """The order that a sampler gives.
+    """Sample order of a sampler.
 
     Args:
-        sampler: ``sampler(seed, epoch)`` gives the sample numbers of an epoch in order; or one of torch's samplers.
-        length: of the data set.
-        batch: samples in a batch.
-        microbatches: parts in which a full batch is cut.
-        seed: of the run.
-        drop_last: whether a short batch at the end of an epoch is left out.
+        sampler: ``sampler(seed, epoch)`` returns the sample numbers of an epoch in order. It may be a torch sampler.
+        length: number of samples in the data set.
+        batch: number of samples in a batch.
+        microbatches: number of microbatches in a full batch.
+        seed: seed of the run.
+        drop_last: whether to drop a short batch at the end of an epoch.
 
     Attributes:
-        may_change: says whether the loop has changed something that the sampler may read, such as its weights. Then
-            the numbers of the current epoch are part of the state, unless the sampler gives them again.
+        may_change: function that returns whether the loop has changed a value that the sampler may read, such as its
+            weights. The state then includes the numbers of the current epoch if the sampler does not return them again.
 
     Raises:
-        InputError: it is no such function, or gives other numbers when it is called again.
+        InputError: the sampler is not such a function, or returns other numbers when it is called again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SampledOrder(BatchOrder):
         self._sampler = function_of(sampler)
         self._length = length
         self._drop_last = drop_last
-        self._lengths: list[int] = []  # samples of each epoch whose length is known
+        self._lengths: list[int] = []  # number of samples in each epoch whose length is known
         self._starts = [0]
         self._known: dict[int, torch.Tensor] = {}
         self.may_change: Callable[[], bool] = lambda: False
@@ -82,18 +82,18 @@ class SampledOrder(BatchOrder):
         return epoch, step - self._starts[epoch]
 
     def _add(self, length: int) -> None:
-        """Count the next epoch in."""
+        """Append the next epoch, for which the sampler returned ``length`` numbers."""
         used = self._used(length)
         self._lengths.append(used)
         self._starts.append(self._starts[-1] + -(-used // self.batch))
 
     def _used(self, length: int) -> int:
-        """Samples of an epoch that are in batches."""
+        """Return the number of samples of an epoch that are in batches."""
         return length - length % self.batch if self._drop_last else length
 
     def first_of(self, epoch: int) -> int:
         while epoch >= len(self._starts):
-            number = len(self._lengths)  # its numbers are drawn when it begins: the loop may change weights until then
+            number = len(self._lengths)  # only its length counts: the loop may change weights until the epoch begins
             self._add(len(self._known[number] if number in self._known else self._checked(number, self._drawn(number))))
         return self._starts[epoch]
 
@@ -114,7 +114,7 @@ class SampledOrder(BatchOrder):
         return [numbers[part.start : part.stop] for part in self.parts_of(step)]
 
     def state(self, step: int) -> dict[str, Any]:
-        epoch = bisect_right(self._starts, step) - 1  # without drawing an epoch that has not begun
+        epoch = bisect_right(self._starts, step) - 1  # place_of would draw an epoch that has not begun
         state: dict[str, Any] = {"lengths": self._lengths[:epoch]}
         known = self._known.get(epoch)
         if known is not None and step > self._starts[epoch] and self.may_change():
@@ -138,7 +138,7 @@ class SampledOrder(BatchOrder):
                     f"and gives {len(numbers)} now. The loop may change which samples it gives, but how many must "
                     f"follow from the epoch alone."
                 )
-            for other in list(self._known)[:-2]:  # those drawn last stay
+            for other in list(self._known)[:-2]:  # keep the two epochs drawn last
                 del self._known[other]
         return self._known[epoch]
 
@@ -174,15 +174,15 @@ class SampledOrder(BatchOrder):
 
 
 def in_order(data: Sized, seed: int, epoch: int) -> range:
-    """A sampler that does not shuffle, of a data set."""
+    """Return the sample numbers of a data set in order, as a sampler that does not shuffle."""
     return range(len(data))
 
 
 def function_of(sampler: Any) -> SampleNumbers:
-    """A sampler as a function of (seed, epoch); one of torch's draws from the global generator, which is seeded.
+    """Return a sampler as a function of (seed, epoch). The caller seeds the generators from which it draws.
 
     Raises:
-        InputError: it is none, or one that hands out shares.
+        InputError: it is neither callable nor a torch sampler, or it is a ``DistributedSampler``.
     """
     if isinstance(sampler, DistributedSampler):
         raise InputError(

@@ -1,4 +1,4 @@
-"""What can be given as ``data``, and in which order its samples come."""
+"""Validation of the ``data`` and ``sampler`` arguments, and the sample order for them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.settings import Settings
 
 
 def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch: int) -> BatchOrder:
-    """The order of the samples of a data set, or of a stream.
+    """Return the sample order for a data set or a stream.
 
     Args:
-        data, sampler: as they were given to ``start``.
-        settings: of the run.
-        batch: samples in a step over all workers.
+        data, sampler: arguments given to ``start``.
+        settings: settings of the run.
+        batch: number of samples in a step over all workers.
 
     Raises:
-        ConfigError: the batch cannot be cut, or a setting does not fit the data.
+        ConfigError: the batch has fewer samples than microbatches, or a setting or the sampler does not fit the data.
         InputError: the data cannot be used.
     """
     parts = settings.microbatches or default_microbatches(batch)
@@ -68,11 +68,11 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
 
 
 def refuse_columns(what: str, data: Any) -> None:
-    """Refuse inputs and targets that are not a data set yet.
+    """Raise InputError if ``data`` holds columns (inputs and targets) instead of samples.
 
     Raises:
-        InputError: ``data`` is a tuple of tensors or arrays, of which each has an entry for each sample, or a
-            dictionary by other keys than the numbers of samples.
+        InputError: ``data`` is a tuple of tensors or arrays with an entry for each sample, or a dictionary whose keys
+            are not sample numbers.
     """
     if isinstance(data, Mapping) and data and 0 not in data:
         raise InputError(
@@ -94,7 +94,7 @@ def refuse_columns(what: str, data: Any) -> None:
 
 
 def is_stream(data: Any) -> bool:
-    """Whether samples come one after the other only; torch's class has an ``__getitem__`` that refuses."""
+    """Return whether samples can only be read in sequence. torch's class has an ``__getitem__`` that raises."""
     if isinstance(data, IterableDataset):
         return True
     return isinstance(data, Iterable) and not hasattr(data, "__getitem__") and writer_of(data) is None
@@ -108,7 +108,7 @@ def _stream(data: Any, settings: Settings, batch: int, parts: int) -> StreamOrde
             f"set may read ahead by itself."
         )
     order = StreamOrder(data, batch, parts, settings.seed, settings.drop_last)
-    if hasattr(data, "__next__"):  # it may be one that is used up after one pass
+    if hasattr(data, "__next__"):  # an iterator may be exhausted after one pass
         order.check_repeats()
     return order
 
@@ -127,7 +127,7 @@ def _no_data_set(data: Any) -> InputError:
 
 
 def _loader_given(loader: DataLoader[Any]) -> InputError:
-    """Say what to give instead of a loader, by what it holds."""
+    """Build the error for a DataLoader as ``data``: it names the arguments to give instead."""
     given = [f"data=loader.dataset ({type(loader.dataset).__name__})"]
     given.append("batch=..." if loader.batch_size is None else f"batch={loader.batch_size}")
     if loader.drop_last:

@@ -1,1 +1,1 @@
-"""What the objects of a script hold: seen, compared, put back, and kept when the loop changes it."""
+"""Values in the objects of a script: snapshot, comparison, restore, and tracking of changes by the loop."""

@@ -1,7 +1,7 @@
-"""What Python objects hold besides parameters and buffers: generators, numbers, tensors; seen, and put back.
+"""Snapshot and restore of Python objects besides parameters and buffers: generators, numbers, tensors, containers.
 
-Followed are attributes, slots, class attributes of user code, closures, and the functions and globals that functions of
-user code name.
+The search follows attributes, slots, class attributes of user code, closures, and the functions and globals that
+functions of user code name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ GENERATORS = torch.Generator, random.Random, numpy.random.Generator, numpy.rando
 _MOST_OBJECTS = 20_000
 _MOST_ENTRIES = 1_000
 _MOST_NUMBERED = 100
-"""Entries of a list that are seen one by one."""
+"""Longest list whose entries are tracked separately."""
 _MOST_BYTES = 1 << 28
-"""Of tensors to be copied; of larger ones only changes that torch counts are seen."""
+"""Total bytes of tensors and arrays to copy. Those beyond this limit are not part of the snapshot."""
 PLAIN = (bool, int, float, str)
 _NUMBERS = str, bytes, Number, numpy.generic, Enum
 _SKIPPED = ModuleType, BuiltinFunctionType, torch.optim.Optimizer
@@ -45,20 +45,19 @@ _OF_MODULES = "_parameters", "_buffers", "_modules", "training"
 
 
 class Attributes:
-    """What some objects hold now.
+    """Snapshot of the values that objects hold.
 
     Args:
-        roots: the objects, by the names that they have in messages.
-        known: tensors that somebody else keeps.
-        copies: whether tensors and arrays belong to it.
+        roots: objects to start from, by their names in messages.
+        known: ids of objects to skip, such as tensors that are saved elsewhere.
+        copies: whether to include copies of tensors and arrays.
 
     Attributes:
-        values: generator states, numbers and tensors, by their names such as ``model.head.rng``.
+        values: generator states, numbers and copies of tensors, by names such as ``model.head.rng``.
         sizes: number of entries of each container and of each ``lru_cache``, by the same names.
-        tensors: those among them, as the objects that they are.
-        owners: what holds values by keys: the attributes of objects and classes, slots, dictionaries, and the globals
-            that functions name; by names.
-        objects: those whose attributes are owners, by the same names.
+        tensors: tensors in ``values``, as the original objects.
+        owners: mappings that hold values, by name: attributes, slots, dictionaries, lists, globals that functions name.
+        objects: objects whose attributes are in ``owners``, by the same names.
     """
 
     def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
@@ -68,7 +67,7 @@ class Attributes:
         self.owners: dict[str, MutableMapping[Any, Any]] = {}
         self.objects: dict[str, object] = {}
         self._containers: list[tuple[Any, Any]] = []
-        self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals
+        self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals, as (owner, key, value)
         self._leaves: list[tuple[Any, Any]] = []
         self._copies = copies
         self._room = _MOST_BYTES
@@ -77,7 +76,7 @@ class Attributes:
         self._classes: set[type] = set()
         model = roots.get("model")
         self._trained = {id(one) for one in model.modules()} if isinstance(model, nn.Module) else set()
-        """The modules whose buffers somebody else keeps."""
+        """Ids of the modules whose buffers are saved with the model."""
         waiting = list(roots.items())
         while waiting and len(self._seen) < _MOST_OBJECTS:
             name, value = waiting.pop()
@@ -146,7 +145,7 @@ class Attributes:
             yield from self._of_class(name, value, kind)
 
     def _of_class(self, name: str, value: Any, kind: type) -> Iterator[tuple[str, Any]]:
-        """The slots of an object that a class of user code defines, and the attributes and methods of this class."""
+        """Yield the slots that a class of user code gives an object, and the attributes and methods of the class."""
         for key in _slots_of(kind) if value is not kind else ():
             if hasattr(value, key):
                 yield from self._entry(f"{name}.{key}", value, key, getattr(value, key))
@@ -161,7 +160,7 @@ class Attributes:
                 yield from self._entry(f"{kind.__name__}.{key}", kind, key, one)
 
     def _of_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-        """What a function holds: closures, and of a user's function its attributes and the globals that it names."""
+        """Yield a function's closures and defaults, and for user code also its attributes and the globals it names."""
         yield from (
             (key, cell) for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         )
@@ -174,7 +173,7 @@ class Attributes:
                     yield from self._entry(key, function.__globals__, key, one)
 
     def _entry(self, name: str, owner: Any, key: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """An entry of a slot, a class or the globals, which is put back by itself."""
+        """Record and yield a slot, class attribute or global, which is restored individually."""
         self._named.append((owner, key, value))
         place = owner.get("__name__", "") if isinstance(owner, dict) else name.removesuffix(f".{key}")
         held = self.owners.setdefault(place, Entries(owner))
@@ -189,12 +188,12 @@ class Attributes:
         self._leaves.append((value, state))
 
     def generators(self) -> Iterator[tuple[str, Any]]:
-        """The names and states of generators."""
+        """Return the names and states of generators."""
         held = [state for value, state in self._leaves if isinstance(value, GENERATORS)]
         return ((name, state) for name, state in self.values.items() if any(state is one for one in held))
 
     def put_back(self) -> None:
-        """Let all be as it was."""
+        """Restore all recorded values."""
         for container, before in self._containers:
             _put_back(container, before)
         for owner, key, value in self._named:
@@ -214,11 +213,11 @@ class Attributes:
 
 
 class Entries(MutableMapping[Any, Any]):
-    """Some attributes of a class, slots of an object, globals of a module, or entries of a list.
+    """Mapping view of attributes of a class, slots of an object, globals of a module, or entries of a list.
 
     Args:
-        owner: the class, the object, the dictionary of the globals, or the list.
-        keys: of the entries, as far as they are known yet.
+        owner: class, object, dictionary of the globals, or list.
+        keys: initial keys of the entries. More may be added later.
     """
 
     def __init__(self, owner: Any, keys: Iterable[Any] = ()) -> None:
@@ -248,7 +247,7 @@ class Entries(MutableMapping[Any, Any]):
 
 
 def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
-    """Whether two values are the same, as far as that can be said."""
+    """Return whether two values are equal. Objects of one type that cannot be compared count as equal."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         alike = left.shape == right.shape and left.dtype == right.dtype and left.layout == right.layout
         return alike and torch.allclose(left.detach(), right.detach(), rtol=0.0, atol=0.0, equal_nan=True)
@@ -268,7 +267,7 @@ def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
 
 
 def _is_followed(value: Any) -> bool:
-    """Whether to look into a global: not at objects of libraries, which may have threads of their own."""
+    """Return whether to follow a global. Objects of other library types may have threads of their own."""
     followed = (*_NUMBERS, list, dict, set, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
     known = isinstance(value, (*followed, ContextVar, threading.local, _lru_cache_wrapper))
     return known or is_user_class(value if isinstance(value, type) else type(value))

@@ -1,4 +1,4 @@
-"""Values that a forward pass leaves on the model, and whether the loop reads them.
+"""Detection of loop code that reads values which a forward pass has set on the model.
 
 ::
 
@@ -7,8 +7,8 @@
     ├ forward passes set model.last    ╵
     └ end_step: open ──────────────────
 
-Such a value is that of the last microbatch which this worker has computed. In a pipeline, a worker without the layer
-has an old value. A descriptor on the class finds the reads. Only attributes that a forward pass sets get a descriptor.
+The value comes from the last microbatch that this worker has computed. In a pipeline, it is stale on a worker without
+the layer. A descriptor on the class detects reads. Only attributes that a forward pass sets get a descriptor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEVER_DEPEND = torch.device, torch.dtype, str
 _MOST_SEEN = 100
 _ENOUGH = 2
 _HEAP_TYPE = 1 << 9
-"""``Py_TPFLAGS_HEAPTYPE``: the class is not one of C."""
+"""``Py_TPFLAGS_HEAPTYPE``: the class is not a static type in C, so it can be changed."""
 _CURE = (
     "Let the loss or forward return it, as (loss, {{{key!r}: value}}): report.metrics has the mean over the batch, the "
     "same on all workers. What the model keeps from step to step belongs in a buffer (register_buffer)."
@@ -48,16 +48,16 @@ _NOT_HERE = (
 
 
 class ForwardValues:
-    """Finds reads in the loop body of what forward passes have set.
+    """Detector of reads in the loop body of values that forward passes have set.
 
-    A value that is the same in all steps, such as a shape, is no reason for a warning.
+    Values that are the same in all steps, such as shapes, cause no warning.
 
     Args:
-        objects: the modules and other objects that a forward pass may change, by name.
+        objects: modules and other objects that a forward pass may change, by name.
 
     Attributes:
-        left: names of the attributes that a forward pass sets, as its trial on some worker has found.
-        tell: is called with a warning.
+        left: names of the attributes that a forward pass sets, found by a probe of the pass on any worker.
+        tell: callback for warnings.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -66,26 +66,26 @@ class ForwardValues:
         self._objects = {name: one for name, one in objects.items() if isinstance(getattr(one, "__dict__", None), dict)}
         if any(map(_is_compiled, objects.values())):
             self._objects = {}  # a descriptor would stop the compiler
-        self._steps: dict[str, int] = {}  # in which an attribute was changed here, at most two
+        self._steps: dict[str, int] = {}  # number of steps in which this worker changed an attribute, at most 2
         self._watched: dict[tuple[int, str], str] = {}
-        self._told: set[tuple[str, str]] = set()  # by key, as layers of one kind have the same ones
-        self._fresh: set[tuple[int, str]] = set()  # set by the loop itself since the step
+        self._told: set[tuple[str, str]] = set()  # by key, because layers of a class share their keys
+        self._fresh: set[tuple[int, str]] = set()  # attributes that the loop itself has set since the step
         self._descriptors: dict[tuple[type, str], _Descriptor] = {}
         self._found = False
         self._is_open = False
 
     def find_left(self, owner: str, keys: Iterable[Any]) -> None:
-        """Take note of what a trial of the forward pass has changed."""
+        """Record the attributes that a probe of the forward pass has changed."""
         if owner in self._objects:
             self.load(f"{owner}.{key}" for key in keys)
 
     def load(self, left: Iterable[str]) -> None:
-        """Take over :attr:`left` of another worker or of a checkpoint."""
+        """Add the names in :attr:`left` of another worker or a checkpoint."""
         self.left.update(dict.fromkeys(left))
         self._found = True
 
     def find_changed(self, owner: str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
-        """Take note of what a step has changed."""
+        """Record the attributes that a step has changed."""
         if owner not in self._objects:
             return
         for key, value in after.items():
@@ -98,19 +98,19 @@ class ForwardValues:
                 self._found = True
 
     def begin(self) -> None:
-        """Watch for reads: a step has returned."""
+        """Start to detect reads after a step has returned."""
         self._fresh.clear()
         self.open()
 
     def open(self) -> None:
-        """Watch for reads: the loop body goes on."""
+        """Detect reads from now on, because the loop body continues."""
         self._is_open = True
         if self._found:
             self._found = False
             self._watch()
 
     def _watch(self) -> None:
-        """Watch what some steps have changed, and what others compute; one change may set a constant."""
+        """Watch attributes that two steps, or only other workers, have changed. A single change may set a constant."""
         for name in {**self.left, **self._steps}:
             owner, _, key = name.rpartition(".")
             one = self._objects.get(owner)
@@ -124,23 +124,23 @@ class ForwardValues:
                 self._descriptors[type(one), key] = _Descriptor(self, type(one), key)
 
     def close(self) -> None:
-        """Leave reads alone: the session goes on."""
+        """Ignore reads from now on, because the session is running."""
         self._is_open = False
 
     def end(self) -> None:
-        """Leave the classes as they were."""
+        """Remove all descriptors from the classes."""
         self._is_open = False
         for one in self._descriptors.values():
             one.remove()
         self._descriptors, self._objects = {}, {}
 
     def set_by_loop(self, one: object, key: str) -> None:
-        """Take note that the loop has set an attribute."""
+        """Record that the loop has set an attribute, so that reads of it cause no warning in this step."""
         if self._is_open:
             self._fresh.add((id(one), key))
 
     def read(self, one: object, key: str, value: object, frame: FrameType) -> None:
-        """Warn if this is a read by the loop of what a forward pass has set."""
+        """Warn if the loop reads a watched value. Called for each read of an attribute with a descriptor."""
         name = self._watched.get((id(one), key)) if self._is_open else None
         if name is None or (id(one), key) in self._fresh:
             return
@@ -153,7 +153,7 @@ class ForwardValues:
 
 
 class _Descriptor:
-    """Stands on a class for an attribute of its objects, and reports reads."""
+    """Descriptor that replaces an attribute on a class and reports reads by instances."""
 
     def __init__(self, values: ForwardValues, kind: type, key: str) -> None:
         self._values, self._kind, self._key = values, kind, key
@@ -162,11 +162,11 @@ class _Descriptor:
         setattr(kind, key, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the watch behind where the class is sent to another process, with its objects."""
+        """Pickle the class's own default instead of the descriptor, for a class that is pickled by value."""
         return (_Unset, ()) if self._default is _ABSENT else (copy.copy, (self._default,))
 
     def remove(self) -> None:
-        """Let the class have what it had."""
+        """Restore what the class had under this name."""
         if vars(self._kind).get(self._key) is not self:
             return
         if self._own is _ABSENT:
@@ -193,14 +193,14 @@ class _Descriptor:
 
 
 class _Unset:
-    """Stands for an attribute that objects alone have."""
+    """Descriptor of an attribute without a class default, in another process."""
 
     def __get__(self, one: object, kind: type | None = None) -> NoReturn:
         raise AttributeError("the attribute is not set")
 
 
 def _may_replace(kind: type, key: str) -> bool:
-    """Whether the class can be changed, and has nothing itself that decides what this attribute is."""
+    """Return whether the class can be changed and has no descriptor of its own for this attribute."""
     if not kind.__flags__ & _HEAP_TYPE or issubclass(kind, torch.jit.ScriptModule):
         return False
     held = next((vars(one)[key] for one in kind.__mro__ if key in vars(one)), None)
@@ -208,7 +208,7 @@ def _may_replace(kind: type, key: str) -> bool:
 
 
 def _is_computed_weight(one: object, key: str) -> bool:
-    """Whether a hook computes an attribute from parameters alone, as pruning does, and weight and spectral norm."""
+    """Return whether a hook computes an attribute from parameters, as pruning and weight or spectral norm do."""
     return any(name.startswith(f"{key}_") for name in vars(one).get("_parameters", ()))
 
 
@@ -217,7 +217,7 @@ def _is_compiled(one: object) -> bool:
 
 
 def _may_depend(value: object) -> bool:
-    """Whether a value may follow from the samples: not a device or a list of sizes, which are made anew each time."""
+    """Return whether a value may depend on the samples. Devices and lists of sizes do not, even if created anew."""
     if isinstance(value, torch.Tensor | numpy.ndarray | float | int | complex | numpy.generic):
         return True
     if isinstance(value, _NEVER_DEPEND) or callable(value):
@@ -230,7 +230,7 @@ def _may_depend(value: object) -> bool:
 
 
 def _is_in_a_forward_pass(frame: FrameType | None) -> bool:
-    """Whether a module is being called: what its forward pass reads is not read by the loop."""
+    """Return whether a module call is on the stack. A read in a forward pass is not a read by the loop."""
     while frame is not None:
         if frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):
             return True

@@ -1,4 +1,4 @@
-"""What the script changes between two steps: weights, buffers, plain attributes of modules and data, learning rates.
+"""Tracking of script changes between steps: weights, buffers, plain attributes of modules and data, learning rates.
 
 ::
 
@@ -6,13 +6,13 @@
     ├ end_step: copies       teacher.update(), model.p = 0.5     ├ look: finds what was changed
     └ what is saved or sent                                      └ sent to a worker that begins with step 5
 
-A checkpoint, and a worker that joins among the lines behind a step, get the state with which that step returned: their
-script gets the batch of that step once more, and runs those lines itself. A worker that joins when all have begun the
-next step gets the state of then, and begins with that step.
+A checkpoint, and a worker that joins during the loop body of a step, get the state with which that step returned. The
+script receives the batch of that step again, and runs the loop body itself. A worker that joins after all workers have
+begun the next step gets the state of that time, and starts with that step.
 
-Kept are tensors of the model, tensors and arrays of up to 64 MiB, numbers, text, flags, and tuples of these. Of
-anything else it is only seen that it was changed: other functions, modules, hooks, lists. Whoever goes on from the
-state is told so, if its own script does not change them, too.
+Saved values are tensors of the model, tensors and arrays of up to 64 MiB, numbers, text, flags, and tuples of these.
+For other values (functions, modules, hooks, lists) only the fact of a change is saved. A worker that continues from the
+state warns about it if its own script does not make the change, too.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _NO_EFFECT = (
     "is the norm before it), and leave backward() out of the loop."
 )
 _WATCHED = 3
-"""Steps behind which gradients are compared: a loop that changes them does so each time."""
+"""Number of steps after which gradients are compared: a loop that changes gradients does so in each step."""
 
 
 class LoopChanges:
-    """Finds out what the loop body changes, and keeps that as it was when the last step returned.
+    """Tracker of the values that the loop body changes, with copies from when the last step returned.
 
-    :meth:`not_watched` is around whatever the session does itself. A tensor that is changed by a plain operation is
-    found at once; one that is changed through ``.data`` where the digests of all are compared, which is behind steps 0,
-    1, 2, 4, 8 and so on. From then on it is copied after each step.
+    The session wraps its own changes in :meth:`not_watched`. A tensor changed by a plain operation is found at once. A
+    change through ``.data`` is found when the digests of all tensors are compared, after steps 0, 1, 2, 4, 8 and so on.
+    From then on the tensor is copied after each step.
 
     Args:
-        model: the model.
-        optimizer: its optimizer.
-        digests: returns for each tensor a number that stands for its bits; None: these are not compared.
-        owners: what holds values in the model, the loss and the data, by names (``data.objects.attributes``).
-        keeps: whether a checkpoint gets what was kept, and not the tensors and hyperparameters of now.
-        objects: the objects among the owners whose attributes a forward pass may set, by the same names.
+        model: model of the run.
+        optimizer: optimizer of the model.
+        digests: function that returns a number for the bits of each tensor. With None, bits are not compared.
+        owners: mappings of values in the model, the loss and the data, by name (``data.objects.attributes``).
+        keeps: whether a checkpoint gets the copies instead of the current tensors and hyperparameters.
+        objects: objects among the owners whose attributes a forward pass may set, by the same names.
 
     Attributes:
-        now: whether :meth:`tensors` and :meth:`state` are those of now, as all workers have begun the next step.
-        changed: the names of what the loop has changed, in the order in which that was found.
-        said: what :meth:`not_restored` has returned, if anything.
-        forward_values: what forward passes leave on the model, and the loop must not read.
+        now: whether :meth:`tensors` and :meth:`state` return current values, because all workers have begun a new step.
+        changed: names of the values that the loop has changed, in the order of detection.
+        said: last text that :meth:`not_restored` has returned; empty if none.
+        forward_values: detector of reads of values that forward passes set.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class LoopChanges:
             for key, value in owner.entries.items()
             if is_array(value)
         }
-        self._arrays: dict[str, tuple[Owner, Any]] = {}  # where those are that the loop changes
-        self._large: dict[str, torch.Tensor] = {}  # copies of large ones, as they were when the last step returned
-        self._lost: dict[str, Mark] = {}  # what others have changed and nobody keeps, as it was here then
+        self._arrays: dict[str, tuple[Owner, Any]] = {}  # owner and key of each tensor or array that the loop changes
+        self._large: dict[str, torch.Tensor] = {}  # copies of the large arrays from when the last step returned
+        self._lost: dict[str, Mark] = {}  # marks, at load, of values whose change by the loop was not saved
         self._parameters = dict(model.named_parameters())
         self._buffers = [_place_of(model, name) for name, _ in model.named_buffers()]
         names = [f"buffer/{name}" for name, _ in model.named_buffers()]
@@ -102,16 +102,16 @@ class LoopChanges:
         self._versions: list[tuple[int, int]] = []
         self._digests: list[int] = []
         self._kept: dict[str, torch.Tensor] = {}
-        self._plain: list[dict[Any, Any]] = []  # now
-        self._ended: list[dict[Any, Any]] = []  # when the last step returned
+        self._plain: list[dict[Any, Any]] = []  # values at the last refresh
+        self._ended: list[dict[Any, Any]] = []  # values when the last step returned
         self._groups: list[dict[str, Any]] = []
-        self._gradients: list[tuple[ref[torch.Tensor], int]] = []  # when the last step returned
+        self._gradients: list[tuple[ref[torch.Tensor], int]] = []  # gradients and versions when the last step returned
         self._to_watch = _WATCHED if keeps else 0
         self._depth = 0
         self._none = torch.empty(0)
 
     def end_step(self, step: int) -> None:
-        """Copy what the loop is known to change; the step returns."""
+        """Copy the values that the loop is known to change. Called when a step returns."""
         before = self._plain
         self._keep()
         if len(before) == len(self._plain) and not all(map(is_, before, self._plain)):
@@ -128,7 +128,7 @@ class LoopChanges:
         self._digests = []
         self.refresh()
         self._ended = self._plain
-        for name, value in self._large_arrays() if self._arrays else ():  # NumPy and .data change them unseen
+        for name, value in self._large_arrays() if self._arrays else ():  # versions miss NumPy and .data
             if name not in self._large or not put_into(self._large[name], value):
                 self._large[name] = value.clone()
         if not self._keeps:
@@ -143,7 +143,7 @@ class LoopChanges:
                     kept.copy_(value.detach())
 
     def refresh(self) -> None:
-        """Take everything as it is for unchanged."""
+        """Take the current values as the reference for the next :meth:`look`."""
         tensors = self._tensors()
         self._versions = [(id(value), value._version) for value in tensors]
         self._plain = [owner.values() for owner in self._owners]
@@ -151,7 +151,7 @@ class LoopChanges:
             self._digests = self._digests_of(tensors)
 
     def look(self, begins: bool = False) -> None:
-        """Find what the script has changed since :meth:`refresh`; ``begins``: the next step does."""
+        """Record what the script has changed since :meth:`refresh`. Set ``begins`` when the next step begins."""
         if begins:
             self.forward_values.close()
         if not self._ended:
@@ -170,14 +170,14 @@ class LoopChanges:
             self._digests = []
 
     def _note(self, owner: Owner, key: Any) -> None:
-        """Take note that the loop changes an entry."""
+        """Record that the loop changes an entry."""
         name = f"{owner.name}.{key}"
         self.changed[name] = None
         if is_array(owner.entries.get(key)):
             self._arrays[name] = owner, key
 
     def _large_arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors and arrays that the loop changes, but for small ones: their values are copies."""
+        """Yield the tensors and arrays that the loop changes. Small ones are left out, as their values are copies."""
         for name, (owner, key) in self._arrays.items():
             value = owner.entries.get(key)
             if is_array(value) and not is_small(value):
@@ -186,7 +186,7 @@ class LoopChanges:
     def _differences(
         self, before: list[dict[Any, Any]], after: list[dict[Any, Any]]
     ) -> Iterator[tuple[Owner, list[Any]]]:
-        """Yield the owners whose values have changed, with the keys of these."""
+        """Yield each owner whose values have changed, with the changed keys."""
         if len(before) != len(after) or all(map(is_, before, after)):
             return
         for owner, then, values in zip(self._owners, before, after, strict=True):
@@ -195,20 +195,20 @@ class LoopChanges:
 
     @contextmanager
     def noting_forward(self) -> Iterator[None]:
-        """In which a forward pass is tried: what it sets is seen."""
+        """Record the attributes that a probe of the forward pass sets in this context."""
         before = [owner.values() for owner in self._owners]
         yield
         for owner, keys in self._differences(before, [owner.values() for owner in self._owners]):
             self.forward_values.find_left(owner.name, keys)
 
     def without_effect(self, step: int) -> str:
-        """Return, once, what to say if the loop has changed gradients behind the step before this one."""
+        """Return a warning, once, if the loop has changed gradients after the step before ``step``; else ''."""
         if not self._to_watch or not self._gradients:
             return ""
         before, self._gradients = self._gradients, []
         now = [value for held, version in before if (value := held()) is not None and value._version > version]
         gradients = {id(value) for value in self._gradients_now()}
-        changed = any(bool(value.any()) for value in now if id(value) in gradients)  # zero_grad() does no harm
+        changed = any(bool(value.any()) for value in now if id(value) in gradients)  # zero_grad() is harmless
         self._to_watch = 0 if changed else self._to_watch - 1
         return _NO_EFFECT.format(step=step - 1) if changed else ""
 
@@ -218,7 +218,7 @@ class LoopChanges:
 
     @contextmanager
     def not_watched(self) -> Iterator[None]:
-        """In which the session itself changes things."""
+        """Ignore changes in this context, in which the session itself changes values."""
         if not self._depth:
             self.look()
             self.forward_values.close()
@@ -233,27 +233,27 @@ class LoopChanges:
 
     @property
     def parameter(self) -> str:
-        """The name of a parameter that the loop has changed; empty if there is none."""
+        """Name of the first parameter that the loop has changed; empty if there is none."""
         return next((name.partition("/")[2] for name in self.changed if name.startswith("parameter/")), "")
 
     @property
     def needed(self) -> list[str]:
-        """The names of what the loop has changed of the model and the data: steps without the script would miss it."""
+        """Names of values of model and data that the loop has changed. Steps without the script would miss them."""
         kept = [name for name, value in self._named(self._plain) if self._is_kept(name, value) or name in self._arrays]
         tensors = [name for name in self._names if name in self.changed]
         return [*tensors, *(name for name in kept if name.startswith(("model", "data", "collate", "sampler")))]
 
     @property
     def lacks_copies(self) -> bool:
-        """Whether the loop has changed a tensor for the first time, so that nobody has it as it was before."""
+        """Whether the loop has changed a tensor for the first time, so that no copy from before the change exists."""
         return self._keeps and any(name in self.changed and name not in self._kept for name in self._names)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the loop changes, by name, where they are to replace those of now."""
+        """Return copies of the tensors that the loop changes, by name. Empty if :attr:`now` is set."""
         return {} if self.now else self._kept
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return attributes and hyperparameters, for a checkpoint or another worker."""
+        """Return changed attributes and hyperparameters, for a checkpoint or another worker."""
         changed = self.attributes() if self.now or not self._ended else self._changed_of(self._ended)
         large = dict(self._large_arrays())
         if not self.now:
@@ -272,11 +272,11 @@ class LoopChanges:
         }
 
     def _is_first(self, name: str, owner: Owner, key: Any) -> bool:
-        """Whether a tensor or an array is the object of the start: the script may hold it elsewhere, too."""
+        """Return whether a tensor or array is still the object of the start, which the script may hold elsewhere."""
         return name in self._first and self._first[name]() is owner.entries.get(key)
 
     def not_restored(self) -> str:
-        """Return, once, what to say of changes that are not in the state that was loaded, and not made here since."""
+        """Return a warning, once, about changes that the loaded state lacks and this script has not made; else ''."""
         lost, self._lost = self._lost, {}
         now = dict(self._named(self._plain)) if lost else {}
         names = [_described(name) for name, mark in lost.items() if now.get(name) == mark]
@@ -284,11 +284,11 @@ class LoopChanges:
         return self.said if names else ""
 
     def _named(self, values: list[dict[Any, Any]]) -> Iterator[tuple[str, Any]]:
-        for owner, own in zip(self._owners, values, strict=False):  # before the first step there are none
+        for owner, own in zip(self._owners, values, strict=False):  # no values before the first step
             yield from ((f"{owner.name}.{key}", value) for key, value in own.items())
 
     def attributes(self) -> dict[str, dict[Any, Any]]:
-        """Return the attributes that the loop changes, as they are now."""
+        """Return the current values of the attributes that the loop changes."""
         return self._changed_of([owner.values() for owner in self._owners])
 
     def _changed_of(self, values: list[dict[Any, Any]]) -> dict[str, dict[Any, Any]]:
@@ -304,7 +304,7 @@ class LoopChanges:
         return name in self.changed and not isinstance(value, Mark)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` returned, after the tensors."""
+        """Load a state that :meth:`state` returned. Call this after loading the tensors."""
         for owner in self._owners:
             for key, value in state["attributes"].get(owner.name, {}).items():
                 now = owner.entries.get(key)

@@ -1,4 +1,4 @@
-"""The values that objects hold: those that are kept as copies, and marks that tell whether another one has changed."""
+"""Values in objects: copies of plain values and small arrays, and marks that detect changes of other values."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from paceline.data.objects.attributes import PLAIN, Attributes, same
 
 OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 OF_TORCH = vars(nn.Module()).keys()
-"""What torch keeps in each module; of some of it the loop may change something."""
+"""Attributes that torch itself keeps in each module. The loop may change those in ``OF_MODULES``."""
 _MOST_SEEN = 1000
 _MOST_OWNERS = 200
 _SMALL_BYTES = 4096
 _MOST_BYTES = 1 << 26
-"""Of a tensor or an array that is kept when the loop changes it."""
+"""Largest tensor or array that is saved when the loop changes it."""
 Values: TypeAlias = list[dict[Any, Any]]
 Array: TypeAlias = "torch.Tensor | numpy.ndarray[Any, Any]"
 
 
 class PlainValues:
-    """Sees the plain values of an object and of the objects that it holds, and brings earlier ones back for a while.
+    """Plain values of objects and of the objects that they hold, with temporary restore of earlier values.
 
     A script may change its data set in the loop, as ``train_set.strength = step / 1000``. Microbatches that are loaded
-    later in the step, because they were stolen, audited or left by a lost worker, must be read with the values that the
-    first ones were read with.
+    later in the step, because they were stolen, audited or left by a lost worker, must be read with the same values as
+    the first microbatches.
 
     Args:
-        objects: by their names. What they hold is looked for once.
+        objects: objects by name. They are searched for values once, by the constructor.
 
     Attributes:
-        owners: what holds values in them, by names.
+        owners: mappings that hold the values, by name.
 
     >>> from types import SimpleNamespace
     >>> noisy = SimpleNamespace(strength=0.5)
@@ -59,7 +59,7 @@ class PlainValues:
         self._owners = list(self.owners.values())
 
     def now(self) -> Values:
-        """Return the present values: numbers, text, flags, and copies of small tensors and arrays."""
+        """Return the current values: numbers, text, flags, and copies of small tensors and arrays."""
         return [
             {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or is_small(one)}
             for owner in self._owners
@@ -67,7 +67,7 @@ class PlainValues:
 
     @contextmanager
     def set_to(self, values: Values) -> Iterator[None]:
-        """Set what has changed since :meth:`now` returned these values to them, and afterwards back."""
+        """Restore values that :meth:`now` returned for the duration of this context."""
         changed = []
         for owner, before in zip(self._owners, values, strict=True):
             for key, value in before.items():
@@ -83,16 +83,16 @@ class PlainValues:
 
 
 def is_array(value: Any) -> TypeGuard[Array]:
-    """Whether a value is a tensor or an array of numbers that can be kept."""
+    """Return whether a value is a tensor or an array of numbers that can be saved."""
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and not value.is_meta and value.nbytes <= _MOST_BYTES
     if not isinstance(value, numpy.ndarray) or value.dtype.kind not in "biufc" or value.nbytes > _MOST_BYTES:
         return False
-    return value.dtype.isnative and min(value.strides, default=0) >= 0  # torch takes no other
+    return value.dtype.isnative and min(value.strides, default=0) >= 0  # torch accepts no others
 
 
 def put_into(now: Any, sent: Any) -> bool:
-    """Copy what :func:`sent` has returned into a tensor or an array of the same kind; return whether there is one."""
+    """Copy a tensor from :func:`sent` into ``now``. Return False if ``now`` is no array of this shape and dtype."""
     if not (is_array(now) and isinstance(sent, torch.Tensor)):
         return False
     tensor = torch.as_tensor(now)
@@ -104,19 +104,19 @@ def put_into(now: Any, sent: Any) -> bool:
 
 
 def is_small(value: Any) -> bool:
-    """Whether a value is a tensor or an array of which copies cost nothing."""
+    """Return whether a value is a tensor or an array small enough (4 KiB) to copy in each step."""
     return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a tensor or an array; anything else as it is."""
+    """Return a copy of a tensor or an array, and any other value itself."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, numpy.ndarray) else value
 
 
 class _Copy:
-    """A copy of a tensor or an array, which equals another one with the same content."""
+    """Copy of a tensor or an array that compares by content."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -128,7 +128,7 @@ class _Copy:
 
 
 class Mark(NamedTuple):
-    """What is known of a value that is not kept: its identity, and those of what it holds."""
+    """Change marker of a value that is not saved: its identity and the identities of what it holds."""
 
     held: tuple[Any, ...]
 
@@ -137,7 +137,7 @@ _EMPTY = Mark(())
 
 
 class Owner:
-    """What one object holds."""
+    """Values of one object, read again only if they may have changed."""
 
     def __init__(self, name: str, entries: MutableMapping[Any, Any]) -> None:
         self.name, self.entries = name, entries
@@ -147,10 +147,10 @@ class Owner:
         self._values: dict[Any, Any] = {}
 
     def values(self) -> dict[Any, Any]:
-        """Return the values that are kept, and a mark for each of the others; the same dictionary if none has changed.
+        """Return the saved values, and a mark for each other value. The dictionary is the same object if none changed.
 
-        What is the same object as before has not changed, if it cannot change. Thousands of dictionaries of modules are
-        empty, and stay so.
+        An immutable value that is the same object as before has not changed. The thousands of empty dictionaries in
+        modules are only checked for being empty.
         """
         held = [*self.entries.values()]
         same_objects = len(held) == len(self._held) and all(map(is_, held, self._held)) and not any(self._empty)
@@ -171,7 +171,7 @@ class Owner:
 
 
 def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
-    """A copy of a value that is kept, or a mark."""
+    """Return a copy of a value that is saved, or a mark for another value."""
     if isinstance(value, dict):
         if not value:
             return _EMPTY
@@ -191,7 +191,7 @@ def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
 
 
 def sent(value: Any) -> Any:
-    """Return a value in the form in which a checkpoint can have it."""
+    """Return a value in a form that a checkpoint can hold."""
     if isinstance(value, _Copy):
         return torch.from_numpy(value.value) if isinstance(value.value, numpy.ndarray) else value.value
     if isinstance(value, numpy.generic):
@@ -200,7 +200,7 @@ def sent(value: Any) -> Any:
 
 
 def fitted(sent: Any, now: Any) -> Any:
-    """What :func:`sent` has returned, of the type that the value has now."""
+    """Convert a value from :func:`sent` to the type of the current value."""
     if isinstance(now, Enum) and isinstance(sent, str):
         return type(now)[sent]
     if isinstance(sent, torch.Tensor):

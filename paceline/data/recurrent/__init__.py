@@ -1,1 +1,1 @@
-"""Recurrent models: long sequences as rows, and the state that goes from batch to batch."""
+"""Recurrent models: long sequences as rows, and state carried from batch to batch."""

@@ -1,4 +1,4 @@
-"""The state that a microbatch hands to the one in its place in the next batch, as in truncated backpropagation.
+"""Recurrent state that a microbatch passes to the same microbatch of the next batch (truncated backpropagation).
 
 ::
 
@@ -6,9 +6,9 @@
     rows 0-1    F ─s─▶  F ─s─▶  F ─s─▶             microbatch 0, on whichever worker
     rows 2-3    F ─s─▶  F ─s─▶  F ─s─▶             microbatch 1
 
-Williams and Peng 1990. A state is detached: no gradient goes back beyond a batch. Before the update of a step all
-workers get all states, so the next step may be computed by others, and no loss of a worker takes a state with it. An
-epoch begins without states.
+Williams and Peng 1990. States are detached, so gradients end at the start of a batch. Before the update of a step all
+workers receive all states. So any worker can compute a microbatch of the next step, and no state is lost with a worker.
+An epoch starts without states.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ States = dict[int, Any]
 
 
 def takes_state(forward: Any) -> bool:
-    """Whether a forward pass is ``forward(model, microbatch, state)``: it has a third parameter without a default.
+    """Return whether ``forward`` has a third positional parameter without a default, ``state``.
 
     Raises:
-        ConfigError: it is one of several that take turns.
+        ConfigError: ``forward`` is a mapping of alternating forward passes, and one of them has that parameter.
     """
     if isinstance(forward, Mapping):
         for name, one in forward.items():
@@ -55,10 +55,10 @@ def takes_state(forward: Any) -> bool:
 
 
 def check_rows(order: BatchOrder, data: Any) -> None:
-    """Refuse batches whose rows do not go on from batch to batch, if that can be known.
+    """Raise InputError if the rows of a batch do not continue those of the batch before, as far as that is known.
 
     Raises:
-        InputError: the last batch of an epoch is short, or the rows are not those of a batch.
+        InputError: the last batch of an epoch is short, or ``TokenRows`` has another number of rows than the batch.
     """
     rows = data.rows if isinstance(data, TokenRows) else order.batch
     if rows != order.batch:
@@ -85,13 +85,13 @@ def _pair_of(result: Any) -> tuple[Any, Any]:
 
 
 class CarriedState:
-    """The states of all microbatches after the last step.
+    """States of all microbatches after the last step.
 
     Args:
-        forward: ``forward(model, microbatch, state)`` returns the loss and the next state; the state is None at the
-            beginning of an epoch.
-        order: of the samples.
-        device: of the model.
+        forward: ``forward(model, microbatch, state)``, which returns the loss and the next state. The state is None at
+            the start of an epoch.
+        order: order of the samples.
+        device: device of the model.
     """
 
     def __init__(self, forward: Callable[..., Any], order: BatchOrder, device: torch.device) -> None:
@@ -100,18 +100,18 @@ class CarriedState:
         self._device = device
         self._epoch = 0
         self._states: States = {}
-        self._next: dict[int, tuple[int, Any]] = {}  # of each microbatch computed here, with its step
+        self._next: dict[int, tuple[int, Any]] = {}  # step and next state of each microbatch that this worker computed
         self._along = False
-        self._left: Any = None  # by the segment before, in an evaluation
+        self._left: Any = None  # state after the segment before, in an evaluation
 
     def forward(self, model: nn.Module, data: Any, step: int, microbatch: int) -> Any:
-        """The forward pass of a microbatch, which may change its state in place.
+        """Run the forward pass of a microbatch on a copy of its state, which the pass may change in place.
 
         Returns:
             the loss, in any of its forms.
 
         Raises:
-            InputError: it returns no state beside the loss, or the batch is a short one, whose rows are others.
+            InputError: the pass does not return a pair (loss, next state), or the batch is short.
         """
         if self._order.samples_of(step) < self._order.batch:
             raise _short(self._order, step)
@@ -122,14 +122,14 @@ class CarriedState:
         return loss
 
     def alone(self, model: nn.Module, data: Any) -> Any:
-        """The loss of a forward pass outside of training, which begins without a state, but for :meth:`along`."""
+        """Return the loss of a forward pass outside of training. It starts without a state, except in :meth:`along`."""
         loss, following = _pair_of(self._forward(model, data, self._left))
         self._left = following if self._along else None
         return loss
 
     @contextmanager
     def along(self) -> Iterator[None]:
-        """Forward passes outside of training in here go on from each other."""
+        """Carry the state from each forward pass outside of training to the next in this context."""
         self._along = True
         try:
             yield
@@ -140,33 +140,33 @@ class CarriedState:
         return value.to(self._device, copy=True)
 
     def following(self) -> dict[int, tuple[int, Any]]:
-        """Return the states that the microbatches computed here hand on, with their steps."""
+        """Return the step and next state of each microbatch that this worker computed."""
         return dict(self._next)
 
     def set_following(self, following: dict[int, tuple[int, Any]]) -> None:
-        """Go back to what :meth:`following` returned."""
+        """Restore states that :meth:`following` returned."""
         self._next = following
 
     def exchange(self, world: World, step: int) -> States:
-        """The states of all microbatches after a step; every worker calls this.
+        """Gather the states of all microbatches after a step. Every worker must call this.
 
         Raises:
-            InputError: a state has something that cannot be sent.
-            WorkerLost: a worker was lost meanwhile.
+            InputError: a state has a value that cannot be sent.
+            WorkerLost: a worker was lost during the call.
         """
         own = {microbatch: state for microbatch, (of, state) in self._next.items() if of == step}
         everyone = world.gather(own, "step")
         return {microbatch: state for states in reversed(everyone) for microbatch, state in states.items()}
 
     def accept(self, step: int, states: States) -> None:
-        """Go on from these states, after the update of a step."""
+        """Replace all states by those after a step, once its update is done."""
         self._epoch, self._states, self._next = self._order.epoch_of(step), states, {}
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """Return the states, for a checkpoint."""
         return {"epoch": self._epoch, "states": self._states}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, or from another worker."""
+        """Continue from the states of a checkpoint or of another worker."""
         self._epoch, self._next = state["epoch"], {}
         self._states = {int(microbatch): one for microbatch, one in state["states"].items()}

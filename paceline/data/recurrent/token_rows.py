@@ -1,10 +1,10 @@
-"""A long text as rows that go on from batch to batch, for training with a carried state.
+"""Long token sequence as rows that continue from batch to batch, for training with a carried state.
 
 ::
 
     tokens       0 1 2 3 4 5 6 7 8 9 ...         2 rows, segments of 3 tokens
     batch 0      0 1 2    10 11 12
-    batch 1      3 4 5    13 14 15               row r of a batch goes on where row r of the batch before ended
+    batch 1      3 4 5    13 14 15               row r of a batch continues row r of the batch before
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from paceline.errors import InputError
 
 
 class TokenRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Pairs (input, target) of neighbouring tokens, cut from one long sequence.
+    """Map-style data set of (input, target) segments, cut from one long sequence; targets are shifted by a token.
 
-    The sequence is cut into ``rows`` parts of equal length, and these into segments. With ``batch=rows`` and samples in
-    order, a batch has one segment of each row, and the next batch the segments after them. What does not fill all rows
-    is left out; the last segments may be shorter.
+    The sequence is cut into ``rows`` parts of equal length, and each part into segments. With ``batch=rows`` and
+    samples in order, a batch has one segment of each row, and the next batch has the segments that follow. Tokens that
+    do not fill all rows are dropped. The last segments may be shorter.
 
     Args:
-        tokens: of shape [number of tokens].
-        rows: how many parts go on side by side; the batch of the session.
-        length: tokens in a segment: how far gradients go back.
+        tokens: tensor of shape [number of tokens].
+        rows: number of parallel rows, equal to the batch of the session.
+        length: number of tokens in a segment, over which gradients are computed.
 
     Raises:
-        InputError: the tokens are no sequence, or too few.
+        InputError: ``tokens`` is not 1-dimensional or has fewer than two per row, or ``rows`` or ``length`` is below 1.
 
     >>> rows = TokenRows(torch.arange(20), rows=2, length=3)
     >>> [rows[sample][0].tolist() for sample in (0, 1, 2)]

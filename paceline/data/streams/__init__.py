@@ -1,1 +1,1 @@
-"""Streams: data sets whose samples come one after the other, and whose number nobody knows in advance."""
+"""Streams: iterable data sets of unknown length."""

@@ -1,4 +1,4 @@
-"""The order of a stream: epochs whose lengths are known when they have been read, and the same on every worker.
+"""Sample order of a stream. The length of an epoch is known once the epoch has been read.
 
 ::
 
@@ -6,7 +6,7 @@
     batch    0.0 0.1 0.2 1.0 1.1 1.2 1.3 ..       batches of 4: the third of epoch 0 has 2
     starts   0           3
 
-A question about a step reads the stream up to its batch. The answer does not depend on who asks, or when.
+A query about a step reads the stream up to the batch of that step. The result does not depend on the worker or time.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from paceline.errors import InputError
 
 
 class StreamOrder(BatchOrder):
-    """The samples of a stream, as they come: the number of a sample is its place in its epoch.
+    """Sample order of a stream: the number of a sample is its index in its epoch.
 
     Args:
-        data: an iterable data set (see :class:`Stream`).
-        batch: samples in a batch.
-        microbatches: parts in which a full batch is cut.
-        seed: of the run.
-        drop_last: whether a short batch at the end of an epoch is left out.
+        data: iterable data set (see :class:`Stream`).
+        batch: number of samples in a batch.
+        microbatches: number of microbatches in a full batch.
+        seed: seed of the run.
+        drop_last: whether to drop a short batch at the end of an epoch.
     """
 
     def __init__(self, data: Any, batch: int, microbatches: int, seed: int, drop_last: bool) -> None:
         self.batch, self.microbatches, self.seed = batch, microbatches, seed
         self._drop_last = drop_last
         self._stream = Stream(data, seed, batch, drop_last)
-        self._starts = [0]  # the first step of each epoch up to the one that is being read
-        self._lengths: list[int] = []  # the samples of those before it
-        self._begun = 0  # batches of that one which are known not to be its last
+        self._starts = [0]  # first step of each epoch, up to the current epoch
+        self._lengths: list[int] = []  # number of samples in each earlier epoch
+        self._begun = 0  # number of batches of the current epoch that are known not to be its last
 
     def facts(self) -> dict[str, int]:
         return {
@@ -52,7 +52,7 @@ class StreamOrder(BatchOrder):
         return {"data first sample": digest(self._stream.batch(0, 0).items[0])}
 
     def check_repeats(self) -> None:
-        """See :meth:`Stream.check_repeats`."""
+        """Read the first sample again; see :meth:`Stream.check_repeats`."""
         self._stream.check_repeats()
 
     def place_of(self, step: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ class StreamOrder(BatchOrder):
         return epoch, step - self._starts[epoch]
 
     def _read(self, index: int) -> None:
-        """Read a batch of the last epoch, the first that is not known to be followed by another."""
+        """Read the first batch of the current epoch that may be its last batch."""
         epoch = len(self._starts) - 1
         items, last = self._stream.batch(epoch, index)
         self._begun = index + 1
@@ -94,7 +94,7 @@ class StreamOrder(BatchOrder):
         return [list(range(start + part.start, start + part.stop)) for part in self.parts_of(step)]
 
     def read(self, epoch: int, samples: list[int]) -> list[Any]:
-        """Samples of one batch, by their numbers; the caller may change them."""
+        """Return samples of one batch by number. Lists and dictionaries are shallow copies that may be changed."""
         index = samples[0] // self.batch
         batch = self._stream.batch(epoch, index)
         chosen = [batch.items[sample - index * self.batch] for sample in samples]
@@ -111,10 +111,10 @@ class StreamOrder(BatchOrder):
         return {"lengths": self._lengths[:epoch], "index": index, "marks": known, "draws": self._stream.draws}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` returned.
+        """Continue from a state that :meth:`state` returned.
 
         Raises:
-            InputError: it was another stream.
+            InputError: an epoch of the state has another length, so the stream was another one.
         """
         lengths, index = list(state["lengths"]), int(state["index"])
         for epoch, (here, there) in enumerate(zip(self._lengths, lengths, strict=False)):

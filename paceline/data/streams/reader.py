@@ -1,17 +1,17 @@
-"""Read a stream of samples, whose number nobody knows in advance: batch by batch, the same on every worker.
+"""Reader of a stream of unknown length, batch by batch and identical on every worker.
 
 ::
 
     epoch e     iter(data) ─ 0 1 2 3 │ 4 5 6 7 │ 8 9        the n-th sample of an epoch is its sample n
     batch       (e, 0) ──────────────┘ (e, 1) ─┘ (e, 2)     the last one: there is no sample after it
 
-Every worker reads all samples in the same order, and computes with its own. Random numbers that the data set draws are
-keyed by (seed, epoch, n), so they do not depend on where reading began. A batch is read with one sample more, by which
-all know whether it is the last one of its epoch; with ``drop_last`` with a whole batch more.
+Every worker reads all samples in the same order, and computes with its share of them. Random numbers that the data set
+draws are keyed by (seed, epoch, n), so they do not depend on where reading began. The reader reads one sample past each
+batch, with ``drop_last`` a whole batch, to find out whether the batch is the last batch of its epoch.
 
-To begin in the middle of an epoch, the data set gets the state that its ``state_dict`` returned there. Some cannot give
-the samples that follow, as what they hold in a buffer is not in their state: so a digest of the next sample is kept
-beside the state, and what comes in its place is compared. Without a state, and then, all before it is read again.
+To start in the middle of an epoch, the reader loads the state that the data set's ``state_dict`` returned at that
+batch. Some states do not lead to the right samples, as they omit a buffer. So a digest of the next sample is kept with
+each state and compared. If it differs, or there is no state, the epoch is read again from its start.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from paceline.errors import InputError
 
 _log = logging.getLogger("paceline")
 _BATCHES = 4
-"""That are kept besides the very first, by which models are looked at: a step may be repeated, and asynchronous workers
-come to them in another order."""
+"""Number of batches kept besides the first batch of the run, which the checks of the model use. A step may be repeated,
+and asynchronous workers read batches in another order."""
 _MARKS = 8
 _LONG_SECONDS = 5.0
 _END = object()
 
 
 class StreamBatch(NamedTuple):
-    """The samples of a batch, and whether it is the last one of its epoch."""
+    """Samples of a batch, and whether it is the last batch of its epoch."""
 
     items: list[Any]
     last: bool
 
 
 class Mark(NamedTuple):
-    """Where a batch begins: the state of the data set before its first sample, if it has one, and a digest of that.
+    """Start of a batch: the data set's state before the first sample (None if unknown) and a digest of that sample.
 
-    The digest is empty while it is not known.
+    The digest is empty while it is unknown.
     """
 
     state: Any
@@ -57,17 +57,17 @@ class Mark(NamedTuple):
 
 
 class Stream:
-    """The batches of an iterable data set.
+    """Batches of an iterable data set.
 
     Args:
-        data: gives its samples anew each time that it is iterated over; ``set_epoch(epoch)`` is called before, if it
-            has that.
-        seed: of the run.
-        batch: samples in a batch.
-        drop_last: whether a short batch at the end of an epoch is left out.
+        data: iterable data set that yields its samples again for each ``iter(data)``. Its ``set_epoch(epoch)``, if it
+            has that method, is called before each epoch.
+        seed: seed of the run.
+        batch: number of samples in a batch.
+        drop_last: whether to drop a short batch at the end of an epoch.
 
     Attributes:
-        draws: whether the data set draws from a global generator, as far as it has been read.
+        draws: whether the data set is known to draw from a global generator.
     """
 
     def __init__(self, data: Any, seed: int, batch: int, drop_last: bool) -> None:
@@ -83,10 +83,10 @@ class Stream:
         self._close()
 
     def batch(self, epoch: int, index: int) -> StreamBatch:
-        """A batch of an epoch, which has one of this number.
+        """Return a batch of an epoch. The batch must exist.
 
         Raises:
-            InputError: the epoch has no samples, too few for a batch, or others than when they were read before.
+            InputError: the epoch has no samples or too few for a batch, or its samples differ from an earlier read.
         """
         while (epoch, index) not in self._batches:
             if not self.draws:
@@ -97,18 +97,18 @@ class Stream:
         return self._batches[epoch, index]
 
     def mark(self, epoch: int, index: int) -> Mark | None:
-        """Where a batch begins, if that is known: it is one of the last that were read."""
+        """Return the start of a batch, or None if the batch is not among those read last."""
         return self._marks.get((epoch, index))
 
     def set_mark(self, epoch: int, index: int, mark: Mark) -> None:
-        """Let reading begin at a batch, as far as the data set can do so."""
+        """Set the start of a batch, from which reading can begin if the data set can load its state."""
         self._marks[epoch, index] = mark
 
     def check_repeats(self) -> None:
-        """Read the first sample again.
+        """Read the first sample again to check that the data set can be iterated over more than once.
 
         Raises:
-            InputError: it is another one.
+            InputError: the sample differs.
         """
         first = self.batch(0, 0).items[0]
         self._batches.clear()
@@ -124,15 +124,15 @@ class Stream:
 
     def _close(self) -> None:
         self._iterator: Iterator[Any] | None = None
-        self._epoch, self._index = -1, 0  # of the next batch
-        self._count = 0  # samples of the epoch that have been read
+        self._epoch, self._index = -1, 0  # epoch and index of the next batch
+        self._count = 0  # number of samples of the epoch that have been read
         self._ended = False
         self._state: Any = None
         self._by_state = False
         self._pending: deque[Any] = deque()
 
     def _open(self, epoch: int, index: int) -> None:
-        """Begin to read an epoch, so that a batch of it comes next; what comes before it is read past."""
+        """Start reading an epoch so that batch ``index`` comes next. Reading skips the samples before it."""
         known = [place for (of, place), mark in self._marks.items() if of == epoch and mark.state is not None]
         most = index if self._states_lead else 0
         begin = max((place for place in known if place <= most), default=None)
@@ -176,7 +176,7 @@ class Stream:
             del self._marks[place]
 
     def _draw_with_keys(self) -> None:
-        """Read again what drew without keys; all that was read before drew nothing."""
+        """Go back to the current batch, to read it again with keys. Earlier batches drew no random numbers."""
         self.draws, here = True, (self._epoch, self._index)
         for place in [place for place in self._marks if place >= here]:
             mark = self._marks.pop(place)
@@ -218,10 +218,10 @@ class Stream:
             seed_all(seed_of(SAMPLE, self._seed, self._epoch, self._count))
 
     def _is_expected(self, item: Any) -> bool:
-        """Mark where a batch begins; false if the state of the data set has not led to the right sample.
+        """Record the start of a batch. Return False if the data set's state did not lead to the right sample.
 
         Raises:
-            InputError: the first sample of the batch was another one before.
+            InputError: the first sample of the batch differs from an earlier read that also began with the epoch.
         """
         place = self._epoch, self._count // self._batch
         state = self._state if self._states_lead or place[1] == 0 else None
@@ -247,7 +247,7 @@ class Stream:
 
 
 def digest(item: Any) -> str:
-    """A hash of a sample, as far as its values can be seen; the same for the same values in any process."""
+    """Return a hash of the visible values of a sample. Equal values have equal hashes in all processes."""
     seen = hashlib.blake2b(digest_size=12)
     _add(seen, item)
     return seen.hexdigest()

@@ -1,1 +1,1 @@
-"""Tables: samples in Parquet files, and what engines write to them."""
+"""Data sets in Parquet files, and writers for tables of data engines (Ray, Spark)."""

@@ -1,8 +1,8 @@
-"""Write a DataFrame of Spark as Parquet files, in an order that follows from its rows alone.
+"""Writer of a Spark DataFrame to Parquet files, in an order that depends only on its rows.
 
-The rows of a DataFrame have no order: after a shuffle it depends on which executor was quicker. So they are sorted by
-a hash of all their columns. Spark numbers the files by ranges of that hash, and samples are numbered by file: however
-many files and executors there are, a row has the same number.
+The rows of a DataFrame have no fixed order: after a shuffle it depends on which executor finished first. So rows are
+sorted by a hash of all columns. Spark numbers the files by ranges of that hash, and samples are numbered file by file,
+so a row has the same number for any number of files and executors.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from paceline.errors import ConfigError, InputError
 
 _READABLE = re.compile(r"string|binary|(array<)*(boolean|tinyint|smallint|int|bigint|float|double)>*")
 _VECTOR = "vector"
-"""What pyspark.ml makes of numbers."""
+"""Type name of pyspark.ml's vectors."""
 _ROW_GROUP_BYTES = 2**20
-"""Small, as samples are read in a random order; Spark's own are 128 times as large."""
+"""Small, because samples are read in random order. Spark's default is 128 times as large."""
 
 
 def write(frame: Any, folder: str | Path) -> int:
-    """Write the rows once; gives their number.
+    """Write the rows in one pass and return their number.
 
     Raises:
         ConfigError: pyspark is not installed.
-        InputError: a column is of a type that a data set cannot read, or the folder is there already.
+        InputError: a column has a type that a data set cannot read, or the folder already exists.
     """
     try:
         from pyspark.ml.functions import vector_to_array
@@ -63,6 +63,6 @@ def _quoted(name: str) -> str:
 
 
 def _url(folder: str | Path) -> str:
-    """As Spark reads it, for which a plain path may be one of another file system."""
+    """Return the folder as a URL, because Spark may resolve a plain path on another file system."""
     text = os.fspath(folder)
     return text if "://" in text else Path(text).absolute().as_uri()

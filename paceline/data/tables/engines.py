@@ -1,4 +1,4 @@
-"""Tables of engines: only the process that made one can read it, until its engine has written it to files."""
+"""Detection of data engine tables. Only the process that made a table can read it before it is written to files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WRITERS = {
 
 
 def writer_of(value: object) -> str | None:
-    """The method of ``ParquetDataset`` that writes such a value to files; None if it is no table of an engine."""
+    """Return the ``ParquetDataset`` method that writes this table to files, or None if the value is not a table."""
     module, name = type(value).__module__, type(value).__name__
     return next(
         (writer for (home, kind), writer in _WRITERS.items() if f"{module}.".startswith(f"{home}.") and name == kind),

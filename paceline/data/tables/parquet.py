@@ -1,4 +1,4 @@
-"""A map-style data set over Parquet files.
+"""Map-style data set over Parquet files.
 
 ::
 
@@ -6,7 +6,7 @@
     row groups          [0      ) [1        ) [0      )
     samples             0 ... 999 1000 ... 2k 2k ...
 
-The number of a sample is its place in all files. So it depends on what was written, and on nothing else.
+The number of a sample is its position in all files in order, so it depends only on what was written.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ _MOST_FOOTERS = 64
 
 
 class ParquetDataset(Dataset[Any]):
-    """The rows of Parquet files, as samples by number; read by row groups, when they are needed.
+    """Map-style data set of the rows of Parquet files, read by row group on demand.
 
-    A number becomes a tensor without dimensions, a list of numbers a tensor with one, a list of lists one with two; a
-    text stays a ``str``, and binary data ``bytes``.
+    A number becomes a 0-dimensional tensor, a list of numbers a 1-dimensional tensor, a list of lists a 2-dimensional
+    tensor. Text becomes ``str``, binary data ``bytes``.
 
     Args:
-        paths: a file, a folder that is searched for ``*.parquet``, or several. A URL (``s3://``, ``gs://``,
-            ``hdfs://``) is opened by pyarrow.
-        columns: a sample is the tuple of these, in this order. Without it, a sample is a dict of all columns.
-        transform: makes the sample from that tuple or dict.
-        memory_gigabytes: of decoded row groups that each process keeps, those used last; at least one is kept.
+        paths: file, folder to search for ``*.parquet``, or a sequence of both. pyarrow opens URLs (``s3://``,
+            ``gs://``, ``hdfs://``).
+        columns: columns of a sample, which is a tuple in this order. Without it, a sample is a dict of all columns.
+        transform: function that makes the sample from that tuple or dict.
+        memory_gigabytes: cache size in each process for decoded row groups, in GB. At least one row group is kept.
 
     Raises:
-        ConfigError: pyarrow is not installed, or ``memory_gigabytes`` is negative.
-        InputError: a path is not there, a column is missing or cannot become a tensor, or the files differ.
+        ConfigError: pyarrow is not installed.
+        InputError: a path does not exist, a column is missing or cannot be read, the files differ, or
+            ``memory_gigabytes`` is negative.
     """
 
     def __init__(
@@ -76,19 +77,19 @@ class ParquetDataset(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         memory_gigabytes: float = 1.0,
     ) -> ParquetDataset:
-        """Let Ray write a Dataset to a new folder, once; a sample is the tuple of its columns.
+        """Write a Ray Dataset to a new folder and open it. A sample is the tuple of its columns.
 
-        Samples are numbered in the order of the Dataset, whatever nodes wrote them.
+        Samples are numbered in the order of the Dataset, whichever nodes write them.
 
         Args:
             dataset: a ``ray.data.Dataset``.
-            folder: that does not exist yet, on a file system that all nodes share; a path or a URL.
-            transform: as of :class:`ParquetDataset`.
-            memory_gigabytes: as of :class:`ParquetDataset`.
+            folder: path or URL of a folder that does not exist yet, on a file system that all nodes share.
+            transform: see :class:`ParquetDataset`.
+            memory_gigabytes: see :class:`ParquetDataset`.
 
         Raises:
-            ConfigError: Ray's part for data, or pyarrow, is not installed.
-            InputError: a column cannot be read, the folder is there already, or not all of it is seen here.
+            ConfigError: ray.data or pyarrow is not installed.
+            InputError: a column cannot be read, the folder already exists, or this process does not see all its files.
         """
         rows, columns = ray_data.write(dataset, folder)
         data = cls(folder, columns, transform, memory_gigabytes)
@@ -107,19 +108,19 @@ class ParquetDataset(Dataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         memory_gigabytes: float = 1.0,
     ) -> ParquetDataset:
-        """Let Spark write a DataFrame to a new folder, once; a sample is the tuple of its columns.
+        """Write a Spark DataFrame to a new folder and open it. A sample is the tuple of its columns.
 
-        Samples are numbered in an order that follows from the rows, whatever executors wrote them.
+        Samples are numbered in an order that depends only on the rows, whichever executors write them.
 
         Args:
             frame: a ``pyspark.sql.DataFrame``.
-            folder: that does not exist yet, on a file system that all machines share; a path or a URL.
-            transform: as of :class:`ParquetDataset`.
-            memory_gigabytes: as of :class:`ParquetDataset`.
+            folder: path or URL of a folder that does not exist yet, on a file system that all machines share.
+            transform: see :class:`ParquetDataset`.
+            memory_gigabytes: see :class:`ParquetDataset`.
 
         Raises:
             ConfigError: pyspark or pyarrow is not installed.
-            InputError: a column cannot be read, the folder is there already, or not all of it is seen here.
+            InputError: a column cannot be read, the folder already exists, or this process does not see all its files.
         """
         parquet_files.check_installed()
         rows = data_frame.write(frame, folder)
@@ -138,8 +139,8 @@ class ParquetDataset(Dataset[Any]):
         """Read a sample.
 
         Raises:
-            IndexError: there is no such sample.
-            InputError: its file has changed since, or it has a null or lists of several lengths.
+            IndexError: the index is out of range.
+            InputError: the file has changed since it was found, or the sample has a null or lists of unequal lengths.
         """
         if not -len(self) <= sample < len(self):
             raise IndexError(f"There is no sample {sample}; the data set has {len(self)}.")
@@ -148,7 +149,7 @@ class ParquetDataset(Dataset[Any]):
         return row if self._transform is None else self._transform(row)
 
     def __getitems__(self, samples: Sequence[int]) -> list[Any]:
-        """Read some samples, each row group once."""
+        """Read samples, each row group only once."""
         items: list[Any] = [None] * len(samples)
         for place in sorted(range(len(samples)), key=samples.__getitem__):
             items[place] = self[samples[place]]
@@ -156,7 +157,7 @@ class ParquetDataset(Dataset[Any]):
 
 
 class _Reader:
-    """Row groups by number, the last ones in memory. What is pickled is small."""
+    """Reader of row groups by number with a cache in memory. Pickling leaves the cache out."""
 
     def __init__(self, files: parquet_files.Files, most_bytes: int) -> None:
         self._columns = files.columns
@@ -205,7 +206,7 @@ class _Reader:
         return columns
 
     def _system(self, source: str) -> Any:
-        if self._process != os.getpid():  # connections of a file system do not survive a fork
+        if self._process != os.getpid():  # file system connections do not survive a fork
             self._process, self._systems = os.getpid(), {}
         if source not in self._systems:
             self._systems[source] = parquet_files.file_system(source)[0]

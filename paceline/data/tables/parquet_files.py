@@ -1,6 +1,6 @@
-"""Parquet files as row groups: find them, read their footers, decode the columns of one row group.
+"""Access to Parquet files by row group: find files, read footers, decode the columns of a row group.
 
-pyarrow reads; it is imported here only, and when it is used.
+Only this file reads with pyarrow, and imports it on first use.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.errors import ConfigError, InputError
 
 @dataclass(frozen=True)
 class File:
-    """One Parquet file.
+    """Parquet file.
 
     Attributes:
-        source: the path or URL of the user's by which it was found; it says on which file system it is.
-        path: on that file system.
-        size: in bytes.
-        modified: when, in nanoseconds; none if the file system does not say.
-        rows: of each row group.
+        source: path or URL given by the user under which the file was found. It determines the file system.
+        path: path on that file system.
+        size: size in bytes.
+        modified: modification time in nanoseconds; None if the file system does not report it.
+        rows: number of rows in each row group.
     """
 
     source: str
@@ -41,11 +41,11 @@ class File:
 
 @dataclass(frozen=True)
 class Files:
-    """All files of a data set, in the order of their paths.
+    """Files of a data set, in the order of their paths.
 
     Attributes:
-        files: those with rows.
-        columns: that are read.
+        files: files that have rows.
+        columns: names of the columns to read.
         fingerprint: SHA-256 of all footers: the schema, and the sizes and statistics of each column in each row group.
     """
 
@@ -59,11 +59,11 @@ def find(paths: Sequence[str], columns: Sequence[str] | None) -> Files:
 
     Args:
         paths: files, folders (searched for ``*.parquet``), or URLs of them.
-        columns: to be read; none: all.
+        columns: names of the columns to read. Defaults to all columns.
 
     Raises:
         ConfigError: pyarrow is not installed.
-        InputError: a path is not there, there is no row, or the files or columns do not fit.
+        InputError: a path does not exist, the files have no rows, a column cannot be read, or the files differ.
     """
     parquet = _pyarrow("parquet")
     found = sorted((path, source) for source in paths for path in _search(source))
@@ -99,30 +99,30 @@ def find(paths: Sequence[str], columns: Sequence[str] | None) -> Files:
 
 
 def file_system(source: str) -> tuple[Any, str]:
-    """The file system of a path or URL, and the path on it."""
+    """Return the file system of a path or URL, and the path on it."""
     fs = _pyarrow("fs")
     if "://" not in source:
         return fs.LocalFileSystem(), os.path.abspath(source)
-    url = "s3://" + source.partition("://")[2] if source.startswith(("s3a://", "s3n://")) else source  # as Spark says
+    url = "s3://" + source.partition("://")[2] if source.startswith(("s3a://", "s3n://")) else source  # Spark's schemes
     try:
         system, path = fs.FileSystem.from_uri(url)
-    except (ValueError, OSError) as error:  # also pyarrow's own
+    except (ValueError, OSError) as error:  # pyarrow's errors are subclasses
         raise InputError(f"{source} cannot be opened: {_first_line(error)}") from None
     return system, str(path)
 
 
 def read(system: Any, file: File, group: int, columns: Sequence[str], footer: Any = None) -> tuple[list[Column], Any]:
-    """Read and decode columns of a row group; gives also the footer of its file.
+    """Read and decode columns of a row group. Return them and the footer of the file.
 
     Args:
-        system: on which the file is.
-        file: as it was found.
-        group: which row group.
-        columns: their names.
-        footer: of the file, if it has been read: that of 2,000 row groups takes 6 ms.
+        system: file system of the file.
+        file: file as it was found.
+        group: index of the row group.
+        columns: names of the columns.
+        footer: footer of the file, if it has been read. Reading a footer of 2,000 row groups takes 6 ms.
 
     Raises:
-        InputError: the file has changed since it was found, or a column has nulls.
+        InputError: the file cannot be read or has changed since it was found, or a column has nulls.
     """
     parquet = _pyarrow("parquet")
     try:
@@ -148,10 +148,10 @@ def read(system: Any, file: File, group: int, columns: Sequence[str], footer: An
 
 
 class Column:
-    """One column of a row group.
+    """Column of a row group.
 
-    A number gives a tensor without dimensions, a list of them one dimension, a list of lists two; a text or bytes
-    themselves.
+    A number becomes a 0-dimensional tensor, a list of numbers a 1-dimensional tensor, a list of lists a 2-dimensional
+    tensor. Text and bytes stay as they are.
     """
 
     def __init__(self, array: Any) -> None:
@@ -173,10 +173,10 @@ class Column:
         self.bytes = array.nbytes + sum(one.nbytes for one in self._offsets)
 
     def row(self, row: int) -> torch.Tensor | str | bytes:
-        """The value of a row; the caller may change it.
+        """Return the value of a row. A tensor is a copy that the caller may change.
 
         Raises:
-            ValueError: a list of lists has rows of several lengths.
+            ValueError: the lists in a list have unequal lengths.
         """
         if self._texts is not None:
             text: str | bytes = self._texts[row].as_py()
@@ -192,7 +192,7 @@ class Column:
 
 
 class _NullsError(Exception):
-    """A column has nulls."""
+    """Raised for a column that has nulls."""
 
 
 def _refuse_nulls(array: Any) -> None:
@@ -201,7 +201,7 @@ def _refuse_nulls(array: Any) -> None:
 
 
 def _search(source: str) -> list[str]:
-    """The files of a path or URL: itself, or those of a folder; names that begin with ``_`` or ``.`` are not data."""
+    """Return a file itself, or the Parquet files in a folder. Names that start with ``_`` or ``.`` are not data."""
     fs = _pyarrow("fs")
     system, path = file_system(source)
     try:
@@ -224,10 +224,10 @@ def _search(source: str) -> list[str]:
 
 
 def _chosen(schema: Any, columns: Sequence[str] | None, path: str) -> tuple[str, ...]:
-    """The columns to be read.
+    """Return the names of the columns to read.
 
     Raises:
-        InputError: there is no such column, or one that cannot be a tensor, a text or bytes.
+        InputError: a column is missing, given twice, or cannot become a tensor, text or bytes.
     """
     chosen = tuple(schema.names if columns is None else columns)
     for name in chosen:
@@ -257,7 +257,7 @@ def _check_alike(first: Any, schema: Any, columns: Sequence[str], paths: tuple[s
 
 
 def _check_values(footer: Any, columns: Sequence[str], path: str) -> None:
-    """Refuse nulls that the statistics of a footer tell; those in lists show when they are read."""
+    """Raise InputError for nulls in the statistics of a footer. Nulls inside lists are found when they are read."""
     places = [place for place in range(footer.num_columns) if footer.schema.column(place).path in columns]
     for group in range(footer.num_row_groups):
         for place in places:
@@ -274,7 +274,7 @@ def _nulls_in(column: str, group: int, path: str) -> InputError:
 
 
 def is_readable(kind: Any) -> bool:
-    """Whether values of an Arrow type can become tensors, texts or bytes."""
+    """Return whether values of an Arrow type can become tensors, text or bytes."""
     types = _pyarrow("types")
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -298,10 +298,10 @@ def _is_text(kind: Any) -> bool:
 
 
 def check_installed() -> None:
-    """Look whether pyarrow can be imported.
+    """Check that pyarrow can be imported.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: pyarrow cannot be imported.
     """
     _pyarrow("")
 
@@ -311,10 +311,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _pyarrow(module: str) -> ModuleType:
-    """A module of pyarrow.
+    """Import pyarrow, and return a submodule by name, or pyarrow itself for an empty name.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: pyarrow is not installed.
     """
     try:
         import pyarrow

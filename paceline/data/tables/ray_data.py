@@ -1,8 +1,8 @@
-"""Write a Dataset of Ray as Parquet files, in its own order.
+"""Writer of a Ray Dataset to Parquet files, in the order of the Dataset.
 
-A Dataset is a list of blocks, which Ray hands on in the order in which they are computed; so it is told to keep theirs.
-Then each block becomes a file with its number, written where the block is. However many blocks and nodes there are, a
-row has the same place in all files.
+A Dataset is a list of blocks. By default Ray yields them in the order in which they are computed, so ``preserve_order``
+is set. Each block then becomes a file with its number, written where the block is stored. A row has the same position
+across all files for any number of blocks and nodes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.data.tables import parquet_files
 from paceline.errors import ConfigError, InputError
 
 _ROW_GROUP_BYTES = 2**20
-"""Small, as samples are read in a random order."""
+"""Small, because samples are read in random order."""
 
 
 def write(dataset: Any, folder: str | Path) -> tuple[int, list[str]]:
-    """Write the rows once; gives their number, and the names of the columns.
+    """Write the rows in one pass. Return their number and the names of the columns.
 
     Raises:
-        ConfigError: Ray's part for data is not installed.
-        InputError: a column is of a type that a data set cannot read, or the folder is there already.
+        ConfigError: ray.data is not installed.
+        InputError: a column has a type that a data set cannot read, the folder already exists, or there are no rows.
     """
     try:
         import ray
@@ -43,7 +43,7 @@ def write(dataset: Any, folder: str | Path) -> tuple[int, list[str]]:
     writer: Any = ray.remote(_write_table)
     try:
         written = ray.get([writer.remote(table, target, number) for number, table in enumerate(tables)])
-    except InputError as error:  # Ray's own, with the stack of the task
+    except InputError as error:  # a subclass made by Ray, whose text has the stack of the task
         raise InputError(str(getattr(error, "cause", error))) from None
     names = next((names for rows, names in written if rows), None)
     if names is None:
@@ -61,7 +61,7 @@ def _in_order(options: Any) -> Iterator[None]:
 
 
 def _write_table(table: Any, target: str, number: int) -> tuple[int, list[str]]:
-    """Write a block; gives the number of its rows, and its columns."""
+    """Write a block. Return the number of rows and the names of the columns."""
     from pyarrow import parquet
 
     if not table.num_rows:
@@ -77,10 +77,10 @@ def _write_table(table: Any, target: str, number: int) -> tuple[int, list[str]]:
 
 
 def plain(column: Any, name: str) -> Any:
-    """A column without types of Ray's own: tensors of one shape become lists of lists.
+    """Return a column without Ray's extension types: tensors of one shape become nested lists.
 
     Raises:
-        InputError: what it has cannot be read by a data set.
+        InputError: a data set cannot read the type of the column.
     """
     import pyarrow
 
