@@ -1,1 +1,1 @@
-"""Save the state of a run, and resume from it."""
+"""Checkpoints: save the state of a run and resume from it."""

@@ -1,4 +1,4 @@
-"""A background thread for saves: one at a time, and no error is lost."""
+"""Background thread for saves, which runs a single save at a time and reports every error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _instances: set[Background] = set()
 
 
 class Background:
-    """Run one job at a time beside the training thread."""
+    """Runner of a single job at a time beside the training thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -24,10 +24,10 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Start a job, after waiting for the one before.
+        """Start a job after waiting for the previous job.
 
         Raises:
-            the error of the job before.
+            the error of the previous job.
         """
         self.finish()
         if self not in _instances:
@@ -40,14 +40,14 @@ class Background:
         """Wait for the job.
 
         Raises:
-            its error, once.
+            the error of the job, once.
         """
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a finished job, once; do not wait."""
+        """Raise the error of a finished job, once. Does not wait."""
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
@@ -56,7 +56,7 @@ class Background:
             raise error
 
     def join(self, seconds: float) -> None:
-        """Wait for at most ``seconds``; an error stays for :meth:`check`."""
+        """Wait for the job for at most ``seconds``. Leaves an error for :meth:`check`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -74,15 +74,15 @@ class Background:
 
 
 def join_all(seconds: float = threading.TIMEOUT_MAX) -> None:
-    """Wait for all jobs of this process, for at most ``seconds``; errors stay to be raised."""
+    """Wait for all jobs of this process for at most ``seconds``. Leaves errors for ``check`` and ``finish``."""
     deadline = time.monotonic() + seconds
     for background in list(_instances):
         background.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
 
 
 def _at_exit(call: Callable[[], None]) -> None:
-    """Call this when the script has ended but threads can still be started, as clients of object stores need.
+    """Register a call for the end of the script, while threads can still be started as clients of object stores need.
 
-    ``atexit`` is too late for that; ``concurrent.futures`` uses the same hook.
+    ``atexit`` is too late for that. ``concurrent.futures`` uses the same hook.
     """
     getattr(threading, "_register_atexit", atexit.register)(call)

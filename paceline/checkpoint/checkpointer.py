@@ -1,4 +1,4 @@
-"""When to save, and how to resume."""
+"""Checkpointer of a session: when to save, background saves, resume."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _log = logging.getLogger("paceline")
 
 
 class Checkpointer:
-    """Save and restore the state of one run.
+    """Save and restore of the state of a run.
 
-    Rank 0 saves: the worker that has this rank at that moment. The others write the parts that it collects.
+    The worker that has rank 0 at the time of a save writes the checkpoint. It collects the shards of other workers.
 
     Args:
         world: the workers.
-        settings: where, how often, how many.
-        folder: where checkpoints go unless the settings name a directory.
-        events: the event log.
-        replicated: whether all workers have the same state after each step, so that each can write a part of it.
+        settings: directory, interval and number of checkpoints.
+        folder: checkpoint folder. Used unless the settings name a directory.
+        events: event log.
+        replicated: whether all workers have the same state after each step, so that each can write a shard of it.
 
     Attributes:
-        last: location and step of the newest good checkpoint that this worker wrote or resumed from.
-        launch: what this launch is called in the names of checkpoints: all its workers have the same number.
+        last: location and step of the newest valid checkpoint that this worker wrote or resumed from.
+        launch: number of this launch in the names of checkpoints, the same for all its workers.
 
     Raises:
         ConfigError: a package that the URL needs is not installed, or the key cannot be read.
@@ -60,7 +60,7 @@ class Checkpointer:
         self._world = world
         self._settings = settings
         self._events = events
-        self._divided = replicated and settings.every != "auto"  # only rank 0 knows when, with auto
+        self._divided = replicated and settings.every != "auto"  # with auto only rank 0 knows when to save
         self._absent: tuple[int, set[int]] = -1, set()
         self._background = Background()
         self._buffers = HostBuffers()
@@ -75,13 +75,13 @@ class Checkpointer:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a place to save to."""
+        """Whether a directory or URL for checkpoints is set."""
         return self._storage is not None
 
     def due(self, step: int) -> bool:
-        """Whether to save now. Call this once after each step.
+        """Return whether to save now. Call this once after each step.
 
-        With ``checkpoint.every = "auto"`` rank 0 decides by its own clock, without the others, as only rank 0 writes.
+        With ``checkpoint.every = "auto"`` rank 0 decides alone by its own clock, because only rank 0 writes.
 
         Raises:
             CheckpointError: the last save in the background failed.
@@ -94,10 +94,10 @@ class Checkpointer:
         return self._world.rank == 0 and self._interval.due(step)
 
     def save(self, state: TrainingState, step: int) -> Path | str:
-        """Write a checkpoint and wait for it on rank 0; the other ranks write their parts, and do not wait.
+        """Write a checkpoint and return its location. It is complete on return on rank 0; other ranks do not wait.
 
         Raises:
-            CheckpointError: there is no directory, or this save or the last one in the background failed.
+            CheckpointError: no directory is set, or this save or the last background save failed.
         """
         storage = self._require_storage()
         begin = time.perf_counter()
@@ -112,10 +112,10 @@ class Checkpointer:
     def begin_save(self, state: TrainingState, step: int) -> None:
         """Copy the state to host memory on rank 0, and write it in the background.
 
-        Waits for a save that is still running.
+        Waits for a save that is still running. Saves in the foreground if ``checkpoint.background`` is off.
 
         Raises:
-            CheckpointError: there is no directory, or the last save failed.
+            CheckpointError: no directory is set, or the last save failed.
         """
         if not self._settings.background:
             self.save(state, step)
@@ -132,17 +132,17 @@ class Checkpointer:
             self._write_part(storage, state.snapshot(step))
 
     def finish(self) -> None:
-        """Wait for the save in the background.
+        """Wait for the background save.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed. Raised on rank 0 only.
         """
         self._raise_if_writer(self._background.finish)
 
     def _raise_if_writer(self, check: Callable[[], None]) -> None:
         """Raise the error of a save on rank 0 only.
 
-        A worker that was dropped during a save and came back may have another rank: it is not the writer any more.
+        A worker that was dropped during a save and joined again may have another rank, and then no longer writes.
         """
         try:
             check()
@@ -152,7 +152,7 @@ class Checkpointer:
             _log.warning("%s Another worker writes checkpoints now.", error)
 
     def _writer(self, storage: Storage) -> Writer:
-        """Who this worker is as a writer, in this generation."""
+        """Return the identity of this worker as a writer in this generation."""
         if self.launch is None:
             self.launch = storage.next_launch()
         return Writer(self.launch, self._world.generation, self._token)
@@ -165,7 +165,7 @@ class Checkpointer:
         return Save(storage, manifest.name_of(step), self._key, changed, self._absent[1])
 
     def _write_part(self, storage: Storage, snapshot: Snapshot) -> None:
-        """Write the part of this rank in the background, from a copy. An error is no harm: rank 0 writes it then."""
+        """Write a copy of this rank's shard in the background. If that fails, rank 0 writes the shard."""
         rank, divided = self._world.rank, parts.divide(snapshot.tensors, self._world.size)
         if self.launch is None or rank >= len(divided):
             return
@@ -187,7 +187,7 @@ class Checkpointer:
         self._background.start(write)
 
     def _write(self, storage: Storage, snapshot: Snapshot, writer: Writer, begin: float, stall: float | None) -> None:
-        """Write a checkpoint, record it, and remove old ones; ``stall`` in seconds, none: training waits for all."""
+        """Write a checkpoint, record it, and remove old ones. ``stall`` is None if training waits for the write."""
         name = manifest.name_of(snapshot.step)
         fields = {"step": snapshot.step, "path": str(storage.location(name)), "bytes": snapshot.bytes}
         try:
@@ -195,7 +195,7 @@ class Checkpointer:
             location = save.save(about, snapshot, writer, self._settings.retry_seconds, workers)
         except CheckpointError as error:
             self._events.mark("checkpoint-failed", **fields, reason=str(error))
-            if isinstance(error, FencedError) and error.replaced:  # this worker was dropped, and will be told
+            if isinstance(error, FencedError) and error.replaced:  # this worker was dropped, and will learn of it
                 _log.warning("The checkpoint of step %d was given up: %s", snapshot.step, error)
                 return
             raise
@@ -224,15 +224,15 @@ class Checkpointer:
         return self._storage
 
     def resume(self, state: TrainingState, source: str | None) -> int:
-        """Load the checkpoint that ``source`` names; return its step, 0 for a fresh start.
+        """Load the checkpoint that ``source`` names, and return its step. Return 0 for a fresh start.
 
-        All workers load the same one: with ``auto`` the newest that every worker can read.
+        All workers load the same checkpoint. With ``auto`` it is the newest that every worker can read.
 
         Raises:
-            CheckpointError: it cannot be used, or ``source`` is none and the directory holds another run's checkpoints.
+            CheckpointError: the checkpoint cannot be used, or ``source`` is None and the directory holds checkpoints.
         """
         self.finish()
-        join_all()  # another session of this process may still be writing what is to be read
+        join_all()  # another session of this process may still be writing the checkpoint
         seconds = self._settings.retry_seconds
         storage = self._storage
         if storage is not None:
@@ -270,7 +270,7 @@ class Checkpointer:
         return 0
 
     def _check(self, state: TrainingState) -> Check:
-        """What refuses a checkpoint by its manifest: one that is not signed as it must be, or of another training."""
+        """Return a function that raises if a manifest lacks a required signature or does not fit this run."""
 
         def check(location: Path | str, saved: Manifest) -> None:
             saved.check_signature(self._key, location)
@@ -287,7 +287,7 @@ class Checkpointer:
         return step
 
     def _set_aside(self, storage: Storage, search: Search) -> None:
-        """Report the checkpoints that were passed over, and rename the damaged ones."""
+        """Report the checkpoints that were skipped, and rename damaged ones. Only rank 0 does this."""
         if self._world.rank != 0:
             return
         for path, reason in search.missing.items():
@@ -297,13 +297,13 @@ class Checkpointer:
             try:
                 now = storage.set_aside(name)
                 _log.warning("%s Skipped it, and renamed it to %s.", reason, now)
-            except Exception as error:  # noqa: BLE001 - it is in nobody's way
+            except Exception as error:  # noqa: BLE001 - a damaged checkpoint under its old name is harmless
                 now = storage.location(name)
                 _log.warning("%s Skipped it; it cannot be renamed: %s.", reason, files.reason_of(error))
             self._events.mark("checkpoint-damaged", path=str(storage.location(name)), reason=reason, now=str(now))
 
     def _refuse_later(self, location: Path | str, there: list[str]) -> None:
-        """Refuse to resume from an earlier step than the newest: the directory would mix two histories."""
+        """Raise CheckpointError for a step before the newest: the directory would mix two histories."""
         for name in there:
             if self._storage is not None and locations.same(location, self._storage.location(name)):
                 newest, this = split(there[0])[0], split(name)[0]
@@ -314,7 +314,7 @@ class Checkpointer:
                     )
 
     def _refuse_leftovers(self, there: list[str]) -> None:
-        """Refuse to mix the checkpoints of two runs; all workers look before anyone writes."""
+        """Raise CheckpointError if the directory holds checkpoints. All workers check before any of them writes."""
         if there and self._storage is not None:
             raise CheckpointError(
                 f"The checkpoint folder already holds {self._storage.location(there[0])} of an earlier run. Set "
@@ -323,10 +323,10 @@ class Checkpointer:
 
 
 def key_in(path: Path) -> bytes:
-    """The key for checkpoints in a file with a secret.
+    """Return the key for checkpoints from a file with a secret.
 
     Raises:
-        ConfigError: there is no such file, or others can read it.
+        ConfigError: the file does not exist, or other users can read it.
     """
     found = secret.read(path)
     if found is None:
@@ -335,7 +335,7 @@ def key_in(path: Path) -> bytes:
 
 
 def _two_runs(storage: Storage, location: Path | str, saved: Manifest) -> str:
-    """Why a checkpoint is refused if the one before it is of another run: nobody knows which of them belongs here."""
+    """Return an error text if the checkpoint before is another run's, as either may be this run's; else ''."""
     names = storage.complete()
     places = [place for place, name in enumerate(names) if locations.same(location, storage.location(name))]
     for name in names[places[0] + 1 :] if places else ():

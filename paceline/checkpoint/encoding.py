@@ -1,6 +1,6 @@
-"""Python values as JSON, with the tensors in them beside it: to read one makes plain values, and never runs code.
+"""Encoding of Python values as JSON with separate tensors. Decoding creates plain values and never runs code.
 
-A function or class is written by its name, and read as the one that the script has in the same place.
+A function or class is written by name, and decoded as the object that the script has at the same position.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from paceline.checkpoint.manifest import dtype_of
 
 PREFIX = "state/"
-"""What the names of the tensors begin with."""
+"""Prefix of the tensors' names."""
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque", torch.Size: "size"
 }  # fmt: skip
@@ -29,19 +29,19 @@ _NUMBERS = {
 
 
 class EncodingError(ValueError):
-    """A value that cannot be written, or something that :func:`encode` did not write."""
+    """Raised for a value that cannot be encoded, or text that :func:`encode` did not write."""
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """Turn a value into what JSON can hold.
+    """Convert a value to types that JSON can hold.
 
     Args:
-        value: of the types that :func:`decode` makes.
-        tensors: gets those in it, by new names.
-        where: what it is, for errors.
+        value: value of the types that :func:`decode` creates.
+        tensors: receives the tensors in the value under new names.
+        where: description of the value, for errors.
 
     Raises:
-        EncodingError: names the first value of another type.
+        EncodingError: a value has another type. The message names the first such value.
     """
     if value.__class__ in (bool, int, float, str, type(None)):
         return value
@@ -64,7 +64,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 def _encode_single(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     if isinstance(value, torch.Tensor):
-        known = (name for name, tensor in tensors.items() if tensor is value)  # one that is in several places
+        known = (name for name, tensor in tensors.items() if tensor is value)  # a tensor may occur several times
         name = next(known, f"{PREFIX}{len(tensors)}")
         tensors[name] = value
         return {"$tensor": name}
@@ -78,16 +78,16 @@ def _encode_single(value: Any, tensors: dict[str, torch.Tensor], where: str) -> 
 
 
 def decode(written: Any, tensors: Mapping[str, torch.Tensor], now: Any, where: str) -> Any:
-    """Turn what :func:`encode` returned into the value again.
+    """Convert a result of :func:`encode` back to the value.
 
     Args:
-        written: what was read.
-        tensors: by name.
-        now: what the script has in this place, if anything.
-        where: what it is, for errors.
+        written: encoded value.
+        tensors: tensors by name.
+        now: value that the script has at this position, or None.
+        where: description of the value, for errors.
 
     Raises:
-        EncodingError: it was not written by :func:`encode`, or the script has another function there.
+        EncodingError: :func:`encode` did not write the value, or the script has another function at its position.
     """
     if isinstance(written, list):
         return [decode(one, tensors, _at(now, place), f"{where}/{place}") for place, one in enumerate(written)]
@@ -131,7 +131,7 @@ def _decode_single(tag: str, held: Any, tensors: Mapping[str, torch.Tensor], now
 
 
 def _at(now: Any, key: Any) -> Any:
-    """What the script has under a key or in a place; none if there is nothing."""
+    """Return the script's value under a key or index, or None if there is no such value."""
     try:
         return now[key] if isinstance(now, dict | list | tuple | deque) else None
     except (KeyError, IndexError, TypeError):

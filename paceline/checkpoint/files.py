@@ -1,11 +1,11 @@
-"""The files of a checkpoint beside its manifest: the tensors, and an index of them for other programs.
+"""Files of a checkpoint besides the manifest: the tensors, and an index of them for other programs.
 
-They are those of torch.distributed.checkpoint, whose functions can read them. It keeps its index, `.metadata`, as a
-pickle, and each tensor as an archive with a pickle inside. Paceline opens neither: the manifest says where the elements
-of each tensor begin, and they are read from there as plain bytes.
+The files have the format of torch.distributed.checkpoint, which can read them. That format keeps its index,
+`.metadata`, as a pickle, and each tensor as an archive that contains a pickle. Paceline opens neither: the manifest has
+the offset of each tensor's elements, which are read as plain bytes.
 
-Every byte is hashed once: the elements for the hash of their tensor, which does not depend on the file that it is in,
-everything else for the hash of the file.
+Every byte is hashed once: elements for the hash of their tensor, which does not depend on the file, and all other bytes
+for the hash of the file.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _TAIL = 1 << 14
 
 @dataclass(frozen=True)
 class Part:
-    """A file with tensors.
+    """Checkpoint shard: a file with tensors.
 
     Attributes:
-        name: of the file.
-        size: in bytes.
+        name: name of the file.
+        size: size in bytes.
         hash: SHA-256 of all bytes that are not elements.
-        offsets: where the elements of each tensor begin.
+        offsets: offset of the elements of each tensor.
         hashes: SHA-256 of each tensor, with its dtype and shape.
-        records: where what ``torch.save`` wrote of each tensor begins, and its length.
+        records: offset and length of the ``torch.save`` archive of each tensor.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Part:
 
 
 class _Recorded:
-    """A file that is written: its size, and the first and last bytes since :meth:`mark`."""
+    """Writable file that records its size, and the first and last bytes since :meth:`mark`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -73,17 +73,17 @@ class _Recorded:
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed when it is closed."""
+        """Do nothing. The file is flushed when it is closed."""
 
 
 def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], known: dict[str, str]) -> Part:
     """Write tensors to a file.
 
     Args:
-        create: opens a new file by its name.
-        name: of the file.
-        state: the tensors by name.
-        known: hashes of tensors, not to be computed again; gets those that were not there.
+        create: function that opens a new file by name.
+        name: name of the file.
+        state: tensors by name.
+        known: hashes of tensors that need not be computed. Computed hashes are added.
     """
     offsets, records, rest = {}, {}, hashlib.sha256()
     with create(name) as file:
@@ -91,7 +91,7 @@ def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], kno
         for full, value in state.items():
             tensor, begin = value.detach().cpu().contiguous(), recorded.size
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor = tensor.clone()  # else the whole storage is saved with it
+                tensor = tensor.clone()  # torch.save would write the whole storage
             if full not in known:
                 known[full] = hash_of(tensor).hex()
             recorded.mark()
@@ -107,8 +107,8 @@ def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], kno
 
 
 def write_index(create: Create, state: Mapping[str, torch.Tensor], parts: Collection[Part]) -> tuple[int, str]:
-    """Write the index of torch.distributed.checkpoint; returns its size and hash."""
-    # Here, because importing it takes a good part of the time in which a worker starts.
+    """Write the index of torch.distributed.checkpoint. Return its size and hash."""
+    # A top-level import would take a large part of a worker's start-up time.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -124,7 +124,7 @@ def write_index(create: Create, state: Mapping[str, torch.Tensor], parts: Collec
 
 
 def _start_of_elements(head: bytearray, tensor: torch.Tensor) -> int:
-    """Where the elements begin in what ``torch.save`` wrote: a zip archive, in which they are the entry ``data/0``."""
+    """Return the offset of the elements in a ``torch.save`` archive, a zip file with the elements as ``data/0``."""
     name = head.index(b"/data/0")
     header = head.rindex(b"PK\x03\x04", 0, name)
     start: int = header + 30 + sum(struct.unpack_from("<HH", head, header + 26))
@@ -134,7 +134,7 @@ def _start_of_elements(head: bytearray, tensor: torch.Tensor) -> int:
 
 
 class _Checked:
-    """A file that is read from its beginning to its end: every byte goes into a hash."""
+    """Sequential reader of a file that adds every byte to a hash."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -143,14 +143,14 @@ class _Checked:
         self.place = 0
 
     def skip(self, size: int) -> None:
-        """Read bytes that nobody needs."""
+        """Read bytes into the hash of the file only."""
         while size > 0:
             part = self._buffer[: min(size, _CHUNK)]
             self.fill(part, self._digest)
             size -= len(part)
 
     def fill(self, view: memoryview, digest: hashlib._Hash | None = None) -> None:
-        """Read bytes into a buffer, and into a hash; none: that of the file."""
+        """Fill a buffer and add its bytes to a hash. Defaults to the hash of the file."""
         digest = digest or self._digest
         while len(view):
             size = self._file.readinto(view[:_CHUNK])  # type: ignore[attr-defined]
@@ -166,15 +166,15 @@ class _Checked:
 
 
 def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Read some of the files that a manifest describes; returns the tensors in them, in the order of the files.
+    """Read files that a manifest describes. Return the tensors in them, in the order of the files.
 
     Args:
-        open_file: opens a file by its name.
-        manifest: as :func:`paceline.checkpoint.manifest.parse` made it.
-        names: of the files.
+        open_file: function that opens a file by name.
+        manifest: result of :func:`paceline.checkpoint.manifest.parse`.
+        names: names of the files to read.
 
     Raises:
-        DamagedError: a file has another size or another hash.
+        DamagedError: a file has another size, or a file or tensor has another hash than in the manifest.
     """
     found: dict[str, torch.Tensor] = {}
     tensors = manifest.tensors_by_file()
@@ -210,7 +210,7 @@ def _read_tensor(checked: _Checked, manifest: Manifest, name: str) -> torch.Tens
 
 
 def reason_of(error: BaseException) -> str:
-    """The root cause of an error, in one line."""
+    """Return the root cause of an error in one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""How often to save with ``checkpoint.every = "auto"``.
+"""Interval between saves with ``checkpoint.every = "auto"``.
 
 A save costs its stall; a failure costs the work since the last save. Their sum is least at about
 
@@ -7,7 +7,7 @@ A save costs its stall; a failure costs the work since the last save. Their sum 
 (Young 1974, "A first order approximation to the optimum checkpoint interval"). The code uses the refinement of Daly
 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37. The time that the
 background thread writes after the stall adds a constant to the cost of each failure, so it does not move the optimum.
-But a save cannot begin before the last one has ended, so the duration of a save is a lower bound of the interval.
+But a save cannot begin before the last save has ended, so the duration of a save is a lower bound for the interval.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable
 from statistics import median
 
 FIRST = 10
-"""Steps before the first save, which measures what a save costs."""
-_SAVES = 5  # medians are over so many saves
-_STEPS = 64  # and steps
+"""Number of steps before the first save, which measures the cost of a save."""
+_SAVES = 5  # number of saves in a median
+_STEPS = 64  # number of steps in a median
 _NOTABLE = 1.2
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """The interval in seconds that loses the least time.
+    """Return the interval in seconds that loses the least time.
 
     Args:
         cost: seconds that a save stalls training.
@@ -39,11 +39,11 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 class Interval:
-    """The number of steps between saves, from the measured times of steps and saves.
+    """Number of steps between saves, from measured times of steps and saves.
 
     Args:
         mtbf: mean seconds between two failures of the run.
-        clock: returns seconds.
+        clock: function that returns the time in seconds. Defaults to ``time.perf_counter``.
     """
 
     def __init__(self, mtbf: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -57,35 +57,35 @@ class Interval:
         self._announced = 0
 
     def step(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         now = self._clock()
         if self._last_end is not None:
             self._step_times.append(now - self._last_end)
         self._last_end = now
 
     def reset(self, step: int) -> None:
-        """Count from this step on: a save was started after it, or training was resumed at it."""
+        """Count from this step on, because a save was started after it or training was resumed from it."""
         self._saved_at = step
         self._last_end = self._clock()
 
     def add_save(self, stall: float, total: float) -> None:
-        """Add a measured save: seconds that training stalled, and seconds in all."""
+        """Add a measured save: seconds for which training stalled, and seconds in total."""
         self._stalls.append(stall)
         self._totals.append(total)
 
     def due(self, step: int) -> bool:
-        """Whether to save after this step."""
+        """Return whether to save after this step."""
         return step - self._saved_at >= self.steps
 
     @property
     def steps(self) -> int:
-        """Steps from one save to the next."""
+        """Number of steps from a save to the next."""
         if not self._stalls or not self._step_times:
             return FIRST
         return max(1, math.ceil(self._seconds() / max(median(self._step_times), 1e-9)))
 
     def decision(self) -> dict[str, object] | None:
-        """The interval and its reason, if it is new or has changed by 20 %."""
+        """Return the interval and its reason if it is new or has changed by 20 %; else None."""
         steps = self.steps
         if (
             not self._stalls

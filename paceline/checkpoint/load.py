@@ -1,4 +1,4 @@
-"""Read a checkpoint, on any number of workers."""
+"""Reading of a checkpoint by any number of workers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from paceline.errors import CheckpointError
 
 
 class MissingError(CheckpointError):
-    """A file of a checkpoint is not there: not yet, or not any more."""
+    """Raised if a file of a checkpoint does not exist: it is not visible yet, or was removed."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint in memory: the manifest, and the tensors by name: all, or those in the files of one reader."""
+    """Checkpoint in memory: manifest and tensors by name, either all tensors or those in the files of a reader."""
 
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
@@ -32,18 +32,18 @@ class Content:
 
 @dataclass(frozen=True)
 class Reader:
-    """One of the workers that divide the files of a checkpoint among them; with ``of`` 1 it reads all."""
+    """Reader ``number`` of the ``of`` workers that divide the files of a checkpoint. Defaults to a reader of all."""
 
     number: int = 0
     of: int = 1
 
     def files_of(self, manifest: Manifest) -> list[str]:
-        """Its files: every so many. They are of about the same size, as their writers divided the state evenly."""
+        """Return every ``of``-th file. Files have about the same size, as their writers divided the state evenly."""
         return sorted(manifest.files)[self.number :: self.of]
 
 
 def find(resume: str) -> Path | str:
-    """The location of the checkpoint that ``resume`` names; in a folder with several the newest."""
+    """Return the location of the checkpoint that ``resume`` names, or of the newest checkpoint in that folder."""
     named = locations.storage_at(resume)
     parent, step = locations.split(resume)
     if manifests.step_of(step) >= 0:
@@ -53,18 +53,18 @@ def find(resume: str) -> Path | str:
 
 
 def read(location: Path | str, check: Callable[[Path | str, Manifest], None], reader: Reader | None = None) -> Content:
-    """Read a checkpoint, or the files of one of its readers.
+    """Read a checkpoint, or the files of one reader.
 
     Args:
-        location: its path or URL.
-        check: is called with the manifest before the rest is read, and may raise.
-        reader: none: it reads all.
+        location: path or URL of the checkpoint.
+        check: function that is called with location and manifest before the tensors are read, and may raise.
+        reader: reader whose files to read. Defaults to all files.
 
     Raises:
-        DamagedError: it is not what was written.
-        MissingError: a file is not there.
-        CheckpointError: it was refused.
-        OSError, or an error of the store's client: it cannot be read now.
+        DamagedError: the content is not what was written.
+        MissingError: a file does not exist.
+        CheckpointError: ``check`` refused the checkpoint.
+        OSError, or an error of the store's client: the storage failed.
     """
     manifest = read_manifest(location)
     check(location, manifest)
@@ -82,7 +82,7 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None], re
 
 
 def read_manifest(location: Path | str) -> Manifest:
-    """Read what a checkpoint contains; raises as :func:`read` does."""
+    """Read the manifest of a checkpoint. Raises as :func:`read` does."""
     parent, name = locations.split(location)
     try:
         text = locations.storage_at(parent).manifest(name)
@@ -103,10 +103,10 @@ def read_manifest(location: Path | str) -> Manifest:
 
 
 def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None:
-    """Refuse a checkpoint of another model.
+    """Raise CheckpointError if a checkpoint is of another model.
 
     Raises:
-        CheckpointError: names the first tensor that is missing, unknown or of another shape.
+        CheckpointError: a tensor is missing, unknown, or of another dtype or shape. The message names the first.
     """
     here: dict[str, torch.Tensor] = {f"parameter/{name}": value for name, value in model.named_parameters()}
     here.update({f"buffer/{name}": value for name, value in model.named_buffers()})

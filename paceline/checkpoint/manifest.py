@@ -1,7 +1,7 @@
-"""What a checkpoint contains, as data. It is written last, so its presence means that the rest is complete.
+"""Manifest of a checkpoint. It is written last, so its presence means that the checkpoint is complete.
 
-Whoever can write into the folder can write a manifest too. So nothing in it is believed before it has been checked:
-kinds, names, and that all sizes fit together. Its files have fixed names.
+Anyone who can write to the folder can also write a manifest. So types, names and the consistency of all sizes are
+checked before its content is used. Its files have fixed names.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.checkpoint.tensors import fingerprint_of
 from paceline.errors import CheckpointError
 
 FORMAT, EARLIER = 5, 4
-"""The format that is written, and the one that is read as well: without parts, and with the hashes of whole files."""
+"""Current format, and the earlier format that can be read, too. It has no shards, and hashes of whole files."""
 FILE, TENSORS, METADATA = "manifest.json", "__0_0.distcp", ".metadata"
 LARGEST = 1 << 28
-"""Bytes of a manifest: about 200 for each tensor."""
+"""Maximum size of a manifest in bytes. A tensor takes about 200."""
 _MOST_STEPS = 10**11
 _DEEPEST = 100
 _OVERHEAD = 1 << 14
-"""Bytes for each tensor beside its elements, in each file; about 2,000 are used."""
+"""Maximum bytes for each tensor besides its elements, in each file. About 2,000 are used."""
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]')
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -41,28 +41,28 @@ _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written. The user sees a plain CheckpointError, or it is skipped."""
+    """Raised for a damaged or unsigned checkpoint. Users see a CheckpointError, or the checkpoint is skipped."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of one checkpoint.
+    """Description of a checkpoint.
 
     Attributes:
-        step: steps done; training resumes at this position.
-        order: length, batch, microbatches, seed and drop_last of the data order.
+        step: number of completed steps. Training resumes at this position.
+        order: values that determine the sample order, such as length, batch, microbatches, seed and drop_last.
         tensors: dtype and shape of each tensor by name.
-        offsets: where the elements of each tensor begin in their file.
-        files: size and SHA-256 of each file; of one with tensors the SHA-256 of what is not an element.
+        offsets: offset of the elements of each tensor in its file.
+        files: size and SHA-256 of each file. Elements of tensors are not part of the SHA-256.
         fingerprint: SHA-256 of the names and hashes of all tensors.
-        state: the rest of the state (see encoding.py).
-        numerics: what affects the bits besides the script: exact, threads, cpu, canary, gpu, float32 (precision),
-            cublas (workspace).
-        versions: of Python and the libraries.
-        time: when the state was taken, in seconds since 1970.
-        format: 4 or 5; in format 4 the hash of a file is that of all its bytes, and there are no parts and hashes.
-        signature: of all this, by the key of the run; empty if it has none.
-        parts: the file of each tensor.
+        state: rest of the state (see encoding.py).
+        numerics: values besides the script that affect the bits: exact, threads, cpu, canary, gpu, float32
+            (precision), cublas (workspace).
+        versions: versions of Python and the libraries.
+        time: time of the snapshot in seconds since 1970.
+        format: 4 or 5. In format 4 the hash of a file covers all its bytes, and ``parts`` and ``hashes`` are empty.
+        signature: HMAC of all other fields with the key of the run; empty without a key.
+        parts: file name of each tensor.
         hashes: SHA-256 of each tensor, with its dtype and shape.
     """
 
@@ -84,34 +84,34 @@ class Manifest:
     hashes: dict[_Name, _Hash] = field(default_factory=dict)
 
     def part_of(self, name: str) -> str:
-        """The file of a tensor."""
+        """Return the name of the file with a tensor."""
         return self.parts.get(name, TENSORS)
 
     def kind_of(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """The dtype and shape of a tensor."""
+        """Return the dtype and shape of a tensor."""
         dtype, shape = self.tensors[name]
         return dtype_of(dtype), torch.Size(shape)
 
     def tensors_by_file(self) -> dict[str, list[str]]:
-        """The tensors in each file that has some, in the order in which they lie there."""
+        """Return the names of the tensors in each file that has tensors, in the order of their offsets."""
         found: dict[str, list[str]] = {}
         for name in sorted(self.offsets, key=self.offsets.__getitem__):
             found.setdefault(self.part_of(name), []).append(name)
         return found
 
     def to_json(self) -> str:
-        """As JSON with its own SHA-256, and its signature if it has one."""
+        """Return the manifest as JSON with its own SHA-256, and its signature if it has one."""
         return _sealed(self._body(), self.signature)
 
     def signed(self, key: bytes | None) -> Manifest:
-        """The same with its signature by a key: an HMAC-SHA256. Without a key there is none."""
+        """Return a copy signed with a key (HMAC-SHA256), or the manifest itself without a key."""
         return self if key is None else replace(self, signature=self._signature(key))
 
     def check_signature(self, key: bytes | None, where: object) -> None:
-        """Refuse a manifest that was not signed with a key; without a key every one is accepted.
+        """Raise DamagedError if the manifest was not signed with ``key``. Without a key every manifest is accepted.
 
         Raises:
-            DamagedError: it was not.
+            DamagedError: the signature is missing or wrong.
         """
         if key is None:
             return
@@ -135,10 +135,10 @@ _SCHEMA = TypeAdapter(Manifest)
 
 
 def parse(text: str, where: object) -> Manifest:
-    """Parse what :meth:`Manifest.to_json` wrote; ``where`` names it in errors.
+    """Parse a result of :meth:`Manifest.to_json`. ``where`` names it in errors.
 
     Raises:
-        DamagedError: it is not what was written, or has another format.
+        DamagedError: the text is not what was written, or has an unknown format.
     """
     try:
         _check_depth(text)
@@ -165,7 +165,7 @@ def parse(text: str, where: object) -> Manifest:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name, such as ``torch.float32``."""
+    """Return the dtype with a name such as ``torch.float32``."""
     if name not in _DTYPES:
         raise ValueError(f"there is no dtype {name[:50]!r}")
     return _DTYPES[name]
@@ -179,7 +179,7 @@ def _sealed(body: str, signature: str = "") -> str:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse deep nesting before the text is parsed: the parser has only the stack to stop it."""
+    """Raise ValueError for deep nesting before parsing, as the parser itself is limited only by the stack."""
     depth = 0
     for token in _TOKENS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
@@ -188,7 +188,7 @@ def _check_depth(text: str) -> None:
 
 
 def _check_sizes(manifest: Manifest) -> None:
-    """Refuse files and tensors that do not fit into each other, so that nothing is read or allocated for them."""
+    """Raise ValueError if files and tensors are inconsistent, before anything is read or allocated for them."""
     names = set(manifest.tensors)
     if set(manifest.offsets) != names:
         raise ValueError("not every tensor has an offset")
@@ -209,7 +209,7 @@ def _check_sizes(manifest: Manifest) -> None:
 
 
 def _check_part(manifest: Manifest, file: str, tensors: list[str]) -> None:
-    """The same for one file with tensors."""
+    """Raise ValueError if a file does not fit its tensors, or tensors overlap."""
     place = used = 0
     for name in tensors:
         dtype, shape = manifest.tensors[name]
@@ -222,23 +222,23 @@ def _check_part(manifest: Manifest, file: str, tensors: list[str]) -> None:
 
 
 def _overhead(tensors: Collection[str]) -> int:
-    """The most bytes beside the elements of these tensors."""
+    """Return the maximum number of bytes besides the elements of these tensors."""
     return _OVERHEAD * (1 + len(tensors)) + sum(map(len, tensors)) * 8
 
 
 def step_of(name: str) -> int:
-    """The number of steps in the name of a checkpoint; -1 for another name."""
+    """Return the number of steps in the name of a checkpoint, or -1 for any other name."""
     number = re.fullmatch("step-([0-9]{1,18})", name)
     return int(number[1]) if number else -1
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint: ``step-000500`` after 500 steps."""
+    """Return the name of a checkpoint, ``step-000500`` after 500 steps."""
     return f"step-{step:06d}"
 
 
 def first_difference(saved: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Describe the first key whose values differ; empty if there is none."""
+    """Describe the first key whose values differ. Return an empty text if there is none."""
     for key in [*saved, *(key for key in now if key not in saved)]:
         if saved.get(key) != now.get(key):
             return f"{key} was {saved.get(key)!r} and is now {now.get(key)!r}"

@@ -1,4 +1,4 @@
-"""Each rank writes a part of a checkpoint, and describes it; rank 0 collects the descriptions for the manifest.
+"""Sharded write of a checkpoint: each rank writes a shard (`Part`) and its description; rank 0 collects them.
 
 ::
 
@@ -6,9 +6,9 @@
     rank 1          └ part 1, its description ┘
     rank 2          └ part 2, its description ┘
 
-They meet in the directory of the unfinished checkpoint and nowhere else, so no message is sent, and training goes on.
-Rank 0 has all tensors. What another rank does not write in time, rank 0 writes itself: a rank that was lost, that has
-just joined, or that has another disk under the same path costs time, and no checkpoint.
+Ranks communicate only through the directory of the unfinished checkpoint, without messages, so training continues.
+Rank 0 has all tensors, and writes each shard that another rank does not write in time. So a rank that was lost, has
+just joined, or has another disk under the same path costs time but no checkpoint.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
 LEAST_BYTES = 1 << 22
-"""Of a part: below that, to begin a file costs more than to write it."""
+"""Minimum bytes per shard. For smaller shards, creating a file takes longer than writing it."""
 BEGIN_SECONDS = 10.0
-"""For so long the other ranks wait for rank 0 to begin."""
+"""Timeout in seconds of the other ranks for rank 0 to begin a save."""
 _POLL_SECONDS, _LONGEST_PAUSE = 0.01, 0.1
 _LARGEST = 1 << 28
 _SEAL = 64
@@ -43,14 +43,14 @@ _PART = TypeAdapter(Part)
 
 @dataclass(frozen=True)
 class Save:
-    """One save, as all ranks know it.
+    """Description of a save, shared by all ranks.
 
     Attributes:
-        storage: of the run.
-        step: the name of the step.
-        key: authenticates the descriptions, if there is one.
-        over: whether the workers have changed since, so that nobody is to be waited for.
-        absent: ranks whose part did not come in an earlier save of the same workers: they are not waited for.
+        storage: checkpoint storage of the run.
+        step: name of the step.
+        key: key that authenticates the descriptions of shards, or None.
+        over: function that returns whether the membership has changed or is about to change, which ends all waits.
+        absent: ranks whose shard was missing in an earlier save of the same membership. Rank 0 does not wait for them.
     """
 
     storage: Storage
@@ -61,14 +61,14 @@ class Save:
 
 
 def divide(tensors: Mapping[str, torch.Tensor], workers: int) -> list[list[str]]:
-    """Assign each tensor to a rank: the largest first, to the rank that has the fewest bytes.
+    """Assign tensors to ranks in order of size, largest first, each to the rank with the fewest bytes.
 
     Args:
-        tensors: of the state by name.
-        workers: how many there are.
+        tensors: tensors of the state by name.
+        workers: number of workers.
 
     Returns:
-        the names of each part; the first is rank 0's. There are at most ``workers``, and fewer of a small state.
+        tensor names of each shard, at most ``workers`` shards, and fewer for a small state. Rank 0 writes the first.
 
     >>> divide({name: torch.empty(rows, 1 << 20) for name, rows in (("a", 3), ("b", 2), ("c", 2))}, 2)
     [['a'], ['b', 'c']]
@@ -85,16 +85,16 @@ def divide(tensors: Mapping[str, torch.Tensor], workers: int) -> list[list[str]]
 
 
 def write(save: Save, writer: tuple[int, int], number: int, tensors: Mapping[str, torch.Tensor]) -> Part | None:
-    """Write a part for rank 0, once that has begun.
+    """Write a shard and its description once rank 0 has begun the save.
 
     Args:
-        save: which.
-        writer: launch and generation of rank 0, and of this worker.
-        number: of the part.
-        tensors: in it.
+        save: the save.
+        writer: launch and generation, which rank 0 and this worker share.
+        number: number of the shard.
+        tensors: tensors of the shard by name.
 
     Returns:
-        the part; none if rank 0 did not begin, or the workers have changed.
+        the shard, or None if rank 0 did not begin in time or has finished, or the membership has changed.
     """
     deadline, pause = time.monotonic() + BEGIN_SECONDS, _POLL_SECONDS
     while (begun := save.storage.begun(save.step, *writer)) is None:
@@ -111,7 +111,7 @@ def write(save: Save, writer: tuple[int, int], number: int, tensors: Mapping[str
 
 
 def collect(save: Save, writer: Writer, number: int, names: list[str], deadline: float) -> Part | None:
-    """Wait for the description of a part; none if it does not come until ``deadline`` (of ``time.monotonic``)."""
+    """Wait for the description of a shard. Return None after ``deadline`` (of ``time.monotonic``)."""
     while True:
         part = _read(save, writer, number)
         if part is not None and part.name == f"__{number}_0.distcp" and set(part.offsets) == set(names):
@@ -123,7 +123,7 @@ def collect(save: Save, writer: Writer, number: int, names: list[str], deadline:
 
 def write_all(save: Save, writer: Writer, tensors: Mapping[str, torch.Tensor], known: dict[str, str],
               workers: int) -> list[Part]:  # fmt: skip
-    """Write part 0, collect the others, and write those that do not come; rank 0 does that."""
+    """Write shard 0, collect the other shards, and write those that are missing. Rank 0 calls this."""
     mine, *others = divide(tensors, workers)
     create = partial(save.storage.create, save.step, writer)
     begin = time.monotonic()
@@ -146,13 +146,13 @@ def _description(number: int) -> str:
 
 
 def _sealed(save: Save, writer: Writer, text: bytes) -> bytes:
-    """The text behind its HMAC, which is of this save only; without a key it still shows whether all is there."""
+    """Prefix a text with an HMAC that is valid for this save only. Without a key it only detects truncation."""
     about = f"{save.step} {writer} ".encode()
     return hmac.digest(save.key or b"none", about + text, "sha256").hex().encode() + text
 
 
 def _read(save: Save, writer: Writer, number: int) -> Part | None:
-    """The part that a rank describes; none if there is no whole description yet."""
+    """Read the description of a shard. Return None if it is not complete yet or not authentic."""
     found = save.storage.read_begun(save.step, writer, _description(number), _LARGEST)
     if found is None or not hmac.compare_digest(_sealed(save, writer, found[_SEAL:]), found):
         return None

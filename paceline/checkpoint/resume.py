@@ -1,8 +1,8 @@
-"""Find the checkpoint to resume from and read it, on all workers at once.
+"""Search for the checkpoint to resume from, and collective read of it by all workers.
 
-Each worker reads and checks some of the files, and sends the tensors in them to the others.
-All load the same one: with ``auto`` the newest that every worker can read. A storage that fails is asked again, by all
-workers in step, so that none waits alone for long. Only damage makes them pass over a checkpoint that is there.
+Each worker reads and checks a share of the files, and sends their tensors to the others. All workers load the same
+checkpoint: with ``auto`` the newest that every worker can read. Workers retry a failing storage in lockstep, so that no
+worker waits alone for long. An existing checkpoint is skipped only if it is damaged.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Check = Callable[[Path | str, Manifest], None]
 
 @dataclass
 class Search:
-    """What was found.
+    """Result of a search.
 
     Attributes:
-        location: of the checkpoint that was read; none if there is none.
-        content: of it.
-        damaged: the names of those that were passed over because they are damaged, and why.
-        missing: locations of those that lack a file, and why.
+        location: location of the checkpoint that was read, or None.
+        content: content of that checkpoint, or None.
+        damaged: names of checkpoints that were skipped because they are damaged, with the reason.
+        missing: locations of checkpoints that were skipped because a file is missing, with the reason.
     """
 
     location: Path | str | None = None
@@ -52,12 +52,12 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
 
     Args:
         world: the workers.
-        storage: of the run.
-        check: refuses what does not fit, by its manifest.
-        seconds: for how long to try again while the storage fails.
+        storage: checkpoint storage of the run.
+        check: function that raises if a manifest does not fit the run.
+        seconds: timeout in seconds for retries while the storage fails.
 
     Raises:
-        CheckpointError: it was refused, or the storage failed for too long.
+        CheckpointError: the checkpoint was refused, or the storage failed until the timeout.
     """
     search = Search()
     while True:
@@ -80,10 +80,10 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
 
 
 def read_named(world: World, resume: str, check: Check, seconds: float) -> tuple[Path | str, Content]:
-    """Read the checkpoint at a path or URL; of a folder with several the newest.
+    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content.
 
     Raises:
-        CheckpointError: it cannot be used.
+        CheckpointError: the checkpoint cannot be used.
     """
     location = locations.place(ask(world, lambda _: str(load.find(resume)), resume, seconds))
     content, _, reason = _read_together(world, location, check, seconds, listed=None)
@@ -93,10 +93,10 @@ def read_named(world: World, resume: str, check: Check, seconds: float) -> tuple
 
 
 def complete(world: World, storage: Storage, seconds: float) -> list[str]:
-    """The names of the complete checkpoints in a storage, the newest first, as rank 0 sees them.
+    """Return the names of the complete checkpoints in a storage, newest first, as rank 0 sees them.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: the storage cannot be listed.
     """
 
     def look(elapsed: float) -> list[str]:
@@ -111,16 +111,16 @@ def complete(world: World, storage: Storage, seconds: float) -> list[str]:
 
 
 def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: float) -> Any:
-    """Let rank 0 look into a storage, again while it fails, and tell all workers what it found.
+    """Query a storage on rank 0, with retries while it fails, and return the result on all workers.
 
     Args:
         world: the workers.
-        look: gets the seconds since the first attempt.
-        where: it looks, for errors.
-        seconds: for how long to try.
+        look: query, called with the seconds since the first attempt.
+        where: location of the storage, for errors.
+        seconds: timeout in seconds for retries.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: the storage cannot be listed.
     """
     retries = Retries(seconds)
     while True:
@@ -145,10 +145,11 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
 def _read_together(
     world: World, location: Path | str, check: Check, seconds: float, listed: Storage | None
 ) -> tuple[Content | None, str, str]:
-    """The content of a checkpoint; or what is wrong for one of the workers, and so for all, and why.
+    """Read a checkpoint on all workers. Return content, kind of result, and reason, with the worst kind of any worker.
 
     Raises:
-        CheckpointError: a worker refuses it, or cannot read it, which says nothing about what it holds.
+        CheckpointError: a worker refuses the checkpoint, or its storage fails, which does not mean damage.
+        WorkerLost: a worker was lost during the read.
     """
     content, kind, reason, removed = None, "", "", False
     reader = Reader(world.rank, world.size)
@@ -177,10 +178,10 @@ def _read_together(
 
 
 def _exchange(world: World, content: Content, reader: Reader) -> Content:
-    """Bring together what each worker has read of a checkpoint.
+    """Exchange the tensors that the workers have read, so that each has the complete checkpoint.
 
     Raises:
-        WorkerLost: a worker was lost meanwhile.
+        WorkerLost: a worker was lost during the exchange.
     """
     if reader.of == 1:
         return content
@@ -214,15 +215,15 @@ def _read(location: Path | str, check: Check, reader: Reader, retries: Retries) 
 
 
 def _is_removed(storage: Storage, location: Path | str) -> bool:
-    """Whether a checkpoint was removed since it was listed, because there are newer ones."""
+    """Return whether a checkpoint was removed since it was listed, because there are newer checkpoints."""
     try:
         return str(location) not in {str(storage.location(name)) for name in storage.complete()}
-    except Exception:  # noqa: BLE001 - then it is not known yet
+    except Exception:  # noqa: BLE001 - a failing storage gives no answer
         return False
 
 
 def _first(results: Sequence[Sequence[Any]], kind: str) -> str:
-    """What the first worker with this result says."""
+    """Return the reason of the first worker with this kind of result, with its rank unless all have it."""
     reasons = {rank: one[1] for rank, one in enumerate(results) if one[0] == kind}
     rank, first = next(iter(reasons.items()))
     return f"rank {rank}: {first}" if len(reasons) < len(results) else str(first)

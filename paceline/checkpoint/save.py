@@ -1,4 +1,4 @@
-"""Write a checkpoint, and remove old ones once it is complete."""
+"""Write of a checkpoint, and removal of old checkpoints once it is complete."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _log = logging.getLogger("paceline")
 
 
 def save(about: Save, snapshot: Snapshot, writer: Writer, retry_seconds: float, workers: int = 1) -> Path | str:
-    """Write a checkpoint; rank 0 calls this.
+    """Write a checkpoint. Rank 0 calls this.
 
     Args:
-        about: the save: storage, step, and the key that signs it, if there is one.
-        snapshot: the state.
-        writer: who writes.
-        retry_seconds: for how long to try again while the storage fails.
-        workers: how many divide the state among them; 1: nobody else writes.
+        about: storage, step, and signing key, if any, of the save.
+        snapshot: state to save.
+        writer: identity of this worker as a writer.
+        retry_seconds: seconds for which to retry while the storage fails.
+        workers: number of workers that write shards. Defaults to 1: this worker writes all tensors.
 
     Returns:
-        the location of the checkpoint. An existing one of the same state is left as it is.
+        the location of the checkpoint. An existing checkpoint of the same state is kept and not written again.
 
     Raises:
         FencedError: another worker writes checkpoints now.
-        CheckpointError: it could not be written; earlier checkpoints are untouched.
+        CheckpointError: the checkpoint could not be written. Earlier checkpoints are untouched.
     """
     storage, step, key, retries = about.storage, about.step, about.key, Retries(retry_seconds)
     hashes: dict[str, str] = {}
@@ -67,7 +67,7 @@ def _write(about: Save, writer: Writer, snapshot: Snapshot, hashes: dict[str, st
 
 
 def retain(storage: Storage, newest: int, writer: Writer, keep: int, keep_hours: float | None) -> None:
-    """Remove all checkpoints but the newest ``keep``, and of these the old ones. The newest stays in any case."""
+    """Remove all but the newest ``keep`` checkpoints, and those older than ``keep_hours``. The newest always stays."""
     try:
         earlier: dict[str, list[str]] = {}
         for name in storage.complete():
@@ -84,7 +84,7 @@ def retain(storage: Storage, newest: int, writer: Writer, keep: int, keep_hours:
 
 
 def _hours(storage: Storage, name: str) -> float:
-    """The age of a checkpoint; 0 if it is unknown."""
+    """Return the age of a checkpoint in hours, or 0 if it is unknown."""
     try:
         return (time.time() - manifests.parse(storage.manifest(name), storage.location(name)).time) / 3600
     except (CheckpointError, ValueError):
@@ -94,7 +94,7 @@ def _hours(storage: Storage, name: str) -> float:
 def _exists(
     storage: Storage, step: str, writer: Writer, snapshot: Snapshot, hashes: dict[str, str], key: bytes | None
 ) -> bool:
-    """Whether this state is saved already. Sets a damaged checkpoint of this step aside."""
+    """Return whether this state is saved already. Sets damaged checkpoints of this step aside."""
     for name in storage.complete_in(step):
         try:
             existing = manifests.parse(storage.manifest(name), storage.location(name))
@@ -132,11 +132,7 @@ def _abandon(storage: Storage, step: str, writer: Writer) -> None:
 
 
 def _check_fence(storage: Storage, writer: Writer) -> None:
-    """Another writer may be the cause of an error.
-
-    Raises:
-        FencedError: it is.
-    """
+    """Raise FencedError if another writer has taken over, which may be the cause of an error."""
     try:
         storage.check_fence(writer)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""The state of training as named tensors: parameters, buffers, optimizer state."""
+"""Training state as named tensors: parameters, buffers, optimizer state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAVABLE = torch.Tensor, int, float, bool, type(None)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the optimizer state as ``optimizer/<parameter>/<key>``; numbers become tensors."""
+    """Yield the tensors of the optimizer state as ``optimizer/<parameter>/<key>``. Numbers become tensors."""
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor | int | float | bool):
@@ -27,7 +27,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[st
 
 
 def optimizer_lists(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Of the parameters whose state holds lists, as that of LBFGS does, what is no tensor, by name and key."""
+    """Return the non-tensor state of parameters whose state holds lists (as in LBFGS), by parameter and key."""
     found = {}
     for name, parameter in model.named_parameters():
         plain = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not _is_tensor(value)}
@@ -37,7 +37,7 @@ def optimizer_lists(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[st
 
 
 def load_optimizer_lists(model: nn.Module, optimizer: Optimizer, lists: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put :func:`optimizer_lists` into the optimizer, after its tensors."""
+    """Load the result of :func:`optimizer_lists` into the optimizer. Call this after loading its tensors."""
     parameters = dict(model.named_parameters())
     for name, values in lists.items():
         device = parameters[name].device
@@ -54,14 +54,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def check_savable(optimizer: Optimizer, *, lists: bool = False) -> None:
-    """Refuse an optimizer whose state is more than tensors and numbers per parameter.
+    """Raise CheckpointError if the optimizer state holds more than tensors and numbers per parameter.
 
     Args:
-        optimizer: of this worker.
-        lists: whether lists of these will do, too, as :func:`optimizer_lists` gives them.
+        optimizer: optimizer of this worker.
+        lists: whether to accept lists of tensors and numbers, too, as in :func:`optimizer_lists`.
 
     Raises:
-        CheckpointError: names the first such value.
+        CheckpointError: a value cannot be saved. The message names the first such value.
     """
     for owner, values in optimizer.state.items():
         entries = values.items() if isinstance(values, dict) else [("state", values)]
@@ -76,7 +76,7 @@ def check_savable(optimizer: Optimizer, *, lists: bool = False) -> None:
 
 
 def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of the state by name, in the same order on all workers."""
+    """Return all tensors of the state by name, in the same order on all workers."""
     state = {f"parameter/{name}": value.detach() for name, value in model.named_parameters()}
     state.update({f"buffer/{name}": value.detach() for name, value in model.named_buffers()})
     state.update(optimizer_state(model, optimizer))
@@ -84,9 +84,9 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Ten
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:
-    """The names in the model's ``state_dict``, and of each the tensor in :func:`named_tensors`.
+    """Map the names in the model's ``state_dict`` to names in :func:`named_tensors`.
 
-    A tied weight has several names, and a buffer that is not persistent has none.
+    A tied weight has several ``state_dict`` names. A non-persistent buffer has none.
     """
     first = {id(value): f"parameter/{name}" for name, value in model.named_parameters()}
     first.update({id(value): f"buffer/{name}" for name, value in model.named_buffers()})
@@ -95,7 +95,7 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
 
 
 def hash_of(tensor: torch.Tensor) -> bytes:
-    """SHA-256 of dtype, shape and the elements in row-major order."""
+    """Return the SHA-256 of dtype, shape, and elements in row-major order."""
     digest = begin_hash(str(tensor.dtype), tensor.shape)
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(raw_bytes(flat))
@@ -103,9 +103,9 @@ def hash_of(tensor: torch.Tensor) -> bytes:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a contiguous tensor on the CPU, which must live as long as this.
+    """Return a view of the bytes of a contiguous CPU tensor, which must outlive the view.
 
-    Once NumPy has seen a tensor, torch cannot resize it any more, as observers of quantization do.
+    The view does not use NumPy: torch cannot resize a tensor that NumPy shares, and quantization observers resize.
     """
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)).cast(
         "B"
@@ -113,17 +113,17 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def begin_hash(dtype: str, shape: Sequence[int]) -> hashlib._Hash:
-    """The hash of a tensor, which is to get the elements yet."""
+    """Start the hash of a tensor with its dtype and shape. The caller adds the elements."""
     return hashlib.sha256(f"{dtype} {tuple(shape)} ".encode())
 
 
 def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of the names and hashes of all tensors, as 64 hex digits."""
+    """Return the SHA-256 of the names and hashes of all tensors, as 64 hex digits."""
     return fingerprint_of({name: hash_of(value).hex() for name, value in state.items()})
 
 
 def fingerprint_of(hashes: Mapping[str, str]) -> str:
-    """The same from the hash of each tensor, as hex digits."""
+    """Return the same fingerprint from the hash of each tensor in hex digits."""
     digest = hashlib.sha256()
     for name in sorted(hashes):
         digest.update(name.encode() + b"\0" + bytes.fromhex(hashes[name]))
@@ -131,7 +131,7 @@ def fingerprint_of(hashes: Mapping[str, str]) -> str:
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Copy the tensors of :func:`optimizer_state` into the optimizer."""
+    """Load the tensors of :func:`optimizer_state` into the optimizer, which loses its other state."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = {}
@@ -152,6 +152,6 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
 
 
 def _fits(existing: Any, value: torch.Tensor, device: torch.device) -> bool:
-    """Whether a value can be copied into an existing tensor, which is faster than to allocate a new one."""
+    """Return whether a value can be copied into an existing tensor, which is faster than allocating a new tensor."""
     same = isinstance(existing, torch.Tensor) and existing.dtype == value.dtype and existing.shape == value.shape
     return same and existing.device == device and existing.is_contiguous()

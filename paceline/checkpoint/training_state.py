@@ -1,4 +1,4 @@
-"""The state of a run: snapshot, the host buffers it waits in to be written, comparison with a checkpoint, restore."""
+"""State of a run: snapshot, host buffers for background writes, comparison with a checkpoint, restore."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from paceline.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of one checkpoint.
+    """Content of a checkpoint.
 
     Attributes:
-        step: steps done.
-        tensors: the tensors by name.
-        state: the rest of the state (see encoding.py).
-        order, numerics, versions: as in the manifest.
-        time: when it was taken, in seconds since 1970.
+        step: number of completed steps.
+        tensors: tensors by name.
+        state: rest of the state (see encoding.py).
+        order, numerics, versions: see :class:`Manifest`.
+        time: time of the snapshot in seconds since 1970.
     """
 
     step: int
@@ -52,11 +52,11 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """Size of all tensors."""
+        """Total size of the tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def manifest(self, parts: Collection[files.Part], index: tuple[int, str]) -> Manifest:
-        """Describe the snapshot, and the files in which its tensors are; ``index``: size and hash of METADATA."""
+        """Return the manifest for the snapshot and its shards. ``index`` is the size and hash of METADATA."""
         hashes = {name: value for part in parts for name, value in part.hashes.items()}
         return Manifest(
             step=self.step,
@@ -75,7 +75,7 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Host memory for one state, reused by each save."""
+    """Host memory for a snapshot, reused by each save."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -83,7 +83,7 @@ class HostBuffers:
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Copy a snapshot, so that training may change the original. The copy is valid until the next call.
 
-        Copies from a GPU go to pinned memory, all at once, with one wait at the end.
+        Copies from a GPU go to pinned memory asynchronously, with one synchronization per device at the end.
         """
         copies: dict[str, torch.Tensor] = {}
         devices = set()
@@ -102,7 +102,7 @@ class HostBuffers:
 
 
 class StatefulUpdate(Protocol):
-    """The parts of an update that have a state; ``kind`` is the class of the optimizer in words."""
+    """Optimizer and schedule, whose state is saved. ``kind`` describes the class of the optimizer."""
 
     optimizer: Optimizer
     schedule: LRScheduler | None
@@ -114,53 +114,53 @@ class StatefulUpdate(Protocol):
 
 
 class Part(Protocol):
-    """Something with a state of its own, of plain values and tensors, that depends on the steps done."""
+    """Stateful component with a state of plain values and tensors that depends on the step."""
 
     def state(self, step: int) -> Any:
-        """The state after so many steps."""
+        """Return the state after ``step`` steps."""
 
     def load(self, state: Any) -> None:
-        """Go on from what :meth:`state` returned."""
+        """Continue from a state that :meth:`state` returned."""
 
 
 class LoopChanges(Part, Protocol):
-    """What the loop body changes; see ``data.objects.loop_changes``."""
+    """Values that the loop body changes; see ``data.objects.loop_changes``."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what the loop has changed since the last step returned, as it was then."""
+        """Return copies, from when the last step returned, of the tensors that the loop changes."""
 
 
 class ScriptState(Protocol):
-    """What the script keeps."""
+    """Values of the script that belong to the state."""
 
     def of_now(self) -> AbstractContextManager[None]:
-        """In which :meth:`saved` returns it as it is now."""
+        """Return a context in which :meth:`saved` returns the current values instead of the copies."""
 
     def saved(self) -> dict[str, Any]:
-        """Return it as plain values and tensors, as it was copied."""
+        """Return the copied values, as plain values and tensors."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over what was saved."""
+        """Load values that :meth:`saved` returned."""
 
 
 class TrainingState:
-    """The state of a run, which is saved and restored.
+    """State of a run, with snapshot and restore.
 
     Args:
-        model: the model.
-        update: its optimizer and schedule.
-        order: what determines the order of samples; a checkpoint of another order is refused.
-        numerics: what affects the bits; must be the same with ``exact``.
-        versions: of Python and the libraries.
-        strategy_state: of the strategy; changed in location.
-        script: what the script keeps.
-        loop: what the loop body changes.
+        model: model of the run.
+        update: optimizer and schedule of the model.
+        order: values that determine the order of samples. A checkpoint of another order is refused.
+        numerics: values that affect the bits of the result. They must be the same with ``exact``.
+        versions: versions of Python and the libraries.
+        strategy_state: state of the strategy, changed in place.
+        script: values of the script. Defaults to none.
+        loop: values that the loop body changes. Defaults to none.
 
     Attributes:
-        keeps_script: whether :meth:`load` leaves the script what it has.
-        loaded_script: what the script had in the state that was last loaded.
-        run: what tells the checkpoints of this run from those of others; the same in all that go on from one start.
-        parts: what else belongs to the state, by name.
+        keeps_script: whether :meth:`load` leaves the values of the script unchanged.
+        loaded_script: values of the script in the state that was loaded last.
+        run: identifier of the run in its checkpoints, the same for all runs that resume from one start.
+        parts: other stateful components of the run, by name.
     """
 
     def __init__(  # noqa: PLR0913 - what a state is made of
@@ -189,19 +189,19 @@ class TrainingState:
         self.parts: dict[str, Part] = {} if loop is None else {"loop": loop}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name."""
+        """Return all tensors by name."""
         return named_tensors(self._model, self._update.optimizer)
 
     def script_of_now(self) -> AbstractContextManager[None]:
-        """In which a snapshot has what the script keeps now, instead of when the last step returned."""
+        """Return a context in which a snapshot has current script values, not those when the last step returned."""
         return nullcontext() if self._script is None else self._script.of_now()
 
     def snapshot(self, step: int) -> Snapshot:
-        """The state after ``step`` steps, not copied: training goes on to change the tensors.
+        """Return the state after ``step`` steps. The tensors are not copied, so training changes them.
 
         Raises:
-            CheckpointError: the optimizer has a state that cannot be saved, or the model has other parameters or
-                buffers than at the start.
+            CheckpointError: a value of the state cannot be saved, or the model has other parameters or buffers than at
+                the start.
         """
         if text := self._update.other_names():
             raise CheckpointError(text)
@@ -221,7 +221,7 @@ class TrainingState:
         return Snapshot(step, self.tensors() | changed | inside, state, self._order, self._numerics, self._versions)
 
     def _plain(self) -> dict[str, Any]:
-        """What is not a tensor: parameter groups, schedule, strategy state, the modes of modules."""
+        """Return the state outside of named tensors: parameter groups, schedule, strategy state, module modes."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._update.optimizer.param_groups
@@ -241,18 +241,18 @@ class TrainingState:
         }
 
     def check(self, location: Path | str, saved: Manifest) -> None:
-        """Refuse a checkpoint that does not fit this run.
+        """Raise CheckpointError if a checkpoint does not fit this run.
 
         Raises:
-            CheckpointError: of another model, another order of samples, another optimizer or schedule, or with
-                ``exact`` of other numerics.
+            CheckpointError: the model, the order of samples, the optimizer or schedule, or with ``exact`` the numerics
+                or versions differ.
         """
         check_model(saved, self._model, location)
         self._check_update(location, saved)
         self._check_same(location, saved)
 
     def restore(self, location: Path | str, content: Content) -> int:
-        """Load a checkpoint, and return its step."""
+        """Load a checkpoint and return its step."""
         self.load(content.tensors, content.manifest.state)
         return content.manifest.step
 
@@ -282,12 +282,12 @@ class TrainingState:
         self._strategy_state.update(rest["strategy_state"])
 
     def load_script(self) -> None:
-        """Give the script the values of the state that was loaded last."""
+        """Restore the values of the script from the state that was loaded last."""
         if self._script is not None:
             self._script.load(self.loaded_script)
 
     def _load_flags(self, rest: dict[str, Any]) -> None:
-        """Which parameters are frozen, and which modules evaluate; not in a checkpoint of an older version."""
+        """Restore frozen parameters and evaluation modes. Checkpoints of older versions do not have them."""
         if "frozen" in rest:
             frozen = set(rest["frozen"])
             for name, value in self._model.named_parameters():
@@ -329,7 +329,7 @@ class TrainingState:
             return
         here = {
             name: value for name, value in self._numerics.items() if name in saved.numerics
-        }  # older ones have fewer
+        }  # older checkpoints have fewer
         difference = first_difference(saved.numerics, here)
         difference = difference or first_difference(saved.versions, self._versions)
         if difference:
@@ -339,7 +339,7 @@ class TrainingState:
 
 
 def _described(rest: dict[str, Any]) -> dict[str, object]:
-    """What must be the same in a checkpoint, in words."""
+    """Return the values of an update that must match a checkpoint, as text for messages."""
     if any("params" in group or not all(isinstance(key, str) for key in group) for group in rest["groups"]):
         raise EncodingError("its parameter groups are not those of an optimizer")
     if not isinstance(rest["run"], str) or not isinstance(rest["strategy_state"], dict):

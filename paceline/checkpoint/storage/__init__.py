@@ -1,1 +1,1 @@
-"""Where checkpoints are kept: a folder or an object store, and what to do when it fails for a while."""
+"""Checkpoint storage: a folder or an object store, and retries while it fails."""

@@ -1,17 +1,17 @@
-"""Where checkpoints are kept: a base, with a folder (folder.py) or an object store (object_store.py) behind it.
+"""Checkpoint storage: base class of the folder (folder.py) and the object store (object_store.py).
 
 ::
 
     step-000100/0002-0001-9f2c41ab/manifest.json      launch 2, generation 1, the token of the process that wrote it
 
-A writer has a name of its own for everything that it writes, so two of them never write to one place: nothing is ever
-overwritten, and completing a checkpoint needs no lock and no conditional operation. It is one atomic act: the rename of
-a directory, or the put of the manifest. Of several complete checkpoints of a step the one of the latest writer counts.
+Every writer uses a unique name for everything that it writes, so two writers never write to the same path. Nothing is
+overwritten, and a checkpoint is completed without locks or conditional operations, by a single atomic operation: the
+rename of a directory, or the put of the manifest. If a step has several complete checkpoints, the latest writer wins.
 
-A worker that was stopped and dropped may wake up in the middle of a save. Every writer shows its name before it writes
-anything; one that sees the name of a later launch or generation is *fenced* and stops. Should it look just before, its
-checkpoint is complete, older, and takes nothing from anyone. Removing has an order as well: a writer touches what is
-its own or of an earlier launch or generation, and first takes it away from its writer by one atomic act.
+A worker that was stopped and dropped may wake up in the middle of a save. Every writer publishes its name before it
+writes anything. A writer that sees the name of a later launch or generation is *fenced* and stops. If it looked just
+before that name appeared, its checkpoint is complete but older, and harms nothing. A writer removes only files that are
+its own or of an earlier launch or generation, after an atomic operation that takes them away from their writer.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from paceline.system.regular_files import NotRegularError
 
 LATEST = "latest"
 FENCED = "fenced"
-"""A file that takes an unfinished checkpoint away from its writer, where a directory cannot be renamed."""
+"""Name of the file that takes an unfinished checkpoint away from its writer if directories cannot be renamed."""
 _DAMAGED = "damaged-"
 _WRITER = re.compile(r"(\d{4,9})-(\d{4,9})-([0-9a-f]{8})")
 
 
 class FencedError(CheckpointError):
-    """Another worker writes checkpoints now.
+    """Raised if another worker writes checkpoints now.
 
     Attributes:
-        replaced: it belongs to the same launch, whose workers have changed; else to another launch.
+        replaced: whether that worker belongs to a later generation of the same launch, not to another launch.
     """
 
     def __init__(self, text: str, replaced: bool) -> None:
@@ -49,12 +49,12 @@ class FencedError(CheckpointError):
 
 @dataclass(frozen=True, order=True)
 class Writer:
-    """Who writes a checkpoint.
+    """Identity of the writer of a checkpoint.
 
     Attributes:
-        launch: counts how often training was started, or went back to a checkpoint, with this storage.
-        generation: of the workers.
-        token: of the process.
+        launch: number of the launch. Each start or resume of training with this storage has a higher number.
+        generation: generation of the membership.
+        token: random token of the process.
     """
 
     launch: int
@@ -65,81 +65,81 @@ class Writer:
         return f"{self.launch:04d}-{self.generation:04d}-{self.token}"
 
     def is_before(self, other: Writer) -> bool:
-        """Whether the other has taken the place of this one."""
+        """Return whether the other writer has replaced this writer."""
         return (self.launch, self.generation) < (other.launch, other.generation)
 
     def may_remove(self, other: Writer | None) -> bool:
-        """Whether what the other wrote, or begun to write, may be removed by this one."""
+        """Return whether this writer may remove complete or unfinished checkpoints of the other writer."""
         return other is None or other.is_before(self) or other.token == self.token
 
 
 def writer_of(name: str) -> Writer | None:
-    """The writer in the name of a checkpoint, or of what a writer has begun."""
+    """Return the writer in the name of a complete or unfinished checkpoint, or None if the name has none."""
     found = _WRITER.fullmatch(name.rpartition("/")[2])
     return Writer(int(found[1]), int(found[2]), found[3]) if found else None
 
 
 class Storage(ABC):
-    """The checkpoints of one run, by name: ``step-000100/0002-0001-9f2c41ab``.
+    """Checkpoints of a run by name, such as ``step-000100/0002-0001-9f2c41ab``.
 
-    Every method may raise the errors of the file system or store; none takes one for an answer.
+    Every method may raise errors of the file system or store. No method takes such an error for a result.
     """
 
     @abstractmethod
     def location(self, name: str = "") -> Path | str:
-        """The path or URL of a checkpoint, of a step, or of the whole storage."""
+        """Return the path or URL of a checkpoint, of a step, or of the whole storage."""
 
     @abstractmethod
     def names(self, *parts: str) -> list[str]:
-        """The names in a directory.
+        """Return the names in a directory.
 
         Raises:
-            FileNotFoundError, NotADirectoryError: there is none.
+            FileNotFoundError, NotADirectoryError: there is no such directory.
         """
 
     @abstractmethod
     def writers(self) -> set[Writer]:
-        """The writers that have shown their names here; the latest ones at least."""
+        """Return the writers that have published their names, at least the latest."""
 
     @abstractmethod
     def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
         """Open a file of a checkpoint for reading.
 
         Raises:
-            FileNotFoundError: there is none.
-            NotRegularError: it is no regular file.
+            FileNotFoundError: there is no such file.
+            NotRegularError: the path is not a regular file.
         """
 
     @abstractmethod
     def begin(self, step: str, writer: Writer, size: int) -> None:
-        """Show the name of the writer, remove what interrupted saves left, and begin a checkpoint of ``size`` bytes.
+        """Publish the name of the writer and begin a checkpoint of ``size`` bytes. May remove unfinished checkpoints.
 
         Raises:
-            FencedError: a later writer is at work.
-            OSError: there is no room for it.
+            FencedError: a later writer is active.
+            OSError: the storage is known to have too little space.
         """
 
     @abstractmethod
     def create(self, step: str, writer: Writer, file: str) -> AbstractContextManager[BinaryIO]:
-        """Create a file of the checkpoint that was begun; closing it makes it durable, as far as the store can."""
+        """Create a file of an unfinished checkpoint. Closing makes it durable, as far as the store supports that."""
 
     def begun(self, step: str, launch: int, generation: int) -> Writer | None:
-        """Who has begun a checkpoint of a step, of this launch and generation.
+        """Return the writer of this launch and generation that has begun a checkpoint of a step.
 
-        None also where other ranks than rank 0 cannot write to what it has begun.
+        Returns None if there is none, or if ranks other than 0 cannot write to unfinished checkpoints.
         """
         return None
 
     def read_begun(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
-        """A file of the checkpoint that was begun, at most so many bytes; none if it is not there."""
+        """Read at most ``most`` bytes of a file in an unfinished checkpoint. Return None if it does not exist."""
         return None
 
     @abstractmethod
     def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
-        """Complete the checkpoint that was begun, with these files and no others.
+        """Complete the checkpoint that was begun. It consists of the files in ``keep`` and the manifest.
 
         Raises:
-            FencedError: a later writer is at work.
+            FencedError: a later writer is active.
         """
 
     @abstractmethod
@@ -148,18 +148,18 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a complete checkpoint; a kill on the way leaves no damaged one."""
+        """Remove a complete checkpoint. A kill during removal leaves no damaged checkpoint."""
 
     @abstractmethod
     def set_aside(self, name: str) -> Path | str:
-        """Rename a damaged checkpoint to something that is not taken for one; return its new location."""
+        """Rename a damaged checkpoint so that it no longer counts as a checkpoint. Return its new location."""
 
     def manifest(self, name: str) -> str:
-        """The text of a manifest.
+        """Return the text of a manifest.
 
         Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is too long, or no text.
+            FileNotFoundError: the checkpoint has no manifest.
+            ValueError: the manifest is too long or not text.
         """
         with self.open(name, FILE) as file:
             text = file.read(LARGEST + 1)
@@ -168,10 +168,10 @@ class Storage(ABC):
         return text.decode()
 
     def complete(self) -> list[str]:
-        """The names of the complete checkpoints, the newest first.
+        """Return the names of the complete checkpoints, newest first.
 
-        A step that holds none is one that is being written, or one that was removed after a newer one was completed,
-        which may not have been there yet when the list was made. So then it looks until nothing changes.
+        A step without a complete checkpoint is in progress, or was removed after a newer checkpoint was completed,
+        perhaps after the listing. In that case the listing is repeated until it does not change.
         """
         before = None
         while True:
@@ -181,14 +181,14 @@ class Storage(ABC):
             before = steps
 
     def steps(self) -> list[str]:
-        """The names of the steps that may have a checkpoint."""
+        """Return the names of the steps that may have a checkpoint."""
         try:
             return [name for name in self.names() if step_of(name) >= 0]
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def complete_in(self, step: str) -> list[str]:
-        """The names of the complete checkpoints of a step, the latest first."""
+        """Return the names of the complete checkpoints of a step, latest first."""
         found = []
         for name in self.attempts(step):
             files = self.files_of(name)
@@ -197,20 +197,20 @@ class Storage(ABC):
         return sorted(found, key=_order, reverse=True)
 
     def attempts(self, step: str) -> list[str]:
-        """The names of the checkpoints of a step, complete or not; the step itself if it is one without a writer."""
+        """Return the names of a step's checkpoints, complete or not. A checkpoint without a writer has the step's."""
         names = self.files_of(step)
         found = [f"{step}/{name}" for name in names if writer_of(name)]
         return [step] if FILE in names and not found else found
 
     def files_of(self, name: str) -> list[str]:
-        """The names of what belongs to a checkpoint; none if it is not there any more."""
+        """Return the names of the files of a checkpoint, empty if it no longer exists."""
         try:
             return self.names(name)
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def latest(self) -> int:
-        """The step that a note in the storage says is the newest; -1 if there is no note."""
+        """Return the newest step according to the file ``latest``, or -1 if there is no valid file."""
         try:
             with self.open("", LATEST) as file:
                 return step_of(file.read(100).decode(errors="replace").strip())
@@ -218,15 +218,15 @@ class Storage(ABC):
             return -1
 
     def next_launch(self) -> int:
-        """A number for a launch, above those that have written here."""
+        """Return a launch number above those of all earlier writers to this storage."""
         known = self.writers() | {writer for name in self.complete() if (writer := writer_of(name))}
         return 1 + max((writer.launch for writer in known), default=0)
 
     def check_fence(self, writer: Writer) -> None:
-        """Refuse to let a writer go on whose place another one has taken.
+        """Raise FencedError if a later writer has published its name.
 
         Raises:
-            FencedError: another one has.
+            FencedError: a writer of a later launch or generation has replaced ``writer``.
         """
         later = max((one for one in self.writers() if writer.is_before(one)), default=None)
         if later is not None:
@@ -240,7 +240,7 @@ class Storage(ABC):
 
 
 def split(name: str) -> tuple[str, str]:
-    """The step of a checkpoint, and the name of its writer; empty if it has none."""
+    """Split the name of a checkpoint into its step and its writer. The writer may be empty."""
     step, _, writer = name.partition("/")
     return step, writer
 
@@ -250,7 +250,7 @@ def _order(name: str) -> tuple[int, Writer]:
 
 
 def free_name(step: str, taken: Iterable[str]) -> str:
-    """``damaged-step-000006``, or with a number behind it if that is taken."""
+    """Return ``damaged-<step>``, with a number appended if that name is taken."""
     wanted = f"{_DAMAGED}{step}"
     number = 2
     while wanted in taken:

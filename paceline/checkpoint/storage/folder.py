@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: of this machine's file system, or one that several machines share."""
+"""Checkpoints in a folder, either local or shared by several machines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NOTE = f".{LATEST}-"
 
 
 class Folder(Storage):
-    """Checkpoints in a folder. Relied on: renaming a directory is atomic, and fails if the new name has files.
+    """Checkpoint storage in a folder. Requires that renaming a directory is atomic and fails if the target has files.
 
-    A save writes to ``.partial-<step>-<writer>``, which becomes ``<step>/<writer>`` by one rename. What is removed is
-    renamed to ``.trash-...`` first, so a writer that comes late finds all of its files, or none.
+    A save writes to ``.partial-<step>-<writer>``, which becomes ``<step>/<writer>`` by one rename. Removal renames a
+    directory to ``.trash-...`` first, so a late writer finds all of its files or none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -127,7 +127,7 @@ class Folder(Storage):
         return self._path / f"{_PARTIAL}{step}-{writer}"
 
     def _partials(self) -> list[tuple[Path, Writer]]:
-        """What writers have begun."""
+        """Return the directories and writers of unfinished checkpoints."""
         found = []
         for name in self.files_of(""):
             _, _, rest = name.removeprefix(f"{_PARTIAL}step-").partition("-")
@@ -137,20 +137,20 @@ class Folder(Storage):
         return found
 
     def _rename(self, partial: Path, final: Path) -> None:
-        """Complete a checkpoint. The directory of its step may vanish when another one in it is removed."""
+        """Complete a checkpoint. The step's directory may vanish when another checkpoint in it is removed."""
         while True:
             final.parent.mkdir(mode=0o700, exist_ok=True)
             try:
                 partial.rename(final)
                 return
             except FileNotFoundError:
-                if (final / FILE).exists():  # a network folder has done it, and its answer was lost
+                if (final / FILE).exists():  # a network folder did the rename, but the reply was lost
                     return
                 if not partial.exists():
                     raise
 
     def _discard(self, path: Path) -> None:
-        """Remove a directory; at once, for everybody else."""
+        """Remove a directory, atomically for other processes."""
         trash = self._path / f"{_TRASH}{os.urandom(8).hex()}"
         try:
             path.rename(trash)
@@ -159,14 +159,14 @@ class Folder(Storage):
         shutil.rmtree(trash, ignore_errors=True)
 
     def _remove_empty(self, name: str) -> None:
-        with contextlib.suppress(OSError):  # there is another checkpoint of this step
+        with contextlib.suppress(OSError):  # the directory has another checkpoint of this step
             (self._path / split(name)[0]).rmdir()
 
     def _note_latest(self, writer: Writer) -> None:
-        """Note which one is the newest."""
+        """Write the name of the newest step to the file ``latest``."""
         found = self.complete()
         beside = self._path / f"{_NOTE}{writer.token}"
-        with contextlib.suppress(FileNotFoundError):  # another writer has removed it, and writes its own
+        with contextlib.suppress(FileNotFoundError):  # another writer has removed the file, and writes its own
             _write_synced(beside, (split(found[0])[0] if found else "none") + "\n")
             beside.replace(self._path / LATEST)
         _sync_directory(self._path)
@@ -180,7 +180,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _created(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file; on disk when it is closed."""
+    """Open a new file. On a normal exit it is flushed to disk."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         yield file
         file.flush()
@@ -188,7 +188,7 @@ def _created(path: Path) -> Iterator[BinaryIO]:
 
 
 def _sync_directory(path: Path) -> None:
-    """Flush the entries of a directory to disk: only then may older checkpoints be removed."""
+    """Flush the entries of a directory to disk. Older checkpoints may be removed only after that."""
     directory = os.open(path, os.O_RDONLY)
     try:
         os.fsync(directory)

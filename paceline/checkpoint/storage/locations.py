@@ -1,4 +1,4 @@
-"""Paths and URLs of checkpoints, and the storage behind each."""
+"""Paths and URLs of checkpoints, and their storage."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def storage_at(location: Path | str) -> Storage:
 
 
 def place(text: str) -> Path | str:
-    """A path or URL in text as what it is."""
+    """Return a URL as text, and any other text as a path."""
     return text if is_url(text) else Path(text)
 
 
 def is_url(location: Path | str) -> bool:
-    """Tell a URL such as ``s3://bucket/run`` from a path."""
+    """Return whether a location is a URL such as ``s3://bucket/run``."""
     return isinstance(location, str) and re.match(r"\w[\w+.-]*://", location) is not None
 
 
 def split(location: Path | str) -> tuple[Path | str, str]:
-    """Split the location of a checkpoint into its storage and its name there: of a step, or of a writer in it."""
+    """Split the location of a checkpoint into its storage and its name, ``<step>`` or ``<step>/<writer>``."""
     url = is_url(location)
     whole = str(location).rstrip("/") if url else str(Path(location).absolute())
     parts = 2 if writer_of(whole) else 1
@@ -39,7 +39,7 @@ def split(location: Path | str) -> tuple[Path | str, str]:
 
 
 def same(one: Path | str, other: Path | str) -> bool:
-    """Whether two locations are the same."""
+    """Return whether two locations are the same."""
     if is_url(one) or is_url(other):
         return str(one).rstrip("/") == str(other).rstrip("/")
     return Path(one).resolve() == Path(other).resolve()

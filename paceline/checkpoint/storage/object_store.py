@@ -1,9 +1,9 @@
 """Checkpoints at a URL, through fsspec: object stores (``s3://``, ``gs://``, ``az://``), ``memory://``, and others.
 
-An object store has neither rename nor directories. So a checkpoint is written under its final name, the manifest last;
-without a manifest it does not count. Removal deletes the manifest first.
+An object store has neither renames nor directories. So a checkpoint is written under its final name, with the manifest
+last, and does not count without a manifest. Removal deletes the manifest first.
 
-``exists``, ``find`` and ``rm(recursive=True)`` of fsspec take every error for "there is nothing". So they are not used.
+``exists``, ``find`` and ``rm(recursive=True)`` of fsspec treat every error as absence, so they are not used.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ATTEMPTS = 10
 
 
 class ObjectStore(Storage):
-    """Checkpoints at a URL. Relied on: a put is atomic, and seen by every list after it. No conditional put is needed.
+    """Checkpoint storage at a URL. Requires atomic puts that every later list shows, but no conditional puts.
 
-    ``.writers/<writer>`` shows who writes. A writer that removes what another one has begun puts ``fenced`` beside it
-    first: a manifest that comes late does not complete what has no files any more. The empty mark stays.
+    Files ``.writers/<writer>`` publish the names of writers. A writer that removes an unfinished checkpoint of another
+    writer first adds a file ``fenced``, so that a late manifest does not complete it. The empty ``fenced`` file stays.
 
     Raises:
         ConfigError: fsspec, or its package for this kind of URL, is not installed.
@@ -73,7 +73,7 @@ class ObjectStore(Storage):
             try:
                 self._files.makedirs(self._path(name), exist_ok=True)
                 break
-            except FileNotFoundError:  # in file://, another writer has just removed the empty directory of the step
+            except FileNotFoundError:  # on file://, another writer has just removed the empty directory of the step
                 if attempt == _ATTEMPTS - 1:
                     raise
 
@@ -113,12 +113,12 @@ class ObjectStore(Storage):
         return "/".join([self._root.rstrip("/"), *(part for part in parts if part)])
 
     def _is_regular(self, path: str) -> bool:
-        """Whether this is a file: ``file://`` may hold links, and pipes, at which opening would wait."""
+        """Return whether a path is a regular file. ``file://`` may hold links, and pipes that block on open."""
         about = self._files.info(path)
         return about["type"] == "file" and not about.get("islink")
 
     def _show(self, writer: Writer) -> None:
-        """Show who writes now; earlier writers need not be known any more."""
+        """Publish the name of a writer, and remove the names of earlier writers, which are not needed any more."""
         self._files.makedirs(self._path(_WRITERS), exist_ok=True)
         known = self.writers()
         if writer not in known:
@@ -128,9 +128,9 @@ class ObjectStore(Storage):
                 self._remove_file(_WRITERS, str(other))
 
     def _remove_unfinished(self, newest: str, writer: Writer) -> None:
-        """Remove what interrupted saves left of earlier steps.
+        """Remove unfinished checkpoints of earlier steps.
 
-        Whether the manifest of a later step is still to come, nobody can know without a conditional put.
+        For later steps a manifest may still be on its way, which cannot be excluded without a conditional put.
         """
         for step in self.steps():
             if step_of(step) >= step_of(newest):
@@ -145,7 +145,7 @@ class ObjectStore(Storage):
             self._remove_directory(step)
 
     def _remove_files(self, name: str) -> None:
-        """Remove the files of a checkpoint that is not complete any more, but for the mark that it was taken away."""
+        """Remove all files of an incomplete checkpoint except ``fenced``."""
         for file in self.files_of(name):
             if file != FENCED and not writer_of(file):
                 self._remove_file(name, file)
@@ -153,7 +153,7 @@ class ObjectStore(Storage):
         self._remove_directory(split(name)[0])
 
     def _remove_directory(self, name: str) -> None:
-        """Remove a directory if it is empty; file systems have directories, and stores have none."""
+        """Remove a directory if it is empty. Only file systems have directories."""
         with contextlib.suppress(OSError, NotImplementedError):
             self._files.rmdir(self._path(name))
 
@@ -166,6 +166,6 @@ class ObjectStore(Storage):
         self._files.pipe_file(self._path(LATEST), ((split(found[0])[0] if found else "none") + "\n").encode())
 
     def _write(self, path: str, text: str) -> None:
-        """Write a file atomically on any kind of store."""
+        """Write a file atomically on any store."""
         self._files.pipe_file(f"{path}.new", text.encode())
         self._files.mv(f"{path}.new", path)

@@ -1,6 +1,6 @@
-"""What to do when a storage fails: again if it may pass, for so long; never mistake it for damage.
+"""Retries for a storage that fails, if the failure may be transient. A failure is never taken for damage.
 
-A disk, a network folder or an object store that gives an error has said nothing about what it holds.
+An error of a disk, network folder or object store says nothing about the content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 _log = logging.getLogger("paceline")
 MISSING_SECONDS = 30.0
-"""For so long at most a network folder may not show a file, or its newest entries, to another machine."""
+"""Longest delay in seconds until a network folder shows a file or its newest entries to another machine."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 _ABOUT_CONTENT = FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, io.UnsupportedOperation
 _ABOUT_CONTENT_TOO = {errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL, errno.EOVERFLOW, errno.ENOTEMPTY}
@@ -24,12 +24,12 @@ _NOT_CLIENTS = {*sys.stdlib_module_names, "torch", "numpy", "paceline"}
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether the storage failed, which says nothing about the content."""
+    """Return whether an error is a failure of the storage, which says nothing about the content."""
     return any(_is_os_error(one) or _status(one) not in (None, 404) or _is_of_client(one) for one in _chain(error))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether to try again: not if the storage refuses, or is full."""
+    """Return whether a failure may be transient. It is not if the storage denies access or is full."""
     if not is_storage_error(error):
         return False
     statuses = [status for one in _chain(error) if (status := _status(one)) is not None]
@@ -38,10 +38,10 @@ def may_pass(error: BaseException) -> bool:
 
 
 class Retries:
-    """Waits between attempts, twice as long each time.
+    """Exponential backoff between attempts, from 0.1 to 10 seconds.
 
     Args:
-        seconds: after so long there is no other attempt.
+        seconds: timeout after which no more attempts are made.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -56,15 +56,15 @@ class Retries:
         return time.monotonic() - self._begin
 
     def left(self) -> bool:
-        """Whether there may be another attempt."""
+        """Return whether the timeout allows another attempt."""
         return self.elapsed < self._seconds
 
     def duration(self, error: BaseException) -> str:
-        """For how long it was tried, for a message; empty for an error that is final at once."""
+        """Return the time spent on retries, for a message; empty unless the timeout ended the retries."""
         return f" (tried for {self.elapsed:.0f} s)" if may_pass(error) and not self.left() else ""
 
     def wait(self, why: str) -> None:
-        """Wait before the next attempt; the log says once why."""
+        """Wait before the next attempt. Log the reason the first time."""
         if not self._logged:
             _log.warning("%s. Trying again for up to %g s.", why.removesuffix("."), self._seconds)
             self._logged = True
@@ -78,7 +78,7 @@ def _is_os_error(error: BaseException) -> bool:
 
 
 def _is_of_client(error: BaseException) -> bool:
-    """Whether the class of the error is one of a store's client."""
+    """Return whether the class of the error belongs to a store's client."""
     return type(error).__module__.partition(".")[0] not in _NOT_CLIENTS
 
 
@@ -89,7 +89,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status in an error of a client: of botocore, gcsfs, Azure, aiohttp or requests."""
+    """Return the HTTP status in a client error of botocore, gcsfs, Azure, aiohttp or requests, or None."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
