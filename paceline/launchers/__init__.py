@@ -1,1 +1,1 @@
-"""Start workers somewhere, watch them, and say why they ended. Nothing here imports torch."""
+"""Launchers and clusters: start workers, watch them, report how they ended. This package does not import torch."""

@@ -1,4 +1,4 @@
-"""What a launcher is: it decides as data what to start, starts it, waits, and says how each worker ended.
+"""Launcher interface and its data: plan a launch, start workers, poll them, report how each worker ended.
 
 ::
 
@@ -6,7 +6,7 @@
     what the user         how each worker     one worker                its exit code,
     asked for             starts                                        and why
 
-A worker is an ordinary process that runs the script. It learns its rank from torchrun's variables and the run
+A worker is an ordinary process that runs the script. It reads its rank from torchrun's variables and the run
 directory from ``PACELINE_RUN``.
 """
 
@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Examination:
-    """What ``paceline doctor`` looks at besides the machines, and how it reports."""
+    """Options of ``paceline doctor``: what to examine besides the machines, and the format of the report."""
 
     script: Path | None = None
     data: Path | None = None
@@ -42,7 +42,7 @@ class Examination:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for."""
+    """Launch request of the user: script, number of workers, settings and options."""
 
     script: Path
     arguments: tuple[str, ...] = ()
@@ -53,46 +53,46 @@ class Request:
     runs_mode: int = 0o700  # permissions of a new run directory
     name: str | None = None
     port: int | None = None
-    least: int | None = None  # training waits below this number of workers; None: every loss ends the run
+    least: int | None = None  # minimum number of workers; training pauses below it. None: any loss ends the run
     most: int | None = None
-    standby: int = 0  # workers that wait to replace lost ones
-    patience_seconds: float = 600.0  # to wait for replacements below the least number
-    grace_seconds: float = 25.0  # to finish a step and save after a signal
-    nodes: tuple[int, int] | None = None  # fewest and most machines; None: this one alone
+    standby: int = 0  # spare workers that wait to replace lost workers
+    patience_seconds: float = 600.0  # time limit for replacements to join while fewer than `least` workers are left
+    grace_seconds: float = 25.0  # time to finish a step and save after a signal
+    nodes: tuple[int, int] | None = None  # minimum and maximum number of machines; None: this machine only
     rendezvous: str | None = None  # host:port of the first machine
-    secret_file: Path | None = None  # by which the machines share a secret
-    first: int = 0  # number of the first worker here; above zero on all machines but the first
-    environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
+    secret_file: Path | None = None  # file with the secret that the machines share
+    first: int = 0  # number of this machine's first worker; above zero on all machines but the first
+    environment: Mapping[str, str] = field(default_factory=dict)  # additional variables for the workers
     launcher: str = "local"  # a name in the registry
-    horovod: bool = False  # scripts find Paceline's ``horovod``: see ``environment``
-    discovery: Path | None = None  # a script that says how many workers there may be now
+    horovod: bool = False  # scripts import Paceline's ``horovod``, which `environment` makes importable
+    discovery: Path | None = None  # script that prints the current number of worker slots of each host
     preload: bool = True  # fork workers from a process that has imported torch, if the launcher can
-    examination: Examination | None = None  # of the machines, instead of training on them; it has the script
+    examination: Examination | None = None  # examine the machines instead of training; it names the script
 
     @property
     def elastic(self) -> bool:
-        """Whether training goes on when a worker is lost."""
+        """Whether training continues after the loss of a worker."""
         return self.least is not None or self.nodes is not None
 
     @property
     def largest(self) -> int:
-        """How many workers there may be at most."""
+        """Maximum number of workers of the run."""
         return self.most or self.workers * (self.nodes[1] if self.nodes else 1)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What must be on every machine before the start; the doctor says itself what is missing."""
+        """Files that every machine must have before the start. Empty for the doctor, which reports missing files."""
         return () if self.examination else tuple(one for one in (self.script, self.plan) if one is not None)
 
     @property
     def resume(self) -> str | None:
-        """The checkpoint to start from: ``auto``, a path, or none."""
+        """Checkpoint to start from: ``auto``, a path or URL, or None."""
         return self.settings.get("resume")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The cores that this process may use, and how memory divides them."""
+    """Cores that this process may use, grouped by memory domain."""
 
     cores: frozenset[int]
     domains: tuple[frozenset[int], ...] = ()
@@ -100,37 +100,37 @@ class Machine:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """How one worker starts."""
+    """Command, environment and cores of one worker."""
 
     number: int
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    cores: frozenset[int] = frozenset()  # empty: the system decides
+    cores: frozenset[int] = frozenset()  # empty: not bound
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Everything that decides how the workers start."""
+    """Launch plan of the workers on this machine."""
 
     script: Path
     arguments: tuple[str, ...]
     workers: int
     run: Path
-    environment: Mapping[str, str]  # the same for every worker
-    cores: tuple[frozenset[int], ...] = ()  # of each worker; empty: the system decides
-    coordinator: str | None = None  # host:port where workers find each other; None: by torchrun's variables
-    secret: Secret | None = None  # of this run, if there is a coordinator
+    environment: Mapping[str, str]  # variables that all workers share
+    cores: tuple[frozenset[int], ...] = ()  # cores of each worker; empty: not bound
+    coordinator: str | None = None  # host:port of the coordinator; None: rendezvous by torchrun's variables
+    secret: Secret | None = None  # the run's secret, if the run has a coordinator
     first: int = 0
     grace_seconds: float = 25.0
     launcher: str = "local"
     preload: bool = False
 
     def command(self) -> tuple[str, ...]:
-        """What each worker executes."""
+        """Return the command that each worker executes."""
         return (sys.executable, "-u", str(self.script), *self.arguments)
 
     def worker(self, number: int, local_rank: int) -> WorkerSpec:
-        """How one worker starts; its device follows from its local rank."""
+        """Return the specification of one worker. Its local rank selects its device."""
         own = {name: str(local_rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
         if self.coordinator is not None and self.secret is not None:
             key = self.secret.key(f"worker {number}").hex()
@@ -139,74 +139,74 @@ class Launch:
         return WorkerSpec(number, self.command(), {**self.environment, **own}, cores)
 
     def name(self, number: int) -> str:
-        """Name the files of a worker: by its rank, or by its number if it was started to join later."""
+        """Return the base name of a worker's files: its rank, or its number if it was started after the launch."""
         return f"rank-{number}" if number < self.workers else f"worker-{number}"
 
     def output(self, number: int) -> Path:
-        """The file with everything that a worker printed."""
+        """Return the path of the log with a worker's entire output."""
         return self.run / "output" / f"{self.name(number)}.log"
 
     def error(self, number: int) -> Path:
-        """The file in which a worker reports why it failed."""
+        """Return the path of a worker's failure report."""
         return self.run / "errors" / f"{self.name(number)}.json"
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker ended."""
+    """Exit of one worker."""
 
-    worker: int  # its number: its rank at the start
-    code: int  # negative: the signal that killed it
+    worker: int  # number of the worker: its rank at the start
+    code: int  # exit code, or the negative number of the signal that killed the worker
     time: float
-    stopped: bool  # the launcher had asked it to end
-    tolerated: bool = False  # training went on without it
+    stopped: bool  # the launcher had asked the worker to end
+    tolerated: bool = False  # training continued without the worker
     pid: int = 0
     out_of_memory: bool = False  # the kernel had just killed a process for lack of memory
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: 128 + the signal."""
+        """Exit code as a shell reports it: 128 + the signal number if a signal ended the worker."""
         return self.code if self.code >= 0 else 128 - self.code
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a launch ended."""
+    """Result of a launch."""
 
     exits: tuple[WorkerExit, ...]
-    signal: int | None  # sent to the launcher
+    signal: int | None  # first signal that the launcher received
     seconds: float
 
 
 class WorkerProcess(Protocol):
-    """A worker that was started; ``subprocess.Popen`` is one."""
+    """Handle of a started worker. ``subprocess.Popen`` satisfies this protocol."""
 
     @property
     def pid(self) -> int:
-        """The process on this machine; 0 if it runs elsewhere."""
+        """Process id on this machine, or 0 if the worker runs on another machine."""
         ...
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while the worker runs."""
+        """Return the exit code (negative for a signal), or None while the worker runs."""
         ...
 
     def send_signal(self, sig: int, /) -> None:
-        """Send a signal to the worker alone."""
+        """Send a signal to the worker process only."""
         ...
 
     def kill(self) -> None:
-        """Kill the worker and all that it started, even if the worker itself has ended."""
+        """Kill the worker and all processes it started, even if the worker itself has ended."""
         ...
 
 
 class Launcher(ABC):
-    """One kind of place where workers run: a file of this folder and a line in ``registry.py``.
+    """Base class of launchers. Each launcher is a module of this package and an entry in ``registry.py``.
 
-    A new launcher must write ``start``. There is one instance for each launch.
+    A new launcher must implement ``start``. Each launch creates one instance.
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
-    """Called with a line for the user."""
+    """Callback that receives lines for the user."""
 
     @classmethod
     def decide(
@@ -218,59 +218,59 @@ class Launcher(ABC):
         run: Path,
         port: int,
     ) -> Launch:
-        """Decide everything about a launch; nothing is touched yet.
+        """Return the launch plan, without any side effects.
 
         Args:
-            request: what the user asked for.
-            settings: as far as they are known before the script runs.
-            machine: this machine.
+            request: request of the user.
+            settings: settings that are known before the script runs.
+            machine: cores and memory domains of this machine.
             inherited: environment variables for the workers.
-            run: the run directory.
-            port: a free one.
+            run: run directory.
+            port: free port for the workers' rendezvous.
         """
         return lay_out(request, settings, machine, inherited, run, port)
 
     @classmethod
     def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Begin before anything is checked, for workers that are likely to start like this."""
+        """Start slow preparations before the request is checked, for the expected command and environment."""
         return None
 
     @classmethod
     def end_early(cls) -> None:
-        """End what was begun early, if no launch has taken it."""
+        """Undo ``begin_early`` unless a launch uses its result."""
         return None
 
     def begin(self, launch: Launch) -> None:
-        """Begin with what takes long and is needed before the first worker starts."""
+        """Start slow preparations that must finish before the first worker starts."""
         return None
 
     def wait_until_ready(self, stop: Callable[[], bool]) -> None:
-        """Wait until workers can be started; no longer if `stop` returns true."""
+        """Wait until workers can be started. Return early if `stop` returns true."""
         return None
 
     def starts_at_once(self) -> bool:
-        """Whether a worker that starts now keeps no core busy for seconds."""
+        """Return whether workers start without using a core for seconds, as the import of torch does."""
         return False
 
     @abstractmethod
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a worker that prints to these two file descriptors, which the caller closes.
+        """Start a worker that writes its output to these two file descriptors. The caller closes them.
 
         Raises:
-            OSError: it could not be started.
+            OSError: the worker could not be started.
         """
 
     def ran_out_of_memory(self) -> bool:
-        """Whether the worker that has just failed was killed for lack of memory, as far as that is known."""
+        """Return whether the worker that has just failed was killed for lack of memory. False if unknown."""
         return False
 
     def close(self) -> None:
-        """Free what the launcher holds; all workers have ended."""
+        """Free the launcher's resources after all workers have ended."""
         return None
 
 
 def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[int], ...]:
-    """Bind each worker to the cores of one memory domain, or of several if there are fewer workers.
+    """Assign the cores of a memory domain to each worker, or of several domains if there are fewer workers.
 
     ::
 
@@ -289,22 +289,22 @@ def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[i
 
 
 def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
-    """Choose how many threads each worker computes with."""
+    """Return the number of compute threads per worker."""
     if settings.threads is not None:
         return settings.threads
     return 1 if settings.exact else max(1, cores // workers)
 
 
 def pays_preload(workers: int, standby: int, elastic: object) -> bool:
-    """Return whether several workers of this machine, or their replacements, would share one import of torch."""
+    """Return whether at least two workers of this machine, counting replacements, would share an import of torch."""
     return workers + standby > (0 if elastic else 1)
 
 
 def library_variables(threads: int) -> dict[str, str]:
-    """Return the variables that Python and its libraries read when they start, unless the user has set them."""
+    """Return default values for variables that Python and its libraries read at startup. User values override them."""
     return {
         "PYTHONHASHSEED": "0",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker once
         "OMP_NUM_THREADS": str(threads),
     }
 
@@ -317,7 +317,7 @@ def lay_out(
     run: Path,
     port: int,
 ) -> Launch:
-    """Decide everything about a launch; nothing is touched yet."""
+    """Return the launch plan, without any side effects."""
     workers = str(request.workers)
     shared = {
         "GLOO_SOCKET_IFNAME": "lo",

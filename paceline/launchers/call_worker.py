@@ -1,7 +1,7 @@
-"""Run as a script by each worker of ``paceline.launch``: call the function, and keep its result or its error.
+"""Script of the workers of ``paceline.launch``: call the function and save its result or error.
 
-In the folder that it is given: ``call`` (the path of modules, the function, its arguments), and for each worker by its
-number ``result-<number>`` or ``error-<number>``. The folder is the launching user's own; nobody else's is ever read.
+The folder in the first argument contains ``call`` (``sys.path``, the function and its arguments). Each worker adds
+``result-<number>`` or ``error-<number>``. The folder belongs to the launching user; no other user's files are read.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ CALL, RESULT, ERROR = "call", "result", "error"
 
 
 def main(folder: Path) -> None:
-    """Call the function."""
+    """Call the function and write its result or error into `folder`."""
     import cloudpickle
 
     call = cloudpickle.loads((folder / CALL).read_bytes())
@@ -25,23 +25,23 @@ def main(folder: Path) -> None:
     try:
         _write(folder, f"{RESULT}-{launched.worker}", function(*arguments))
     except Exception as error:
-        with contextlib.suppress(Exception):  # one that cannot be pickled is told by the worker's log alone
+        with contextlib.suppress(Exception):  # an error that cannot be pickled appears only in the worker's log
             _write(folder, f"{ERROR}-{launched.worker}", error)
         raise
 
 
 def _write(folder: Path, name: str, value: object) -> None:
-    """Write a value as a whole, or not at all."""
+    """Write a value atomically."""
     import cloudpickle
 
     try:
         data = cloudpickle.dumps(value)
-    except Exception as error:  # noqa: BLE001 - whatever an object's own code raises
+    except Exception as error:  # noqa: BLE001 - an object's own code may raise anything
         raise TypeError(f"What the function returned, a {type(value).__name__}, cannot be sent back: {error}") from None
     (folder / f".{name}").write_bytes(data)
     (folder / f".{name}").rename(folder / name)
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules would hide others of the same names
+    sys.path.pop(0)  # this file's folder, whose modules would shadow others with the same names
     main(Path(sys.argv[1]))

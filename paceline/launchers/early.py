@@ -1,7 +1,7 @@
-"""Begin to import torch for the workers while the command line is still being read.
+"""Early import of torch for the workers, while the command line is still being parsed.
 
-What the launcher itself imports and checks takes a third of a second. Until then the number of threads, which libraries
-read when they are loaded, is a guess from the plain text of the settings; the launcher starts anew if it was wrong.
+The launcher's own imports and checks take a third of a second. Until they are done, the number of threads, which
+libraries read at load time, is guessed from the text of the settings. After a wrong guess the launcher starts over.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TRUE = ("true", "1", "yes", "on")
 
 
 def begin(launcher: str, script: Path, arguments: Sequence[str], workers: int, settings: Sequence[str]) -> None:
-    """Let a launcher begin, if what it will need is known already.
+    """Call the launcher's ``begin_early`` if its command and environment can already be predicted.
 
     Args:
-        launcher: a name in the registry.
-        script: of the workers.
-        arguments: of the script.
-        workers: of this machine.
-        settings: pairs ``key=value`` of the command line.
+        launcher: name in the registry.
+        script: script of the workers.
+        arguments: arguments of the script.
+        workers: number of workers on this machine.
+        settings: ``key=value`` pairs of the command line.
     """
     here = machine.look()
     if launcher not in LAUNCHERS or env.plan_file() is not None or len(here.domains) > 1 or not script.is_file():
@@ -39,12 +39,12 @@ def begin(launcher: str, script: Path, arguments: Sequence[str], workers: int, s
 
 
 def guess_threads(settings: Sequence[str], environment: Mapping[str, str], usual: int) -> tuple[int, bool]:
-    """Guess the number of threads of a worker, and whether the user has chosen it.
+    """Guess the number of threads per worker. Return it and whether the user has set it.
 
     Args:
-        settings: pairs ``key=value`` of the command line.
-        environment: of this process.
-        usual: without a setting.
+        settings: ``key=value`` pairs of the command line.
+        environment: environment of this process.
+        usual: number of threads without a setting.
     """
     given = dict(one.partition("=")[::2] for one in settings)
     threads = given.get("threads", environment.get("PACELINE_THREADS", ""))
@@ -56,7 +56,7 @@ def guess_threads(settings: Sequence[str], environment: Mapping[str, str], usual
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """At the end of the block, end what has begun early and was not needed."""
+    """Discard unused early preparations of all launchers at the end of the block."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""One launcher at a time writes the directory of a run.
+"""Lock of a run directory, which only one launcher at a time may write.
 
-The launcher holds a lock on a file there. The kernel frees it when the launcher ends, however it ends; on NFS the
-server does. Where a file system has no locks, nothing is held.
+The launcher holds a lock on a file in the directory. The kernel, or the server on NFS, releases the lock when the
+launcher ends for any reason. File systems without locks are not protected.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class Lease:
-    """The sole right to write a directory, until it is closed.
+    """Exclusive right to write a run directory, held until ``close``.
 
     Raises:
-        ConfigError: another launcher has it.
+        ConfigError: another launcher holds the lock.
         OSError: the directory cannot be written.
     """
 
@@ -49,7 +49,7 @@ class Lease:
         self._file.flush()
 
     def close(self) -> None:
-        """Give it up."""
+        """Release the lock."""
         self._file.close()
 
 
@@ -58,4 +58,4 @@ def _read_holder(run: Path) -> str:
         known = json.loads((run / FILE).read_text())
         return f": process {known['pid']} on {known['host']}, since {known['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return ""  # it has just taken it
+        return ""  # the other launcher has just taken the lock

@@ -1,4 +1,4 @@
-"""This machine: its cores, its memory domains, a free port; and whether it allows so many workers."""
+"""Resources of this machine: cores, memory domains, free ports, and process limits."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT, _DRAWS = 10_000, 100
 _MOST_MARKS = 32
 _marks: deque[int] = deque()
-"""Descriptors of the sockets whose names say which ports this process has drawn."""
+"""Descriptors of the sockets whose names mark the last ports that this process has drawn, until it ends."""
 _FILES, _THREADS = 64, 12
-"""Of a worker or a launcher, besides those for the others; measured: 17 to 25 files, and 7 to 10 threads."""
+"""Needs of a worker or launcher apart from its connections to others. Measured: 17 to 25 files, 7 to 10 threads."""
 _FILES_OF_CHILD, _THREADS_OF_CHILD = 5, 2
-"""In the launcher for each worker of its machine: a log, two pipes, a process handle, a connection; and two readers."""
+"""Needs of the launcher per local worker: log, two pipes, process handle and connection; two reader threads."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the system allows a process; None: any number.
+    """Process limits of the system. None means unlimited.
 
     Attributes:
-        files: that it has open.
-        most_files: up to which it may raise that by itself.
-        processes: of the user, threads included.
+        files: soft limit of open files per process.
+        most_files: hard limit of open files, up to which a process may raise its soft limit.
+        processes: limit of processes per user, threads included.
     """
 
     files: int | None = None
@@ -43,7 +43,7 @@ class Allowed:
 
 
 def allowed() -> Allowed:
-    """Read what the system allows this process, and so the workers that it starts."""
+    """Return the limits of this process, which its workers inherit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0] if os.geteuid() else resource.RLIM_INFINITY
     given = (None if one == resource.RLIM_INFINITY else one for one in (soft, hard, processes))
@@ -51,33 +51,33 @@ def allowed() -> Allowed:
 
 
 def files_needed(here: int, largest: int) -> int:
-    """How many open files a worker or the launcher needs at most.
+    """Return the maximum number of open files that a worker or the launcher needs.
 
-    A worker has a connection to each other one (gloo's full mesh), and while it changes from one generation to the next
-    two files for each worker of its machine.
+    A worker has a connection to every other worker (gloo's full mesh). During a change of generation it also has two
+    files for each worker of its machine.
 
     Args:
-        here: workers of this machine.
-        largest: workers of the run.
+        here: number of workers on this machine.
+        largest: maximum number of workers in the run.
     """
     return _FILES + largest + max(2 * here, _FILES_OF_CHILD * here)
 
 
 def processes_needed(here: int) -> int:
-    """How many processes and threads the workers of this machine and their launcher are, without data loaders."""
+    """Return the number of processes and threads of this machine's workers and launcher, without data loaders."""
     return _THREADS + here * (_THREADS + _THREADS_OF_CHILD)
 
 
 def check_allowed(here: int, largest: int, given: Allowed | None = None) -> None:
-    """Refuse to start more workers than the system allows.
+    """Raise StartError if the system's limits are too low for this many workers.
 
     Args:
-        here: workers of this machine.
-        largest: workers of the run.
-        given: what is allowed; None: to this process.
+        here: number of workers on this machine.
+        largest: maximum number of workers in the run.
+        given: limits to check against. Defaults to the limits of this process.
 
     Raises:
-        StartError: they need more open files, or are more processes.
+        StartError: the workers need more open files, or more processes and threads, than the limits allow.
     """
     given = given or allowed()
     files, processes = files_needed(here, largest), processes_needed(here)
@@ -101,7 +101,7 @@ def check_allowed(here: int, largest: int, given: Allowed | None = None) -> None
 
 
 def look() -> Machine:
-    """The cores this process may use, grouped by memory domain."""
+    """Return the cores that this process may use, grouped by memory domain."""
     cores = _usable_cores()
     domains = [core_list(path.read_text()) & cores for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]
     return Machine(cores, tuple(domain for domain in domains if domain))
@@ -114,7 +114,7 @@ def _usable_cores() -> frozenset[int]:
 
 
 def core_list(text: str) -> frozenset[int]:
-    """Read ``0-3,8`` as a set."""
+    """Parse a list of cores such as ``0-3,8``."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -124,17 +124,17 @@ def core_list(text: str) -> frozenset[int]:
 
 
 def choose_port(wanted: int | None) -> int:
-    """The wanted port if nobody listens on it; without a wish, a free one.
+    """Return the wanted port if no process listens on it, or a free port if `wanted` is None.
 
-    The workers bind it seconds later. So it is drawn from those that the system does not give to whoever asks for any,
-    as each connection does, and that no process has drawn like this and still holds; a program that wants this very one
-    can still take it, and a worker then says so.
+    The workers bind the port seconds later. Therefore a free port is drawn below the ephemeral range, which serves
+    outgoing connections, and from ports that no other process has drawn this way and still holds. Another program can
+    still take it on purpose. A worker then reports the conflict.
 
     Raises:
         StartError: the wanted port is in use.
     """
     if wanted is None:
-        below, chance = _first_given_port(), SystemRandom()  # tests may have seeded the other one
+        below, chance = _first_given_port(), SystemRandom()  # tests may have seeded the default generator
         for _ in range(_DRAWS if below > 2 * _LOWEST_PORT else 0):
             with contextlib.suppress(OSError):
                 return _draw(chance.randrange(_LOWEST_PORT, below))
@@ -147,7 +147,7 @@ def choose_port(wanted: int | None) -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether a process of this machine listens there."""
+    """Return whether a process of this machine listens on `port`."""
     try:
         choose_port(port)
     except StartError:
@@ -156,10 +156,9 @@ def listens(port: int) -> bool:
 
 
 def _draw(port: int) -> int:
-    """Take a port, and mark it as drawn by a name in this network namespace, which ends with this process.
-
+    """Check that a port is free, and mark it as drawn by a socket name in this network namespace.
     Raises:
-        OSError: it is in use, or marked.
+        OSError: the port is in use or marked.
     """
     _bind(port)
     if sys.platform == "linux":
@@ -179,7 +178,7 @@ def _bind(port: int) -> int:
 
 
 def _first_given_port() -> int:
-    """The lowest port that the system gives to whoever asks for any; 0 if unknown."""
+    """Return the lowest port of the ephemeral range, or 0 if unknown."""
     try:
         return int(_GIVEN_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):

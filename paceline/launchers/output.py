@@ -1,4 +1,4 @@
-"""What rank 0 prints: raw and complete into its log, and line by line to whoever shows it."""
+"""Output of workers: copied unchanged to a log file, and passed line by line to a display callback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 Show = Callable[[str, str], None]
-"""Called with ``stdout`` or ``stderr`` and one line, from a thread of its own for each of the two."""
+"""Callback for one line of ``stdout`` or ``stderr``. Each of the two streams calls it from its own thread."""
 
 _LONGEST_LINE = 1 << 20
 _MOST_WAITING = 10_000
@@ -17,18 +17,18 @@ _LAST_SECONDS = 2.0
 
 
 class Lines:
-    """Cuts bytes that arrive in any pieces into lines.
+    """Incremental splitter of a byte stream into lines.
 
-    A carriage return starts the line over, as on a terminal: all the states of a progress bar are one line.
+    A carriage return restarts the line, as on a terminal, so all states of a progress bar are a single line.
     """
 
     def __init__(self) -> None:
         self._open = b""
 
     def take(self, data: bytes) -> list[str]:
-        """The lines that these bytes complete."""
+        """Add bytes. Return the lines that they complete."""
         *complete, self._open = (self._open + data).split(b"\n")
-        restart = self._open.rfind(b"\r", 0, -1)  # a last one may belong to the "\n" to come
+        restart = self._open.rfind(b"\r", 0, -1)  # a trailing "\r" may belong to a "\n" that has not arrived yet
         self._open = self._open[restart + 1 :]
         if len(self._open) > _LONGEST_LINE:
             complete.append(self._open)
@@ -36,7 +36,7 @@ class Lines:
         return [_text(line) for line in complete]
 
     def rest(self) -> list[str]:
-        """The line without an end, when there is one."""
+        """Return the unterminated last line, if any."""
         last, self._open = self._open, b""
         return [_text(last)] if last else []
 
@@ -46,19 +46,19 @@ def _text(line: bytes) -> str:
 
 
 class Relay:
-    """Shows lines that others must not wait for; when they come faster than they can be shown, some are left out."""
+    """Non-blocking queue of lines to show. Lines are dropped if they arrive faster than they can be shown."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue(_MOST_WAITING)
 
     def put(self, name: str, line: str) -> None:
-        """Show a line soon."""
+        """Queue a line, or drop it if the queue is full."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait((name, line))
 
     @contextlib.contextmanager
     def to(self, show: Show) -> Iterator[None]:
-        """Show the lines from now on; at the end wait, not for ever, until all are shown."""
+        """Show queued lines during the ``with`` block. On exit wait for the rest, with a timeout."""
 
         def run() -> None:
             while (found := self._lines.get()) is not None:
@@ -75,7 +75,7 @@ class Relay:
 
 
 class Stream:
-    """Copies one pipe of a worker to its log and to ``show``, until the pipe ends; then closes it."""
+    """Thread that copies one pipe of a worker to its log and to ``show`` until the pipe ends, and then closes it."""
 
     def __init__(self, name: str, pipe: int, log: int, show: Show) -> None:
         self._thread = threading.Thread(
@@ -84,7 +84,7 @@ class Stream:
         self._thread.start()
 
     def join(self, seconds: float) -> bool:
-        """Wait until everything is copied; false when a process still holds the pipe."""
+        """Wait until the entire pipe is copied. Return False if a process still holds the pipe after `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -104,7 +104,7 @@ class Stream:
 
 
 def _write_lines(log: int, data: bytes) -> bytes:
-    """Write whole lines, so that those of stdout and stderr do not tear each other apart; gives the rest."""
+    """Write complete lines, so that lines of stdout and stderr do not interleave. Return the incomplete rest."""
     end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
     if len(data) - end > _LONGEST_LINE:
         end = len(data)
@@ -117,4 +117,4 @@ def _write(log: int, data: bytes) -> None:
         while data:
             data = data[os.write(log, data) :]
     except OSError:
-        return  # a full disk must not stop the training that prints
+        return  # a full disk must not stop training

@@ -1,4 +1,4 @@
-"""From a request to a launch: check everything that can be checked before a process starts."""
+"""Preparation of a launch: check everything that can be checked before a process starts."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from paceline.settings import Settings
 from paceline.system.number_kinds import LONGEST_SECONDS
 
 _MOST_HERE = 512
-"""Workers of one machine; each has a range of numbers for those that replace them."""
+"""Maximum number of workers per machine. Each machine has a range of numbers for its replacement workers."""
 
 
 @contextlib.contextmanager
 def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
-    """Check the request, choose the port and the run directory, and hold that directory while the launch goes on.
+    """Check the request, choose port and run directory, and lock the directory until the ``with`` block ends.
 
     Args:
-        request: what was asked for.
-        interface: the network interface that workers reach each other by, that of loopback on one machine; none: the
-            one that gloo and NCCL choose.
+        request: request of the user.
+        interface: network interface between the workers. Defaults to loopback. None: gloo and NCCL choose.
 
     Raises:
         ConfigError: the script, a setting, the number of workers or the name cannot be used, or the run is in use.
-        StartError: the wanted port is in use, or the system does not allow so many workers.
+        StartError: the wanted port is in use, or the system's limits are too low for this many workers.
     """
     check(request)
     settings = known_settings(request)
     machine.check_allowed(request.workers + request.standby, request.largest)
     here = machine.look()
-    machine.choose_port(request.port)  # of the coordinator
+    machine.choose_port(request.port)  # port of the coordinator
     inherited = env.inherited()
     if interface is not None:
         inherited = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **inherited}
@@ -51,7 +50,7 @@ def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
 
 
 def check(request: Request) -> None:
-    """Refuse a request that could not start."""
+    """Raise ConfigError if the request cannot start."""
     _check_script(request.script)
     here, least, most = request.workers + request.standby, request.least or 1, request.most or 1
     if request.workers < 1 and (request.workers < 0 or request.rendezvous is None or request.least is None):
@@ -77,23 +76,23 @@ def _check_script(script: Path) -> None:
         raise ConfigError(f"There is no option {quoted(str(script))}; options of paceline go before the script.")
     try:
         is_there, is_file = script.exists(), script.is_file()
-    except (OSError, ValueError) as error:  # a name of thousands of characters, or with a null character
+    except (OSError, ValueError) as error:  # a name with thousands of characters, or with a null character
         raise ConfigError(f"The script {quoted(str(script))} cannot be looked for: {error}.") from None
     if not is_there:
         raise ConfigError(f"There is no script {script} (looked in {script.absolute().parent}).")
     if script.is_dir():
         raise ConfigError(f"{script} is a directory; name the script inside it.")
-    if not is_file:  # the workers would wait for what comes out of a pipe
+    if not is_file:  # workers would wait for input from a pipe
         raise ConfigError(f"{script} is not a file.")
     if not os.access(script, os.R_OK):
         raise ConfigError(f"The script {script} cannot be read; check its permissions.")
 
 
 def known_settings(request: Request) -> Settings:
-    """The settings as far as they are known before the script runs: without its own arguments.
+    """Return the settings that are known before the script runs, so without the arguments of ``paceline.start``.
 
     Raises:
-        ConfigError: one of them cannot be used, or there is no such strategy.
+        ConfigError: a setting cannot be used, or the strategy does not exist.
     """
     plan = request.plan or env.plan_file()
     layers = (

@@ -10,15 +10,15 @@ LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
 
 
 def register(name: str, launcher: type[Launcher]) -> None:
-    """Make a launcher known under a name, in place of one that had it."""
+    """Register a launcher, and replace any launcher with the same name."""
     LAUNCHERS[name] = launcher
 
 
 def launcher_named(name: str) -> type[Launcher]:
-    """Find a launcher.
+    """Return the launcher class with this name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no launcher has this name.
     """
     if name not in LAUNCHERS:
         raise ConfigError(

@@ -1,15 +1,15 @@
-"""The directory of a run::
+"""Run directories::
 
 runs/<name>/
-  launch.json            what was started, when, on what
-  lock                   which launcher holds the directory now
-  output/rank-<r>.log    everything that a worker printed; worker-<n>.log of those that were started to join later
-  events/rank-<r>.jsonl  what happened (see paceline.events)
-  errors/rank-<r>.json   why a worker failed
-  failure.txt, .json     why the run failed, if it did: in words, and as data
-  timeline.html          what `paceline timeline` has drawn
-  checkpoints/step-*/    a checkpoint is complete when its manifest.json is there, one level down
-  trackers/, media/      what trackers and session.log have written
+  launch.json            command, settings, time and machine of the launch
+  lock                   launcher that currently holds the directory
+  output/rank-<r>.log    entire output of a worker; worker-<n>.log for workers started after the launch
+  events/rank-<r>.jsonl  event records (see paceline.events)
+  errors/rank-<r>.json   failure report of a worker
+  failure.txt, .json     failure report of the run, if it failed: as text and as data
+  timeline.html          output of `paceline timeline`
+  checkpoints/step-*/    a checkpoint is complete when it has a manifest.json, one level down
+  trackers/, media/      output of trackers and session.log
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from paceline.system.masking import mask
 from paceline.system.regular_files import read_text
 
 _LONGEST_NAME = 200
-"""Bytes: a file system takes 255, and the files of a run add to it."""
+"""Maximum length in bytes. File systems allow 255, and names derived from it are longer."""
 
 
 def choose(request: Request, now: float | None = None) -> Path:
-    """The directory for this run, absolute; it exists already when the run resumes.
+    """Return the absolute path of this run's directory. The directory exists already if the run resumes.
 
     Raises:
-        ConfigError: the name is no name of a directory, or is taken.
+        ConfigError: the name is not a valid directory name, or is taken.
     """
     return _old(request) or _new(request, now)
 
 
 def _old(request: Request) -> Path | None:
-    """The directory that is there to resume; on a machine that joins, that of the first machine."""
+    """Return the existing directory to resume, or None. A joining machine uses the first machine's directory."""
     runs = request.runs.absolute()
     if request.name is not None:
         run = _named(runs, request.name)
@@ -53,7 +53,7 @@ def _old(request: Request) -> Path | None:
 
 
 def _new(request: Request, now: float | None = None) -> Path:
-    """A directory that is not there."""
+    """Return the path of a new directory, which does not exist yet."""
     runs = request.runs.absolute()
     if request.name is not None:
         run = _named(runs, request.name)
@@ -73,21 +73,21 @@ def _new(request: Request, now: float | None = None) -> Path:
 
 @contextlib.contextmanager
 def claim(request: Request) -> Iterator[Path]:
-    """Create the directory for this run, or take an old one to resume; no other launcher has it until the end.
+    """Create this run's directory or reuse the one to resume, and lock it until the ``with`` block ends.
 
     Raises:
-        ConfigError: the name is no name of a directory, or is taken; or the directory cannot be written.
+        ConfigError: the name is not a valid directory name, or is taken, or the directory cannot be written.
     """
     while (run := _old(request)) is None:
         run = _new(request)
         try:
             _create(run, request)
             break
-        except FileExistsError:  # another launcher was quicker
+        except FileExistsError:  # another launcher created it first
             continue
         except OSError as error:
             raise _unwritable(run, error) from None
-    if request.first:  # the first machine has it
+    if request.first:  # the first machine holds the lock
         yield run
         return
     try:
@@ -119,19 +119,19 @@ def _named(runs: Path, name: str) -> Path:
 
 
 def _prefix(script: Path) -> str:
-    """What the names of a script's runs begin with; a name of a directory has 255 bytes."""
+    """Return the prefix of a script's run names, cut because a directory name has at most 255 bytes."""
     return os.fsencode(script.stem)[:_LONGEST_NAME].decode(errors="ignore")
 
 
 def found(runs: Path, run: str | None) -> Path:
-    """The directory of a run that is there.
+    """Return the directory of an existing run.
 
     Args:
-        runs: where the directories of the runs stand.
-        run: the name of one of them, or any directory of a run; none: the one that was started last.
+        runs: parent directory of the runs.
+        run: name of a run in `runs`, or path of any run directory. None selects the run that was started last.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no such run exists.
     """
     started = sorted(runs.glob("*/launch.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     newest = [path.parent for path in started]
@@ -146,7 +146,7 @@ def found(runs: Path, run: str | None) -> Path:
 
 
 def newest_resumable(runs: Path, script: Path) -> Path | None:
-    """The run of this script with the newest complete checkpoint."""
+    """Return the directory of this script's run with the newest complete checkpoint, or None."""
     found = []
     for run in sorted(runs.glob("*/")):
         manifest = newest_manifest(run)
@@ -156,15 +156,15 @@ def newest_resumable(runs: Path, script: Path) -> Path | None:
 
 
 def newest_manifest(run: Path) -> Path | None:
-    """The manifest of the newest complete checkpoint of a run."""
+    """Return the manifest of a run's newest complete checkpoint, or None."""
     manifests = list(run.glob("checkpoints/step-*/**/manifest.json"))
     return max(manifests, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
-    """The path or URL of the newest complete checkpoint, its step, and when it was written, in seconds since 1970.
+    """Return path or URL, step and time of a run's newest complete checkpoint, or None. Time is in seconds since 1970.
 
-    Looked for in the directory of the run, or else, when checkpoints go elsewhere, in its records.
+    Searches the run directory first, then the events of rank 0, which also record checkpoints stored elsewhere.
     """
     manifest = newest_manifest(run)
     if manifest is not None:
@@ -193,7 +193,7 @@ def _stem(run: Path) -> str | None:
 
 
 def make(launch: Launch, request: Request, machine: Machine) -> None:
-    """Create the directory, or make an old one ready to continue: its output stays, its errors go.
+    """Create the run directory, or prepare an existing one to resume: keep its output, delete its failure reports.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -235,7 +235,7 @@ def _facts(launch: Launch, request: Request, machine: Machine) -> dict[str, obje
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package, without importing it."""
+    """Return the version of an installed package without importing it, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

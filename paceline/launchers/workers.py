@@ -1,4 +1,4 @@
-"""The workers of one launch, wherever they run: start them together, watch them, end them together."""
+"""Lifecycle of the workers of one launch: start them together, watch them, end them together."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ _AT_ONCE = ((0.0, signal.SIGKILL),)
 
 
 Pipe: TypeAlias = "tuple[int, str, int, int]"
-"""What a worker prints: its number, the name of the stream, the end to read from, and the log file."""
+"""Output pipe of a worker: worker number, stream name, read end of the pipe, descriptor of the log file."""
 
 
 class Supervisor(Protocol):
-    """Decides what becomes of the others when a worker ends."""
+    """Policy that decides what happens to the other workers when a worker ends."""
 
     def started(self, number: int, pid: int) -> None:
-        """A worker was started."""
+        """Handle the start of a worker."""
         ...
 
     def ended(self, one: WorkerExit) -> bool:
-        """A worker has ended; true if the others go on."""
+        """Handle the end of a worker. Return whether the other workers continue."""
         ...
 
     def to_start(self, at_once: bool) -> int:
-        """How many more workers to start now; `at_once` if one that starts keeps no core busy for seconds."""
+        """Return the number of workers to start now. `at_once`: a start does not use a core for seconds."""
         ...
 
     def shown(self) -> int:
-        """The worker whose output is shown."""
+        """Return the number of the worker whose output is shown."""
         ...
 
     def over(self) -> bool:
-        """Whether those that are left are to end."""
+        """Return whether the remaining workers must end."""
         ...
 
     def waits(self) -> bool:
-        """Whether to stay although no worker is left here."""
+        """Return whether the launcher keeps running although no worker of this machine is left."""
         ...
 
     def interrupted(self) -> None:
-        """The launcher got a signal."""
+        """Handle a signal to the launcher."""
         ...
 
     def grace(self) -> tuple[float, float]:
-        """The seconds until those that are to end are sent SIGTERM, and until they are killed."""
+        """Return the delays in seconds before workers that must end get SIGTERM and SIGKILL."""
         ...
 
 
 class AllOrNothing:
-    """All start together; one that fails ends all."""
+    """Policy of fixed runs: all workers start together, and a failed worker ends all others."""
 
     def started(self, number: int, pid: int) -> None:
         pass
@@ -88,11 +88,11 @@ class AllOrNothing:
         pass
 
     def grace(self) -> tuple[float, float]:
-        return 1.0, 3.0  # they may still report
+        return 1.0, 3.0  # time for the workers to write their reports
 
 
 class Workers:
-    """The workers of one launch. Leaving the ``with`` block ends whatever is still there."""
+    """Workers of one launch. Leaving the ``with`` block kills workers that still run."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Workers:
                 os.close(pipe)
             self.__exit__(None, None, None)
             raise
-        # Threads only now: a launcher of somebody else may fork.
+        # Reader threads start after the workers because a third-party launcher may fork.
         self._read(pipes)
         return self
 
@@ -154,7 +154,7 @@ class Workers:
         self._running.clear()
         while self._handles:
             os.close(self._handles.popitem()[1])
-        # A process that left its session may hold the pipe: its lines are lost then, and its log stays open.
+        # A process that left its session may hold the pipe. Its lines are then lost, and the log stays open.
         if all([stream.join(2.0) for stream in self._streams]):
             self._logs.close()
         self._launcher.close()
@@ -162,7 +162,7 @@ class Workers:
             signal.signal(number, handler)
 
     def wait(self) -> RunResult:
-        """Wait until every worker has ended, on its own or because another one failed."""
+        """Wait until all workers have ended, by themselves or because another worker failed."""
         received = 0
         while self._running or self._supervisor.waits():
             now = time.monotonic()
@@ -183,7 +183,7 @@ class Workers:
         return RunResult(exits, self._signals[0] if self._signals else None, time.monotonic() - self._begin)
 
     def _start(self) -> list[Pipe]:
-        """Start the next worker; gives the pipes to read from."""
+        """Start the next worker. Return its output pipes."""
         number, self._started = self._launch.first + self._started, self._started + 1
         log = self._logs.enter_context(self._launch.output(number).open("ab", buffering=0)).fileno()
         pipes: list[Pipe] = []
@@ -207,20 +207,20 @@ class Workers:
         return pipes
 
     def _take_local_rank(self, number: int) -> int:
-        """Take the local rank of a worker that has ended; a standby shares one until then."""
+        """Return a free local rank. A standby worker shares a local rank until a worker has ended."""
         free = set(range(self._launch.workers)) - set(self._local_ranks.values())
         local_rank = min(free, default=(number - self._launch.first) % self._launch.workers)
         self._local_ranks[number] = local_rank
         return local_rank
 
     def _sleep(self) -> None:
-        """Wait until a worker of this machine ends, at most for a moment."""
+        """Wait until a worker of this machine ends, for at most ``_POLL_SECONDS``."""
         if not hasattr(os, "pidfd_open"):
             time.sleep(_POLL_SECONDS)
             return
         for number in self._running.keys() - self._handles.keys():
             if self._running[number].pid:
-                with contextlib.suppress(ProcessLookupError):  # a signal to it found that it had ended
+                with contextlib.suppress(ProcessLookupError):  # ended and already reaped while it was signaled
                     self._handles[number] = os.pidfd_open(self._running[number].pid)
         poll = select.poll()
         for handle in self._handles.values():
@@ -232,7 +232,7 @@ class Workers:
             code = worker.poll()
             if code is None:
                 continue
-            worker.kill()  # what it started
+            worker.kill()  # processes that the worker started
             del self._running[number], self._local_ranks[number]
             if number in self._handles:
                 os.close(self._handles.pop(number))
@@ -258,16 +258,16 @@ class Workers:
                 if number == signal.SIGKILL:
                     worker.kill()
                 else:
-                    worker.send_signal(number)  # to the worker alone: it ends what it started in its own order
+                    worker.send_signal(number)  # only the worker, which then ends its own child processes in order
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
 
         def keep(number: int, frame: FrameType | None) -> None:
-            if not self._signals or number != signal.SIGUSR1:  # it is a notice, and Slurm sends SIGTERM as well
+            if not self._signals or number != signal.SIGUSR1:  # only a notice: Slurm sends SIGTERM as well
                 self._signals.append(number)
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+            if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup and in a shell's background jobs
                 self._handlers[number] = signal.signal(number, keep)

@@ -1,4 +1,4 @@
-"""Keep secrets out of records: what looks like one, by the name before it or by its form."""
+"""Masking of secrets in records. Secrets are recognized by the preceding name or by their form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORM = re.compile(r"\b(?:hf_|ghp_|github_pat_|glpat-|xox[abp]-|sk-|AKIA)[\w-]{1
 
 
 def mask(words: Sequence[str]) -> list[str]:
-    """Copy the words of a command line without its secrets.
+    """Return the words of a command line with secrets replaced by ``***``.
 
     Example:
         >>> mask(["--lr", "0.1", "--api-key", "f00", "HF_TOKEN=f00", "sftp://me:f00@host/data"])

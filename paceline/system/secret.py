@@ -1,8 +1,8 @@
-"""The secret of a run: who knows it may take part.
+"""Secret of a run, which authenticates its processes to each other.
 
-A launcher makes one for each run. Where launchers of several machines meet, all are given the same one: by a file, or
-by the environment. What a process proves itself with is derived from it, so that the key of one worker is good for
-nothing but that worker of that run::
+A launcher creates a secret for each run. Launchers on several machines share a secret through a file or the
+environment. Each process authenticates with a key derived from the secret, so a worker's key is valid only for that
+worker of that run::
 
     secret ─── agent             the launchers of other machines
       └─ run ─── worker 0, 1...  each in the environment of its worker
@@ -27,36 +27,36 @@ _LONGEST = 4096
 
 @dataclass(frozen=True)
 class Secret:
-    """Bytes that are never shown: not in a message, a traceback, or a record."""
+    """Secret bytes, which never appear in messages, tracebacks or records."""
 
     _key: bytes = field(repr=False)
 
     def key(self, purpose: str) -> bytes:
-        """Derive the key of one purpose; it tells nothing about the others."""
+        """Derive the key for one purpose. The key reveals nothing about other keys."""
         return hmac.digest(self._key, purpose.encode(), "sha256")
 
     def hand_over(self) -> str:
-        """Itself, for a pipe to a process of this run."""
+        """Return the secret in hexadecimal, to send it through a pipe to a process of this run."""
         return self._key.hex()
 
     def of_run(self, run: str) -> Secret:
-        """Derive the secret of one run from one that serves several."""
+        """Derive the secret of one run from a secret that several runs share."""
         return Secret(self.key(f"run {run}"))
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Where launchers that share a secret find it: in a file, unless it is given."""
+    """Source of a secret that several launchers share: a file, or a given secret."""
 
     given: Secret | None = None
     file: Path | None = None
 
     def read(self) -> Secret | None:
-        """The secret; none while the file is not there."""
+        """Return the secret, or None while its file does not exist."""
         return self.given if self.file is None else read(self.file)
 
     def read_or_make(self) -> Secret:
-        """The secret; makes the file if it is not there."""
+        """Return the secret. Create its file if it does not exist."""
         if self.file is not None:
             return read_or_make(self.file)
         assert self.given is not None
@@ -64,15 +64,15 @@ class Shared:
 
 
 def make() -> Secret:
-    """Make the secret of a run on this machine alone."""
+    """Create a random secret for a run on this machine only."""
     return Secret(secrets.token_bytes(32))
 
 
 def parse(text: str, source: str) -> Secret:
-    """Take a secret as given.
+    """Return the secret in `text`.
 
     Raises:
-        ConfigError: it is too short, or too long.
+        ConfigError: the secret is too short or too long.
     """
     text = text.strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
@@ -84,10 +84,10 @@ def parse(text: str, source: str) -> Secret:
 
 
 def read(path: Path) -> Secret | None:
-    """Read the secret in a file; None if there is no such file yet.
+    """Read a secret file. Return None if the file does not exist.
 
     Raises:
-        ConfigError: others may read or change the file, or it holds no secret.
+        ConfigError: other users may read or change the file, or it contains no valid secret.
     """
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -105,7 +105,7 @@ def read(path: Path) -> Secret | None:
 
 
 def read_or_make(path: Path) -> Secret:
-    """Read the secret in a file; write one if there is no such file.
+    """Read a secret file. Create it with a random secret if it does not exist.
 
     Raises:
         ConfigError: as in :func:`read`, or the file cannot be written.
@@ -116,7 +116,7 @@ def read_or_make(path: Path) -> Secret:
             try:
                 with open(descriptor, "w") as file:
                     file.write(secrets.token_hex(32) + "\n")
-                with contextlib.suppress(FileExistsError):  # another launcher was first: the loop reads its file
+                with contextlib.suppress(FileExistsError):  # another launcher was faster: the loop reads its file
                     os.link(new, path)
             finally:
                 os.unlink(new)
@@ -126,12 +126,12 @@ def read_or_make(path: Path) -> Secret:
 
 
 def own_file() -> Path:
-    """The file by which all launchers of one user share a secret when they meet on this machine alone.
+    """Return the secret file that all launchers of this user share for runs on this machine only.
 
-    It stays: no launcher knows whether another one is about to read it.
+    The file is never removed, because no launcher knows whether another launcher is about to read it.
 
     Raises:
-        ConfigError: the folder for it belongs to another user.
+        ConfigError: its folder is not a directory, belongs to another user, or is accessible to other users.
     """
     folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

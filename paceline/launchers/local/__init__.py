@@ -1,1 +1,1 @@
-"""Workers as processes of this machine, forked from one process that has imported torch, or started anew."""
+"""Local launcher: workers are forks of a process that has imported torch, or new Python processes."""

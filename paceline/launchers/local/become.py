@@ -1,4 +1,4 @@
-"""A forked process becomes a worker: all that a new Python sets up for a script, and nothing that its parent was."""
+"""Conversion of a forked process into a worker with the same state that a new Python sets up for a script."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _SPECIAL = "__name__", "__doc__", "__package__", "__loader__", "__spec__", "__an
 _own_main = sys.modules["__main__"]
 
 began_with: dict[str, str] | None = None
-"""The environment that this process began with, if it is a fork."""
+"""Environment at the start of this worker, if it is a fork."""
 
 
 def follow(launcher: int, go: int) -> None:
-    """Wait until the launcher knows of this process; end when it does not want it, and when it ends.
+    """Wait until the launcher has adopted this process. Exit if the launcher gives up or ends.
 
     Args:
-        launcher: the process that adopts this one.
-        go: becomes readable when the launcher has adopted this process, and ends if it has given up; it is closed.
+        launcher: process id of the launcher.
+        go: pipe with a byte after the adoption, or without one if the launcher gives up. Closed by this function.
     """
     wanted = os.read(go, 1)
     os.close(go)
@@ -44,7 +44,7 @@ def follow(launcher: int, go: int) -> None:
 
 
 def take_over(environment: Mapping[str, str], directory: str, out: int, err: int) -> None:
-    """Take the environment, the current directory and the output of a worker; closes the two descriptors."""
+    """Set environment, current directory and output of a worker, and reseed. Close the two descriptors."""
     global began_with
     env.replace(environment)
     began_with = dict(environment)
@@ -57,12 +57,12 @@ def take_over(environment: Mapping[str, str], directory: str, out: int, err: int
 def _current_directory() -> str:
     try:
         return os.getcwd()
-    except OSError:  # it was removed
+    except OSError:  # the directory was removed
         return ""
 
 
 def take_output(out: int, err: int) -> None:
-    """Print to two descriptors from now on, which are closed; read from nothing."""
+    """Redirect standard output and error to two descriptors, which are closed. Standard input becomes empty."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     for stream, opened in enumerate((nothing, out, err)):
         os.dup2(opened, stream)
@@ -74,7 +74,7 @@ def take_output(out: int, err: int) -> None:
 
 
 def _open_again(stream: TextIO, number: int, name: str) -> None:
-    """Make a standard stream anew as ``python -u`` does, as the same object: handlers of logging may hold it."""
+    """Reinitialize a standard stream as ``python -u`` does. Keep the object, because logging handlers may hold it."""
     assert isinstance(stream, io.TextIOWrapper)
     raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
     raw.name = f"<{name}>"
@@ -83,30 +83,30 @@ def _open_again(stream: TextIO, number: int, name: str) -> None:
 
 
 def reseed() -> None:
-    """Draw anew what a process draws or looks up when it starts, and a copy has from its parent."""
+    """Refresh random state and cached values that a new process sets at startup but a fork inherits."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # Python's own generator is seeded anew by os.fork
+        numpy.random.seed()  # os.fork reseeds Python's own generator
     multiprocessing.process.current_process().authkey = os.urandom(32)
-    tempfile.tempdir = None  # looked up once in a process
+    tempfile.tempdir = None  # cached once per process
     main = threading.main_thread()
-    if hasattr(main, "_set_native_id"):  # forgotten by some versions of Python
+    if hasattr(main, "_set_native_id"):  # some versions of Python do not update it after a fork
         main._set_native_id()
-    start = vars(logging)["_startTime"]  # whole nanoseconds from Python 3.13 on
+    start = vars(logging)["_startTime"]  # integer nanoseconds since Python 3.13
     vars(logging)["_startTime"] = time.time_ns() if isinstance(start, int) else time.time()
 
 
 def main_module(command: Sequence[str], paths: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
-    """Make the module ``__main__`` of ``python -u script.py ...``; gives its code, and the names to run it with.
+    """Create the module ``__main__`` of ``python -u script.py ...``. Return its code and its namespace.
 
     Args:
-        command: the interpreter, ``-u``, the script and its arguments.
-        paths: where a script of no folder would look for modules.
+        command: interpreter, ``-u``, script and arguments.
+        paths: ``sys.path`` without the script's folder.
 
     Raises:
         OSError: the script cannot be read.
-        SyntaxError: it is no Python.
-        ValueError: it holds a null character.
+        SyntaxError: the script is not valid Python.
+        ValueError: the script contains a null character.
     """
     script = command[2]
     with open(script, "rb") as file:
@@ -130,17 +130,17 @@ def main_module(command: Sequence[str], paths: Sequence[str]) -> tuple[types.Cod
 
 
 def late_variables() -> list[str]:
-    """Warn of variables that the script has changed after the libraries that read them were loaded."""
+    """Return warnings about variables that the script changed after the libraries which read them were loaded."""
     return [] if began_with is None else unsafe.late_variables(began_with, env.inherited())
 
 
 def script_folder(script: str) -> str:
-    """Return the folder in which Python looks for the modules of a script first."""
+    """Return the folder in which Python first looks for a script's modules."""
     return os.path.dirname(os.path.realpath(script))
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Let the traceback of an error that ends this process begin in the script, not in the caller of this function."""
+    """Make the traceback of an error that ends this process begin in the script, without the caller's frame."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     hook = sys.excepthook
 
@@ -151,7 +151,7 @@ def hide_own_frames(error: BaseException) -> None:
             hook(kind, raised.with_traceback(trace), trace)
         except SystemExit:
             raise
-        except BaseException as failed:  # noqa: BLE001 - as Python tells of it, but for the frame of this function
+        except BaseException as failed:  # noqa: BLE001 - printed as Python does, without this function's frame
             own = failed.__traceback__ and failed.__traceback__.tb_next
             sys.stderr.write("Error in sys.excepthook:\n")
             sys.__excepthook__(type(failed), failed.with_traceback(own), own)
@@ -162,7 +162,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def start_anew(command: Sequence[str]) -> NoReturn:
-    """Become a new Python, which shows itself what is wrong with the script."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # what is ignored stays so over an exec
+    """Replace this process with a new Python, which reports the error in the script itself."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored signals stay ignored after an exec
         signal.signal(number, signal.SIG_DFL)
     os.execv(command[0], list(command))

@@ -1,13 +1,13 @@
-"""A process that ends with the one that started it; run as a script, it becomes a worker.
+"""Child processes that end with their parent. Run as a script, this file becomes a worker.
 
 ::
 
     launcher   Popen ─ vfork, exec ┐
     child                          └ python -I -S child.py <launcher> <cores> <command ...> ─ exec ─> the worker
 
-The launcher has threads, and a fork copies the locks that they hold. So no Python runs between its fork and the exec:
-what a worker is to have before its first line is set here, in a process without threads (about 15 ms). This file
-imports nothing of the package.
+The launcher has threads, and a fork copies the locks that they hold. Therefore no Python code runs between its fork and
+the exec. This script sets up the worker's process instead, in a process without threads (about 15 ms). This file
+imports nothing from the package.
 """
 
 import ctypes
@@ -17,32 +17,32 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 _CANNOT_START = 127
-"""As a shell says it."""
+"""Exit code of a shell for a command that it cannot start."""
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux).
+    """Have the kernel kill this process when the thread that started it ends (Linux only).
 
-    A parent that has ended already is not noticed.
+    Has no effect if the parent has already ended.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def command_of(cores: frozenset[int], command: tuple[str, ...]) -> list[str]:
-    """The command with which this process starts a worker bound to cores; none: the system decides."""
+    """Return the command that starts a worker bound to `cores`, or unbound if `cores` is empty."""
     bound = ",".join(map(str, sorted(cores))) or "-"
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), bound, *command]
 
 
 def become(parent: int, cores: str, command: list[str]) -> None:
-    """Become the worker, if the launcher is still there."""
+    """Replace this process with the worker. Exit if the launcher has ended."""
     end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     if cores != "-":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so over an exec
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and they stay ignored after an exec
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

@@ -1,4 +1,4 @@
-"""What the kernel knows of processes: how many it has ended for lack of memory, and what one of them is doing."""
+"""Process information from the kernel: out-of-memory kills, process states and start times."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ _ROOT = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/vmstat")
 STOPPED = "is stopped"
 _FLAGS, _STARTED = 6, 19
-"""Fields of /proc/<pid>/stat, counted from behind the name: the flags, and when the process started."""
+"""Indices in /proc/<pid>/stat, counted from the first field after the name: flags and start time."""
 _EXITING = 0x4
 _STATES = {"R": "computes", "S": "sleeps", "D": "waits for a disk or the network", "T": STOPPED, "t": STOPPED}
 
 
 class OutOfMemory:
-    """Notices that the kernel has ended a process for lack of memory.
-
-    The counters are those of the own control group, or else of the whole machine; where there is none, nothing is
-    noticed.
+    """Detector of processes that the kernel has killed for lack of memory. Without counters it detects no kills.
 
     Args:
-        counters: files with a line ``oom_kill <count>``.
+        counters: files with a line ``oom_kill <count>``. Defaults to the file of this process's control group, or else
+            of the whole machine.
     """
 
     def __init__(self, counters: Sequence[Path] | None = None) -> None:
@@ -31,7 +29,7 @@ class OutOfMemory:
         self._seen = self._count()
 
     def again(self) -> bool:
-        """Whether it has happened; each time counts once."""
+        """Return whether the kernel has killed a process. Each kill is reported once."""
         more = self._count() > self._seen
         self._seen += more
         return more
@@ -41,7 +39,7 @@ class OutOfMemory:
 
 
 def own_counters() -> list[Path]:
-    """The file that counts for this control group (version 2, or 1), or else for the machine."""
+    """Return the counter file of this control group (version 2 or 1), or else that of the machine."""
     try:
         groups = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
     except OSError:
@@ -64,7 +62,7 @@ def _read(path: Path) -> int:
 
 
 def state_of(pid: int) -> str:
-    """What a process of this machine does: ``sleeps``, ``is stopped``; empty if unknown."""
+    """Return the state of a local process, such as ``sleeps`` or ``is stopped``. Empty if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -73,13 +71,13 @@ def state_of(pid: int) -> str:
 
 
 def is_ending(pid: int, started: int | None = None) -> bool:
-    """Whether a process of this machine has ended or is exiting; freeing its memory can take a fifth of a second.
+    """Return whether a local process has ended or is exiting. Freeing its memory can take a fifth of a second.
 
-    Known on Linux only; elsewhere false.
+    Always returns False on systems other than Linux.
 
     Args:
-        pid: of the process.
-        started: see :func:`start_of`; then another process with the same number does not count.
+        pid: process id.
+        started: start time (see :func:`start_of`). Distinguishes the process from a later process with the same id.
     """
     try:
         fields = _fields(pid)
@@ -91,7 +89,7 @@ def is_ending(pid: int, started: int | None = None) -> bool:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did: with its number that tells it from all others."""
+    """Return the start time of a process in ticks since boot, or None. With the process id it identifies a process."""
     try:
         return int(_fields(pid)[_STARTED])
     except OSError:

@@ -1,7 +1,7 @@
-"""Workers as processes of this machine.
+"""Launcher for workers that are processes of this machine.
 
-Each worker leads a session of its own, so that it can be killed with everything it started, data loaders included.
-When the launcher itself is killed, the kernel kills the workers (Linux) and a waiting shell what they started.
+Each worker leads its own session, so that it can be killed together with everything it started, such as data loaders.
+If the launcher itself is killed, the kernel kills the workers (Linux), and a waiting shell kills their children.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ for group in $groups; do kill -KILL "-$group"; done
 
 
 class LocalLauncher(Launcher):
-    """Starts child processes."""
+    """Launcher that starts workers as child processes."""
 
     _early: ClassVar[Preload | None] = None
 
     @classmethod
     def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start to import torch for the workers of a launch to come."""
+        """Start to import torch for the workers of a later launch."""
         if is_possible() and needs_libraries(command[2]):
             with contextlib.suppress(OSError):
                 cls._early = Preload(environment, frozenset(), command[2:], _module_folders(Path(command[2])))
 
     @classmethod
     def end_early(cls) -> None:
-        """End the process that no launch has taken."""
+        """End the early process unless a launch has taken it."""
         if cls._early is not None:
             cls._early.close()
         cls._early = None
@@ -54,10 +54,10 @@ class LocalLauncher(Launcher):
         self._memory = OutOfMemory()
         self._reaper = _start_reaper()
         self._preloads: dict[frozenset[int], Preload] = {}
-        """By the cores that the parent and its workers are bound to, as libraries count cores when they are loaded."""
+        """Preloaded parents by the cores that they share with their workers. Libraries count cores at load time."""
 
     def begin(self, launch: Launch) -> None:
-        """Start to import torch, once for all workers."""
+        """Start to import torch once for all workers, or once per set of cores if workers are bound."""
         if not launch.preload or not is_possible() or not needs_libraries(str(launch.script)):
             return
         words, folders = launch.command()[2:], _module_folders(launch.script)
@@ -65,12 +65,12 @@ class LocalLauncher(Launcher):
             if (early := self._take_early(launch, cores)) is not None:
                 self._preloads[cores] = early
                 continue
-            with contextlib.suppress(OSError):  # the workers then say what the system does not allow
+            with contextlib.suppress(OSError):  # starting the workers then reports the system's limit
                 self._preloads[cores] = Preload(launch.environment, cores, words, folders)
         self.end_early()
 
     def _take_early(self, launch: Launch, cores: frozenset[int]) -> Preload | None:
-        """Take the process that was started early, if its workers would be those of this launch."""
+        """Return the process that was started early if it fits this launch, else None."""
         cls = type(self)
         early = cls._early
         if early is None or cores or not early.fits(WorkerSpec(0, launch.command(), launch.environment)):
@@ -79,13 +79,13 @@ class LocalLauncher(Launcher):
         return early
 
     def wait_until_ready(self, stop: Callable[[], bool]) -> None:
-        """Wait until torch is imported."""
+        """Wait until torch is imported, or until `stop` returns true."""
         for cores, preload in list(self._preloads.items()):
             if not preload.wait(stop):
                 self._forget(cores)
 
     def starts_at_once(self) -> bool:
-        """Whether workers are forked."""
+        """Return whether workers are forked."""
         return bool(self._preloads)
 
     def _forget(self, cores: frozenset[int]) -> None:
@@ -95,7 +95,7 @@ class LocalLauncher(Launcher):
             self.note(f"note: each worker imports torch itself, which takes longer: {preload.problem}.")
 
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
-        """Start a worker, known to the reaper."""
+        """Start a worker and register it with the reaper."""
         process = self.spawn(worker, stdout, stderr)
         if self._reaper is not None and self._reaper.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -104,7 +104,7 @@ class LocalLauncher(Launcher):
         return process
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
-        """Start the process itself."""
+        """Fork or start the worker's process."""
         if (preload := self._preloads.get(worker.cores)) is not None and preload.fits(worker):
             if (pid := preload.fork(worker, stdout, stderr)) is not None:
                 return Forked(pid)
@@ -119,11 +119,11 @@ class LocalLauncher(Launcher):
         )
 
     def ran_out_of_memory(self) -> bool:
-        """Whether the kernel has killed a process since this was asked last."""
+        """Return whether the kernel has killed a process for lack of memory. Each kill is reported once."""
         return self._memory.again()
 
     def close(self) -> None:
-        """End the reaper and the processes that fork."""
+        """End the reaper and the preloaded parents."""
         while self._preloads:
             self._preloads.popitem()[1].close()
         if self._reaper is not None:
@@ -132,15 +132,15 @@ class LocalLauncher(Launcher):
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """The leader of a session."""
+    """Child process that leads its own session."""
 
     def kill(self) -> None:
-        """Kill all processes of the session's first group."""
+        """Kill all processes of the session's first process group."""
         kill_group(self.pid)
 
 
 def _module_folders(script: Path) -> list[str]:
-    """Where a script looks for modules first; ``call_worker`` looks where this process does."""
+    """Return the folders in which a script first looks for modules. ``call_worker`` also uses this ``sys.path``."""
     folders = [os.path.dirname(os.path.realpath(script))]
     if script == Path(call_worker.__file__):
         folders += [os.path.abspath(one) for one in sys.path]
@@ -148,13 +148,13 @@ def _module_folders(script: Path) -> list[str]:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process group, if it is still there."""
+    """Kill a process group if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
 
 def _start_reaper() -> subprocess.Popen[bytes] | None:
-    """Start a shell that learns of each worker, and kills what they started if the launcher is killed."""
+    """Start a shell that is given each worker's id, and kills the workers' groups if the launcher is killed."""
     try:
         return subprocess.Popen(
             ["/bin/sh", "-c", _REAPER, "paceline-reaper"],
@@ -164,4 +164,4 @@ def _start_reaper() -> subprocess.Popen[bytes] | None:
             start_new_session=True,
         )
     except OSError:
-        return None  # no shell here: the kernel still kills the workers themselves
+        return None  # without a shell, the kernel still kills the workers themselves

@@ -1,4 +1,4 @@
-"""Messages between the launcher and the preloaded parent: a length, JSON, and open files."""
+"""Messages between the launcher and the preloaded parent: length, JSON and open files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...]
     """Send a message with descriptors of open files.
 
     Raises:
-        OSError: the other process is gone, or does not read.
+        OSError: the other process has ended, or does not read.
     """
     data = json.dumps(message).encode()
     header = _LENGTH.pack(len(data))
@@ -28,10 +28,10 @@ def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...]
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Receive a message and its files; None when the other process is gone.
+    """Receive a message and its files. Return None if the other process has ended.
 
     Raises:
-        OSError: the time is up, or what came is no message.
+        OSError: the timeout has passed, or the received bytes are not a valid message.
     """
     header, files, _, _ = socket.recv_fds(channel, _LENGTH.size, _MOST_FILES)
     for opened in files:

@@ -1,4 +1,4 @@
-"""The process that has imported torch, and forks the workers; run as a script by the launcher.
+"""Preloaded parent: a process that has imported torch and forks the workers. The launcher runs it as a script.
 
 ::
 
@@ -6,20 +6,20 @@
        │                               └ fork ─> another child, which ends at once
        └ adopts ─────────────────────────────────── └ fork ─> the worker, a child of the launcher from then on
 
-It never runs an operation or a backward pass and asks nothing of CUDA: the threads of libgomp and autograd do not
-survive a fork, and a CUDA context does neither. What it imports is frozen, so no garbage collection of a worker copies
-it. It ends when the launcher closes the socket or ends.
+The parent never runs an operation or a backward pass and never uses CUDA, because the threads of libgomp and autograd
+and CUDA contexts do not survive a fork. Imported objects are frozen, so garbage collection in a worker does not copy
+their pages. The parent ends when the launcher closes the socket or ends.
 """
 
-# ruff: noqa: E402 - what is imported first is looked at first
+# ruff: noqa: E402 - the modules loaded at startup are recorded before any import
 
 import sys
 
 _ALWAYS = frozenset(name.partition(".")[0] for name in sys.modules)
-"""What every Python has imported before it knows the folder of its script."""
+"""Modules that every Python has imported before it knows the folder of its script."""
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    sys.path.pop(0)  # this folder: its modules would hide others of the same names
+    sys.path.pop(0)  # this file's folder, whose modules would shadow others with the same names
 
 import gc
 import importlib
@@ -34,24 +34,24 @@ from paceline.launchers.local import become, messages, unsafe
 MODULES = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # each optimizer imports it when it is made
+    "torch._dynamo",  # imported when an optimizer is created
     "torch.distributed.checkpoint",
     "paceline.session",
 )
-"""What workers import until they have trained a step, saved and recovered; by name, as it lies above this layer."""
+"""Modules that workers import to train, save and recover. Given by name, because they belong to higher layers."""
 _MOST_PRINTED = 1 << 16
 _SET_WHEN_NEEDED = {"TORCHINDUCTOR_CACHE_DIR"}
-"""Variables that an import sets, and that are set again when they are read and missing."""
+"""Variables that an import sets, and that are set again if they are missing when read."""
 
 
 class Parent:
-    """Forks a worker for each request of the launcher.
+    """Server that forks a worker for each request of the launcher.
 
     Args:
-        channel: to the launcher.
-        launcher: its process.
-        cores: whether this process is bound to some.
-        script: of the workers.
+        channel: socket to the launcher.
+        launcher: process id of the launcher.
+        cores: whether this process is bound to cores.
+        script: script of the workers.
         folders: see :func:`paceline.launchers.local.unsafe.check_folders`.
     """
 
@@ -66,9 +66,9 @@ class Parent:
         self.paths = list(sys.path)
 
     def load(self) -> None:
-        """Import everything, and tell the launcher that this process can be forked, or why it cannot."""
+        """Import the modules. Report to the launcher that this process can be forked, or why it cannot."""
         environment = env.inherited()
-        gc.disable()  # nothing of what is imported becomes garbage, and looking for it takes a tenth of the time
+        gc.disable()  # imports create no garbage, and garbage collection takes a tenth of the import time
         try:
             unsafe.check_binding(self._cores, environment)
             unsafe.check_script(self._script)
@@ -76,14 +76,14 @@ class Parent:
                 importlib.import_module(name)
         except unsafe.Unsafe as error:
             self._refuse(str(error))
-        except BaseException as error:  # noqa: BLE001 - a new Python shows it
+        except BaseException as error:  # noqa: BLE001 - workers start as new Pythons, which show the error
             self._refuse(f"the imports failed with {type(error).__name__}: {str(error)[:200]}")
         self.paths += [path for path in sys.path if path not in self.paths]
         now = env.inherited()
         self._added = {name: now[name] for name in now if now[name] != environment.get(name)}
         self._added = {name: now[name] for name in self._added.keys() - _SET_WHEN_NEEDED}
-        self._printed = [os.pread(stream, _MOST_PRINTED, 0) for stream in (1, 2)]  # each worker prints it, too
-        gc.freeze()  # without a collection before it, which takes as long as it saved
+        self._printed = [os.pread(stream, _MOST_PRINTED, 0) for stream in (1, 2)]  # repeated by each worker
+        gc.freeze()  # without a prior collection, which would cost the time that gc.disable has saved
         gc.enable()
         try:
             os.waitpid(_fork_and_end(), 0)
@@ -98,7 +98,7 @@ class Parent:
         os._exit(0)
 
     def serve(self) -> dict[str, Any]:
-        """Fork workers until the launcher is gone. Returns in a worker, with the request for it."""
+        """Fork workers until the launcher ends. Return only in a worker, with the request for it."""
         while (received := messages.receive(self._channel)) is not None:
             request, files = received
             try:
@@ -133,10 +133,10 @@ def _fork_and_end() -> int:
 
 
 def _fork_twice() -> int:
-    """Fork a child of a child that ends at once. Returns the process id of the grandchild, and 0 there.
+    """Fork a grandchild through a child that ends at once. Return the grandchild's process id, or 0 in the grandchild.
 
     Raises:
-        OSError: the system allows no more processes.
+        OSError: the system does not allow more processes.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -162,7 +162,7 @@ def _fork_twice() -> int:
 
 
 def _main(words: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """Be the parent. Returns in each worker, with the code to run and the names for it."""
+    """Run the parent. Return only in a worker, with the code to run and its namespace."""
     channel, launcher, cores, count, *rest = words
     folders, script = rest[: int(count)], rest[int(count)]
     connected = socket.socket(fileno=int(channel))
@@ -184,4 +184,4 @@ if __name__ == "__main__":
         raise
     except BaseException as _error:
         become.hide_own_frames(_error)
-        raise  # so that Python itself ends the process, with the exit code for this error
+        raise  # Python itself ends the process, with the exit code for this error

@@ -1,6 +1,6 @@
-"""The launcher's end of the preloaded parent: start it, wait until it is ready, let it fork workers.
+"""Launcher's side of the preloaded parent: start it, wait until it is ready, request forks.
 
-Whatever goes wrong with it, workers start the old way, each as a new Python; :attr:`Preload.problem` says why.
+If the parent fails for any reason, each worker starts as a new Python. :attr:`Preload.problem` gives the reason.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from paceline.launchers.local import child, messages, unsafe
 
 _PARENT = Path(__file__).with_name("parent.py")
 _READY_SECONDS = 120.0
-"""To import torch, which takes a few seconds, and a minute from a slow network disk."""
+"""Timeout for the import of torch, which takes a few seconds, or a minute from a slow network disk."""
 _FORK_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class Preload:
-    """One preloaded parent.
+    """Handle of one preloaded parent.
 
     Args:
-        environment: of the workers, without what differs between them: libraries read it when they are loaded.
-        cores: of the workers; empty: the system decides.
-        words: the script and its arguments; they stand at the end of the command line, where ``ps`` shows them.
-        folders: where the workers look for modules first.
+        environment: variables that all workers share, which libraries read at load time.
+        cores: cores of the workers. Empty if the workers are not bound.
+        words: script and its arguments, appended to the parent's command line for display in ``ps``.
+        folders: folders in which the workers first look for modules.
 
     Raises:
         OSError: the process cannot be started.
@@ -70,7 +70,7 @@ class Preload:
                 raise
 
     def wait(self, stop: Callable[[], bool]) -> bool:
-        """Wait until the parent is ready to fork; false if it will never be, or if `stop` has become true."""
+        """Wait until the parent is ready to fork. Return False if it has failed or `stop` returns true."""
         while not self._ready and self.problem is None and not stop():
             if time.monotonic() > self._until:
                 self._give_up(f"torch was not imported within {_READY_SECONDS:.0f} s")
@@ -79,12 +79,12 @@ class Preload:
         return self._ready and self.problem is None
 
     def fits(self, worker: WorkerSpec) -> bool:
-        """Whether a fork becomes this worker: its interpreter, its script, and what libraries read of its variables."""
+        """Return whether a fork can become this worker: same interpreter, script and load-time variables."""
         command = (sys.executable, "-u", self._script)
         return worker.command[:3] == command and unsafe.same_libraries(worker.environment, self._environment)
 
     def fork(self, worker: WorkerSpec, stdout: int, stderr: int) -> int | None:
-        """Start a worker as a child of this process; gives its process id, or None if that did not work."""
+        """Start a worker as a child of this process. Return its process id, or None on failure."""
         if not self._ready or self.problem is not None:
             return None
         request: dict[str, object] = {
@@ -97,7 +97,7 @@ class Preload:
             with _adopting():
                 pid = self._ask(request, (stdout, stderr, waits))
             if pid is not None:
-                os.write(go, b"!")  # a worker that this process does not know of ends
+                os.write(go, b"!")  # without this byte, the worker exits
         finally:
             os.close(waits)
             os.close(go)
@@ -117,7 +117,7 @@ class Preload:
         self._channel.settimeout(_FORK_SECONDS)
         try:
             received = messages.receive(self._channel)
-        except ConnectionError:  # it was killed before it had read the request
+        except ConnectionError:  # the parent was killed before it had read the request
             received = None
         except (OSError, ValueError) as error:
             received = {}, []
@@ -135,7 +135,7 @@ class Preload:
         self.close()
 
     def close(self) -> None:
-        """End the parent; its workers stay."""
+        """End the parent. Its workers keep running."""
         self._channel.close()
         self._ready = False
         with contextlib.suppress(ProcessLookupError):
@@ -144,31 +144,31 @@ class Preload:
 
 
 class Forked:
-    """A worker that the parent has forked, in the manner of ``subprocess.Popen``."""
+    """Worker that the parent has forked, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while the worker runs."""
+        """Return the exit code (negative for a signal), or None while the worker runs."""
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # SIGCHLD is ignored, or somebody else has asked; as subprocess.Popen
+            except ChildProcessError:  # SIGCHLD is ignored, or other code has reaped it; 0 as in subprocess.Popen
                 self._code = 0
             else:
                 self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal to the worker alone."""
+        """Send a signal to the worker process only."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the worker, and all processes of its group."""
-        if self._code is None:  # it may not lead a group yet
+        """Kill the worker and all processes of its group."""
+        if self._code is None:  # the worker may not lead a process group yet
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -176,7 +176,7 @@ class Forked:
 
 
 def is_possible() -> bool:
-    """Whether this system can do all of this."""
+    """Return whether this system supports preloading."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
 
 
@@ -189,7 +189,7 @@ def _directory() -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[int]:
-    """A file of no name for what the parent prints while it imports."""
+    """Open an anonymous file for the parent's output during the imports."""
     opened = os.memfd_create("paceline-preload")
     try:
         yield opened
@@ -199,7 +199,7 @@ def _output() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """Adopt the processes whose parents end meanwhile, and only meanwhile: this process may be the user's own."""
+    """Adopt orphaned descendants during the ``with`` block only, because this process may belong to the user."""
     libc, before = ctypes.CDLL(None), ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,7 +1,6 @@
-"""What a fork of a preloaded process would do differently than a new Python: then the workers start anew.
-
-A new Python imports modules from the folder of the script first, and its libraries read the environment when they are
-loaded. A fork has the libraries already.
+"""Checks for differences between a fork and a new Python. If a check fails, workers start as new Pythons.
+A new Python first imports modules from the script's folder, and its libraries read the environment at load time. In a
+fork the libraries are already loaded.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ LOAD_TIME = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|VECLIB|NUMEXPR|DNNL|ONEDNN|ATEN|NPY|NUMPY"
     r"|TORCH(?!_NCCL)|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+"
 )
-"""Names of environment variables that libraries read when they are loaded."""
+"""Names of environment variables that libraries read at load time."""
 _START_TIME = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LC_.*")
 _PLACES = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
 _END_OF_ZIP, _LONGEST_END = b"PK\x05\x06", 1 << 16
 _READS = "get", "getenv"
 _CALLS = {"importlib", "runpy", "exec", "eval", "__import__"}
-"""What can import a module that no statement of the script names."""
+"""Names that can import a module without an import statement in the script."""
 _SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
-"""Set by torch itself when it is first asked for its compiler."""
+"""Variables that torch sets at the first use of its compiler."""
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 
 class Unsafe(Exception):
-    """A fork could differ from a new Python; the text says why."""
+    """A fork could differ from a new Python. The message gives the reason."""
 
 
 def needs_libraries(path: str) -> bool:
-    """Whether a script may import more than Python's own modules; false also if it cannot be parsed."""
+    """Return whether a script may import modules outside the standard library. False if it cannot be parsed."""
     try:
         with open(path, "rb") as file:
             nodes = list(ast.walk(ast.parse(file.read())))
@@ -47,7 +46,7 @@ def needs_libraries(path: str) -> bool:
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
-    """Yield the modules that a node imports, and the functions that run other code."""
+    """Yield the top-level modules that a node imports, and the name of a function that can run other code."""
     if isinstance(node, ast.Import):
         yield from (one.name.partition(".")[0] for one in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -57,10 +56,10 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def check_script(path: str) -> None:
-    """Raise if the script is no plain source, or sets variables that loaded libraries have read already.
+    """Raise Unsafe if the script is not plain source code, or may set variables that libraries read at load time.
 
     Raises:
-        Unsafe: see above.
+        Unsafe: see above, or the script cannot be parsed.
         OSError: the script cannot be read.
     """
     with open(path, "rb") as file:
@@ -77,7 +76,7 @@ def check_script(path: str) -> None:
 
 
 def _variables(tree: ast.AST) -> Iterator[str]:
-    """Yield the load-time variables that the script names anywhere but where it only reads them."""
+    """Yield the load-time variables that the script names, except where it only reads them."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -101,12 +100,12 @@ def _only_reads(node: ast.AST) -> bool:
 
 
 def check_folders(folders: Sequence[str], modules: Mapping[str, ModuleType], always: Container[str]) -> None:
-    """Raise if a new Python would import another module than the one that is loaded.
+    """Raise Unsafe if a new Python would import a different module than the loaded one.
 
     Args:
-        folders: where a worker looks for modules before it looks anywhere else, in their order.
-        modules: that are loaded.
-        always: names of modules that every Python has loaded before it knows of these folders.
+        folders: folders in which a worker first looks for modules, in search order.
+        modules: loaded modules by name.
+        always: names of modules that every Python loads before it knows these folders.
 
     Raises:
         Unsafe: see above.
@@ -123,7 +122,7 @@ def check_folders(folders: Sequence[str], modules: Mapping[str, ModuleType], alw
 
 
 def _importable(folder: str) -> Iterator[tuple[str, str]]:
-    """Yield the names of modules and packages in a folder, each with its file."""
+    """Yield name and file of each module and package in a folder."""
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -148,21 +147,21 @@ def _same(module: ModuleType | None, path: str) -> bool:
 
 
 def check_binding(cores: bool, environment: Mapping[str, str]) -> None:
-    """Raise if threads are to be bound to cores by a library that saw other cores when it was loaded."""
+    """Raise Unsafe if the process is bound to cores and a variable makes a library bind its threads to cores too."""
     if cores and (name := next((name for name in _PLACES if name in environment), None)):
         raise Unsafe(f"{name} binds threads to cores")
 
 
 def same_libraries(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether Python and its libraries read the same in two environments when they start."""
+    """Return whether two environments agree in all variables that Python and its libraries read at startup."""
     names = (name for name in one.keys() | other.keys() if LOAD_TIME.fullmatch(name) or _START_TIME.fullmatch(name))
     return all(one.get(name) == other.get(name) for name in names)
 
 
 def check_process() -> None:
-    """Raise if this process cannot be forked safely: it has threads, or has touched a GPU.
+    """Raise Unsafe if this process cannot be forked safely because it has threads or has used a GPU.
 
-    OpenBLAS ends its threads before a fork and starts them anew when they are needed; so call this after a first fork.
+    Call this after a first fork: OpenBLAS ends its threads before a fork and restarts them when they are needed.
 
     Raises:
         Unsafe: see above.
@@ -184,11 +183,11 @@ def check_process() -> None:
 
 
 def late_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Warn of variables that the script has changed after the libraries that read them were loaded.
+    """Return warnings about variables that the script changed after the libraries which read them were loaded.
 
     Args:
-        before: the environment that a forked worker began with.
-        now: the environment of now.
+        before: environment at the start of a forked worker.
+        now: current environment.
     """
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     changed = [name for name in names if LOAD_TIME.fullmatch(name) and name not in _SET_BY_TORCH]
