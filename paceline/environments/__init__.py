@@ -1,1 +1,1 @@
-"""The engines that start workers, as their variables tell: an identity and an address. No torch."""
+"""Launch environments: worker identity and rendezvous address from an engine's variables. Does not import torch."""

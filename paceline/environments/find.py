@@ -1,9 +1,9 @@
-"""What started this process among others, as data: from variables of the environment to an identity and an address.
+"""Detection of the engine that started this process, from environment variables.
 
-There is one function for each engine. What an engine starts may start another one, whose variables then come on top of
-its own::
+There is one function for each engine. Engines can start each other, so a process may have variables of several. They
+are checked from the innermost engine to the outermost::
 
-    torchrun, paceline run    RANK, WORLD_SIZE              the innermost: somebody has meant these
+    torchrun, paceline run    RANK, WORLD_SIZE              the innermost: set on purpose for this process
     Open MPI                  OMPI_COMM_WORLD_RANK, ...     mpiexec starts its daemons by srun in an allocation
     MPICH, Intel MPI          PMI_RANK, MPI_LOCALRANKID     the same
     Slurm                     SLURM_STEP_ID, SLURM_PROCID   srun; a batch script has a SLURM_PROCID, but no step
@@ -20,12 +20,12 @@ from paceline.environments.start import Identity, Start, number, read_identity
 
 
 def find_start(environment: Mapping[str, str]) -> Start:
-    """How this process was started; one worker of one by no engine.
+    """Return how this process was started. Without an engine, it is the only worker.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` are where the user wants the workers to meet, whatever the engine.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` override the rendezvous address of any engine.
 
     Raises:
-        ConfigError: a variable has no sense.
+        ConfigError: a variable has an invalid value.
     """
     found = next((start for engine in _ENGINES if (start := engine(environment)) is not None), None)
     found = found or Start("", _of_torchrun(environment))
@@ -34,7 +34,7 @@ def find_start(environment: Mapping[str, str]) -> Start:
 
 
 def torchrun(environment: Mapping[str, str]) -> Start | None:
-    """By torchrun, or another launcher that sets its variables."""
+    """Return the start by torchrun, or by a launcher that sets its variables. None without ``RANK``."""
     return Start("torchrun", _of_torchrun(environment)) if "RANK" in environment else None
 
 

@@ -1,4 +1,4 @@
-"""The variables of mpiexec."""
+"""Environment variables of mpiexec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 
 
 def open_mpi(environment: Mapping[str, str]) -> Start | None:
-    """By mpiexec of Open MPI 4 or 5; ``--with-ft ulfm`` lets processes go on when one is lost."""
+    """Return the start by Open MPI 4 or 5, or None. With ``--with-ft ulfm`` processes survive the loss of another."""
     rank, size, local_rank, local_size = (
         f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
@@ -23,10 +23,9 @@ def open_mpi(environment: Mapping[str, str]) -> Start | None:
 
 
 def hydra(environment: Mapping[str, str]) -> Start | None:
-    """By mpiexec of MPICH or Intel MPI, which is Hydra; srun sets variables of PMI, too, but not the local ones.
-
+    """Return the start by Hydra (MPICH, Intel MPI), or None. srun sets PMI variables too, but not the local ones.
     Raises:
-        ConfigError: it was told to give no variables.
+        ConfigError: mpiexec runs with -pmi-port, which sets no rank and size.
     """
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if "PMI_ID" in environment and names[0] not in environment and "MPI_LOCALRANKID" in environment:

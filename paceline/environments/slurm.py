@@ -1,4 +1,4 @@
-"""The variables of Slurm."""
+"""Environment variables of Slurm."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paceline.environments.start import LOOPBACK, Start, number, read_identity
 from paceline.errors import ConfigError
 
 _LOWEST_PORT, _PORTS = 10_000, 20_000
-"""Below those that the system gives to connections."""
+"""Port range below the system's ephemeral ports."""
 
 
 def slurm_step(environment: Mapping[str, str]) -> Start | None:
-    """By srun."""
+    """Return the start by srun, or None."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     if not {"SLURM_STEP_ID", "SLURM_JOB_ID", *names} <= environment.keys():
         return None
@@ -27,7 +27,7 @@ def slurm_step(environment: Mapping[str, str]) -> Start | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """``3,1(x2)`` of Slurm as ``[3, 1, 1]``."""
+    """Parse Slurm's list of tasks per node: ``3,1(x2)`` is ``[3, 1, 1]``."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -38,7 +38,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of a list of hosts in Slurm's words: ``a`` of ``a,b``, ``h08-ib`` of ``h[08-10,12]-ib,gpu1``."""
+    """Return the first host of a Slurm host list: ``a`` of ``a,b``, ``h08-ib`` of ``h[08-10,12]-ib,gpu1``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None  # it also matches nothing
+    assert first is not None  # the pattern also matches an empty string
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])

@@ -1,4 +1,4 @@
-"""How an engine has started a process, as data."""
+"""Data classes for the start of a process by an engine, and functions to read its identity."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 
 MOST_WORKERS = 65_536
-"""Of a run, on all its machines."""
+"""Maximum number of workers of a run, on all machines together."""
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who this process is among the workers."""
+    """Rank of this process and number of workers, globally and on its machine, and restart generation."""
 
     rank: int = 0
     world_size: int = 1
@@ -25,17 +25,17 @@ class Identity:
 
 @dataclass(frozen=True)
 class Start:
-    """How an engine has started this process.
+    """Start of this process by an engine.
 
     Attributes:
-        engine: its name.
-        identity: who this process is.
-        host: where rank 0 listens; None if only rank 0 can say.
-        port: on which port; None if only rank 0 can say.
-        job: a text that all processes of this start on this machine have, and no others; empty if there is none.
-        manager: the descriptor of a connection to the engine's process on this machine, of which that is true, too.
-        cores: of this machine that all processes of this start have; None if the engine does not say.
-        survives: the engine lets the other processes go on when one is lost.
+        engine: name of the engine. Empty if there is none.
+        identity: rank and world size of this process.
+        host: host on which rank 0 listens. None if only rank 0 knows it.
+        port: port on which rank 0 listens. None if only rank 0 knows it.
+        job: text that exactly the processes of this start on this machine share. Empty if the engine has none.
+        manager: descriptor of the connection to the engine's process on this machine, which the same processes share.
+        cores: number of cores of this machine that the start may use. None if the engine does not provide it.
+        survives: whether the engine keeps the other processes running after the loss of one.
     """
 
     engine: str
@@ -49,12 +49,12 @@ class Start:
 
 
 def threads_of(own: int, machine: int, workers: int) -> int:
-    """How many threads a worker has.
+    """Return the number of threads of a worker.
 
     Args:
-        own: cores on which it may run: those of the machine that the start has, or some of them if it is bound.
-        machine: cores that the start has on this machine.
-        workers: of the start on this machine.
+        own: number of cores on which the worker may run: all cores of the start, or fewer if the worker is bound.
+        machine: number of cores that the start may use on this machine.
+        workers: number of workers of the start on this machine.
 
     Example:
         >>> threads_of(own=8, machine=8, workers=4), threads_of(own=2, machine=8, workers=4)
@@ -64,7 +64,7 @@ def threads_of(own: int, machine: int, workers: int) -> int:
 
 
 def number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """A variable that must be a whole number."""
+    """Return the value of an integer variable, or `default` if unset. Raise ConfigError if it is not an integer."""
     try:
         return int(environment.get(name, default))
     except ValueError:
@@ -79,7 +79,7 @@ def read_identity(
     local_size: str = "",
     local_world_size: int | None = None,
 ) -> Identity:
-    """Read it from the variables of these names, and check it."""
+    """Read and check an identity from the variables with these names."""
     size, own = number(environment, world_size, 1), number(environment, rank, 0)
     if size > MOST_WORKERS:
         raise ConfigError(f"{world_size}={size} in the environment: a run has at most {MOST_WORKERS} workers.")
