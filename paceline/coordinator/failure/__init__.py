@@ -1,1 +1,1 @@
-"""Why a run ended, in words."""
+"""Diagnosis of failed runs."""

@@ -1,4 +1,4 @@
-"""What the coordinator knows of a run that has ended, as plain data."""
+"""Report of the coordinator about a run that has ended, as plain data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paceline.launchers.base import WorkerExit
 
 @dataclass(frozen=True)
 class LastSeen:
-    """What a worker was doing, and who waited for it, when it was lost or late.
+    """Last known activity of a lost or late worker, and the ranks that waited for it.
 
     Attributes:
-        step: the step it was at; None without a heartbeat.
-        doing: such as ``in the data loader``.
-        line: of the script, ``train.py:41``; empty if unknown.
-        waiting: the ranks that waited for it.
-        seconds: how long they had waited.
-        where: what they were doing, such as ``in the all-reduce of bucket 2 of the gradients``.
+        step: step of the worker, or of the run if the worker is silent. None without a heartbeat.
+        doing: activity, such as ``in the data loader``.
+        line: line of the script, such as ``train.py:41``. Empty if unknown.
+        waiting: ranks that waited for the worker.
+        seconds: time that they had waited.
+        where: activity of the waiting ranks, such as ``in the all-reduce of bucket 2 of the gradients``.
     """
 
     step: int | None = None
@@ -32,12 +32,12 @@ class LastSeen:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A worker that was lost during the run.
+    """Worker that was lost during the run.
 
     Attributes:
-        worker: its number.
-        rank: at that time.
-        time: when, in seconds since 1970.
+        worker: number of the worker.
+        rank: rank of the worker when it was lost. None if it had no rank.
+        time: time of the loss, in seconds since 1970.
     """
 
     worker: int
@@ -47,23 +47,23 @@ class LostWorker:
 
 @dataclass(frozen=True)
 class CoordinatorReport:
-    """How the run ended, as the coordinator saw it. Workers are named by their numbers.
+    """End of a run as seen by the coordinator. Workers are identified by their numbers.
 
     Attributes:
-        code: the exit code that was decided on, if any.
-        reason: why.
-        kind: ``hang``, ``ended-early`` or ``not-started``; else empty.
-        blamed: whom the reason is about.
-        elastic: whether lost workers were replaced.
-        step: how many steps were done.
-        ranks: of the workers of the last generation.
-        processes: process id and host of each worker.
-        lost: in the order in which it was noticed.
-        joined: how many workers replaced others.
+        code: exit code that the coordinator has chosen, or None.
+        reason: reason for the end of the run.
+        kind: ``hang``, ``ended-early`` or ``not-started``, else empty.
+        blamed: workers that the reason refers to.
+        elastic: whether lost workers are replaced.
+        step: number of completed steps.
+        ranks: ranks of the last generation by worker.
+        processes: process id and host by worker.
+        lost: lost workers in the order of detection.
+        joined: number of workers that replaced others.
         leaving: workers that were asked to end.
-        last_seen: of workers that were lost or late.
-        reports: the failure reports of workers of other machines.
-        exits: how workers of other machines ended.
+        last_seen: last known activity of lost or late workers.
+        reports: failure reports of workers on other machines.
+        exits: exits of workers on other machines.
     """
 
     code: int | None = None
@@ -82,12 +82,12 @@ class CoordinatorReport:
     exits: tuple[WorkerExit, ...] = ()
 
     def rank_of(self, worker: int) -> int | None:
-        """Return its rank in the last generation, or when it was lost; before the first generation its number."""
+        """Return a worker's rank in the last generation or at its loss, or its number before the first generation."""
         if worker in self.ranks:
             return self.ranks[worker]
         known = [loss.rank for loss in self.lost if loss.worker == worker and loss.rank is not None]
         return known[-1] if known else None if self.ranks else worker
 
     def replaced(self) -> set[int]:
-        """Workers whose loss did not end the run."""
+        """Return the lost workers whose loss did not end the run."""
         return {loss.worker for loss in self.lost} - self.ranks.keys() if self.elastic else set()

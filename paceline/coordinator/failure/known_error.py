@@ -1,4 +1,4 @@
-"""What is known of an error that hides its cause: one row of the table."""
+"""Entry of the table of known errors, whose messages do not reveal their cause."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KnownError:
-    """One row of the table.
+    """Entry of the table of known errors.
 
     Attributes:
-        name: by which people look for it.
-        pattern: finds it in a message, whatever the case of its letters.
-        means: in plain words.
-        causes: the usual ones, the most frequent first.
-        cure: what to do.
-        transport: only if the text also names a transport.
-        kind: of the failure, if this decides it.
-        doctor: the check of ``paceline doctor`` that finds it before the start, if any.
+        name: name that users search for.
+        pattern: regular expression that matches the message, ignoring case.
+        means: explanation in plain words.
+        causes: usual causes, most frequent first.
+        cure: advice.
+        transport: whether the entry only applies to texts that also name a transport.
+        kind: kind of the failure. Empty if this error does not determine it.
+        doctor: check of ``paceline doctor`` that finds the problem before the start. Empty if there is none.
     """
 
     name: str
@@ -31,6 +31,6 @@ class KnownError:
 
     @property
     def paragraph(self) -> str:
-        """All of it in one line."""
+        """Meaning, causes, advice and check in one line."""
         check = f" `paceline doctor` tests it before the start ({self.doctor})." if self.doctor else ""
         return f"What it means: {self.means}. Usual causes: {'; '.join(self.causes)}. What to do: {self.cure}.{check}"

@@ -1,6 +1,6 @@
-"""Errors of NCCL, gloo, torch's store and CUDA that hide their cause: what they mean, and what to do.
+"""Table of known errors, mostly of NCCL, gloo, torch's store and CUDA, with their meaning and advice.
 
-The texts are those of PyTorch 2.13 and NCCL 2.18 to 2.28. ``docs/ten-errors.md`` shows each of them.
+The patterns match messages of PyTorch 2.13 and NCCL 2.18 to 2.28. ``docs/ten-errors.md`` shows each error.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _TRANSPORT = re.compile(
     r"|could not reach (the|rank)|could not (open the|reach rank)|lost the store",
     re.IGNORECASE,
 )
-"""Who speaks: what else a script connects to is its own business."""
+"""Matches messages of torch's transports, as opposed to other connections of a script."""
 _WARNING = re.compile(r"^(\[rank\d+\]:)?\[W")
-"""A line that torch has logged and gone on from."""
+"""Matches warnings in torch's log, after which the process has continued."""
 
 LESS_TO_HOLD = (
     "give each worker less to hold: more microbatches, recompute, fewer processes in workers_per_loader, or fewer "
@@ -25,7 +25,7 @@ LESS_TO_HOLD = (
 
 
 def find(text: str) -> KnownError | None:
-    """The first row of the table that the text of an error matches."""
+    """Return the first entry of the table that matches the text of an error, or None."""
     of_transport = _TRANSPORT.search(text) is not None
     for one in KNOWN_ERRORS:
         if (of_transport or not one.transport) and re.search(one.pattern, text, re.IGNORECASE):
@@ -34,12 +34,12 @@ def find(text: str) -> KnownError | None:
 
 
 def explain(text: str) -> str:
-    """What is known of an error, in one line; empty if nothing is."""
+    """Return the explanation of an error in one line. Empty if the error is unknown."""
     return known.paragraph if (known := find(text)) else ""
 
 
 def find_printed(lines: list[str]) -> KnownError | None:
-    """What the last lines of a process tell that ended without an exception."""
+    """Return the known error in printed lines, ignoring torch's warnings, or None."""
     return find("\n".join(line for line in lines if not _WARNING.match(line)))
 
 
@@ -375,4 +375,4 @@ KNOWN_ERRORS = (
         doctor="ports",
     ),
 )
-"""What is more special comes first."""
+"""All entries. More specific patterns come first."""

@@ -1,4 +1,4 @@
-"""A failure in words, the first cause first, and as data with keys that stay the same."""
+"""Failure reports: text with the root cause first, and data with stable keys."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paceline.coordinator.failure.worker_report import WorkerReport
 from paceline.errors import name_ranks
 
 _LONGEST = 400
-"""Characters of the first line."""
+"""Maximum number of characters in the first line."""
 _WORTH_TELLING = 1.0
-"""Seconds that others have waited."""
+"""Minimum waiting time of other ranks to report, in seconds."""
 _CURES = {
     "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
     "out-of-memory": LESS_TO_HOLD,
@@ -32,15 +32,15 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Context:
-    """What the message needs besides the failure.
+    """Information about the run for failure messages.
 
     Attributes:
-        workers: how many the run started with.
-        output: the folder with the output of every worker, as the reader would write it.
-        text: the file with the whole message, likewise.
-        checkpoint: the newest one, its step, and when it was written, in seconds since 1970.
-        resume: the command that goes on from it.
-        coordinator: what the coordinator knows.
+        workers: number of workers at the start of the run.
+        output: folder with the output of all workers, as displayed to the user.
+        text: file with the complete message, as displayed to the user.
+        checkpoint: newest checkpoint (path or URL), its step, and its time in seconds since 1970. None if none exists.
+        resume: command that resumes from that checkpoint.
+        coordinator: report of the coordinator.
     """
 
     workers: int
@@ -52,7 +52,7 @@ class Context:
 
 
 def short(failure: Failure, context: Context) -> list[str]:
-    """Say in at most ten lines what happened to whom, what was done, and what to do."""
+    """Return at most ten lines: what happened to which workers, how the run ended, and what to do."""
     lines = [_first_line(failure, context)]
     if failure.cause is not None:
         lines += [failure.cause.known.paragraph] if failure.cause.known else []
@@ -69,12 +69,12 @@ def short(failure: Failure, context: Context) -> list[str]:
 
 
 def details(failure: Failure) -> list[str]:
-    """What the first failing worker left: its exception, or the last lines it printed."""
+    """Return the traceback of the first failed worker, or its last output lines."""
     return failure.cause.details.rstrip("\n").split("\n") if failure.cause and failure.cause.details else []
 
 
 def record(failure: Failure, context: Context) -> dict[str, Any]:
-    """The failure as plain data."""
+    """Return the failure as plain data."""
     cause, last_seen = failure.cause, failure.last_seen
     exception = cause.exception if cause else None
     found = context.checkpoint
@@ -202,7 +202,7 @@ def _done(failure: Failure, context: Context) -> str:
 
 
 def lost_in_words(coordinator: CoordinatorReport) -> str:
-    """``2 workers were lost on the way; 2 were replaced``."""
+    """Return a summary of lost workers, such as ``2 workers were lost on the way; 2 were replaced``."""
     lost = len(coordinator.replaced()) or len(coordinator.lost)
     came = min(lost, coordinator.joined)
     verbs = ["was" if count == 1 else "were" for count in (lost, came)]
@@ -227,7 +227,7 @@ def _checkpoint(failure: Failure, context: Context) -> list[str]:
 
 
 def shown_path(path: str | Path) -> str:
-    """Relative to the current directory if it is below it."""
+    """Return the path relative to the current directory if it is inside that, else unchanged."""
     here = Path.cwd()
     if "://" in str(path) or not Path(path).is_relative_to(here):
         return str(path)

@@ -1,4 +1,4 @@
-"""Why a run ended: which worker failed first, and which only lost it."""
+"""Root-cause analysis of a failed run: separate the first failure from its consequences."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run ended before its time.
+    """Cause of the premature end of a run.
 
     Attributes:
-        kind: a word that stays the same, such as ``exception``, ``killed`` or ``hang``.
-        code: the exit code of the run.
-        message: what happened, to follow the names of the workers, if there are any.
-        time: when, in seconds since 1970.
-        cause: how the first worker failed; none if none did.
-        workers: the numbers of those that share the cause.
-        ranks: and their ranks, as far as they had one.
-        varies: whether their messages differ in numbers.
-        others: that failed of themselves, later.
-        consequences: that only lost another worker, or were ended.
-        last_seen: where the first worker was, and who waited for it.
+        kind: stable identifier, such as ``exception``, ``killed`` or ``hang``.
+        code: exit code of the run.
+        message: description, which follows the names of the workers, if any.
+        time: time of the failure, in seconds since 1970.
+        cause: report of the worker that failed first. None if no worker failed.
+        workers: numbers of the workers that share the cause.
+        ranks: ranks of these workers, without workers that had no rank.
+        varies: whether the messages of these workers differ in numbers.
+        others: reports of workers that failed later for other reasons.
+        consequences: reports of workers that failed because they lost another worker, or were ended.
+        last_seen: last known activity of the first failed worker, and the ranks that waited for it.
     """
 
     kind: str
@@ -50,36 +50,36 @@ class Failure:
 def diagnose(
     launch: Launch, result: RunResult, coordinator: CoordinatorReport | None = None, seen: int | None = 0
 ) -> Failure | None:
-    """Find the first cause; none when every worker ended well.
+    """Return the root cause of a failed run, or None if all workers ended well.
 
     Args:
-        launch: what was started.
-        result: how its processes ended.
-        coordinator: what the coordinator knows, if there was one.
-        seen: the worker whose output was shown.
+        launch: launch plan of the workers.
+        result: exits of its processes.
+        coordinator: report of the coordinator, if the run had one.
+        seen: worker whose output was shown.
     """
     coordinator = coordinator or CoordinatorReport()
     ended = [one for one in (*result.exits, *coordinator.exits) if one.code not in (0, errors.PREEMPTED)]
     records = coordinator.reports
     reports = {one.worker: report_of(launch, one, seen, records.get(one.worker)) for one in ended}
-    spared = {one.worker for one in result.exits if one.tolerated}  # such as one that came to join, and failed first
+    spared = {one.worker for one in result.exits if one.tolerated}  # such as a joiner that failed before it joined
     reports = {
         number: one
         for number, one in reports.items()
         if number not in spared or not one.self_reported or one.consequence
     }
-    for loss in coordinator.lost:  # the other workers may have noticed it before the launcher
+    for loss in coordinator.lost:  # other workers may have noticed the loss before the launcher
         if loss.worker in reports:
             report = reports[loss.worker]
             reports[loss.worker] = replace(report, time=min(report.time, loss.time))
     stopped = {one.worker for one in result.exits if one.stopped}
     alone = {number: one for number, one in reports.items() if one.self_reported or number not in stopped}
     causes = _causes([one for one in alone.values() if not one.consequence], coordinator)
-    if coordinator.code == errors.PREEMPTED and coordinator.elastic:  # who was killed would have been replaced
+    if coordinator.code == errors.PREEMPTED and coordinator.elastic:  # a killed worker would have been replaced
         causes = [one for one in causes if one.self_reported]
     if coordinator.code == 0:
         went_on = {loss.worker for loss in coordinator.lost} if coordinator.elastic else set()
-        causes = [one for one in causes if one.exit_code and one.worker not in went_on]  # who was killed was at the end
+        causes = [one for one in causes if one.exit_code and one.worker not in went_on]  # killed workers had finished
     if causes and coordinator.kind in ("", "ended-early"):
         return _first(causes, reports, coordinator, seen)
     if coordinator.blamed and coordinator.kind:
@@ -92,17 +92,17 @@ def diagnose(
 def _of_consequences(
     result: RunResult, reports: dict[int, WorkerReport], coordinator: CoordinatorReport, seen: int | None
 ) -> Failure | None:
-    """Find the cause when no worker failed on its own: one ended early, or else the first that lost another worker."""
+    """Return the failure if no worker failed by itself: a worker ended early, or the first to lose another worker."""
     early = tuple(one.worker for one in result.exits if one.code == 0 and not one.stopped)
     if reports and early:
         return _by_coordinator(reports, [], replace(coordinator, kind="ended-early", blamed=early))
-    if not reports and coordinator.code:  # no machine that is left knows of a worker, as when all are gone
+    if not reports and coordinator.code:  # no remaining machine has a report, for example if all were lost
         return Failure(coordinator.kind or "lost", coordinator.code, coordinator.reason, time.time())
     return _first(list(reports.values()), reports, coordinator, seen) if reports else None
 
 
 def _causes(reports: list[WorkerReport], coordinator: CoordinatorReport) -> list[WorkerReport]:
-    """Those that may have been first: without what went well again, and without what the loss of another explains."""
+    """Return candidates for the root cause: no replaced workers, and no failures that another loss explains."""
     replaced = coordinator.replaced()
     reports = [one for one in reports if one.worker not in replaced or (one.self_reported and not one.caused_by_loss())]
     own = [one for one in reports if not one.caused_by_loss()]
@@ -135,7 +135,7 @@ def _first(
 
 
 def _last_seen_of(cause: WorkerReport, coordinator: CoordinatorReport) -> LastSeen:
-    """Where it was; what it was heard to do in an earlier step says nothing any more."""
+    """Return the last known activity of the failed worker, without activities of earlier steps."""
     found = coordinator.last_seen.get(cause.worker, LastSeen())
     step = cause.step if cause.step is not None else coordinator.step
     if found.step is None or found.step < step:
@@ -154,7 +154,7 @@ _BY_COORDINATOR = {
 def _by_coordinator(
     reports: dict[int, WorkerReport], causes: list[WorkerReport], coordinator: CoordinatorReport
 ) -> Failure:
-    """Blame whom only the coordinator can: a worker was late, or ended early."""
+    """Return the failure that only the coordinator can detect: a worker hung, ended early or did not start."""
     message, code = _BY_COORDINATOR[coordinator.kind]
     workers = coordinator.blamed
     when = min((one.time for one in reports.values()), default=time.time())
@@ -174,7 +174,7 @@ def _by_coordinator(
 
 
 def _interrupted(result: RunResult, coordinator: CoordinatorReport) -> Failure | None:
-    """Somebody ended the run, in order or not."""
+    """Return the failure for a run that was preempted or stopped by a signal, or None."""
     number = result.signal
     by = f" by {signal_name(number)}" if number is not None else ""
     preempted = coordinator.code == errors.PREEMPTED or any(one.code == errors.PREEMPTED for one in result.exits)
@@ -192,7 +192,7 @@ def _interrupted(result: RunResult, coordinator: CoordinatorReport) -> Failure |
 def _rest(
     reports: dict[int, WorkerReport], named: set[int], coordinator: CoordinatorReport, when: float
 ) -> tuple[WorkerReport, ...]:
-    """Whom the failure at this time has ended: not those that were replaced, or killed before they had joined."""
+    """Return reports of workers that failed as a consequence: not replaced, nor killed earlier before they joined."""
     killed = {number for number, one in reports.items() if not one.self_reported and one.time < when}
     gone = coordinator.replaced() | (killed - coordinator.ranks.keys() if coordinator.ranks else set())
     return tuple(one for number, one in sorted(reports.items()) if number not in named and number not in gone)

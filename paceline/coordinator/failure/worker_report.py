@@ -1,4 +1,4 @@
-"""How one worker failed: from its own record, or else from how it ended and what it printed last."""
+"""Failure report of one worker, from its own record, or else from its exit code and last output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TAIL_BYTES = 64 * 1024
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
 _CUT_OFF = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
 _LEFT = ("has left: its process ended", "has called shutdown", "has ended by ", "has failed: rank ")
-"""What ``paceline.horovod`` says of a rank that is gone."""
+"""Texts in errors of ``paceline.horovod`` about a rank that has ended."""
 _KINDS = {
     "ConfigError": "settings",
     "InputError": "input",
@@ -38,7 +38,7 @@ _KINDS = {
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+)')
 _RANK = re.compile(r"^\[rank\d+\]: ")
-"""What torch writes before each line of a traceback."""
+"""Prefix of torch for each line of a traceback."""
 _NUMBER = r"-?(?:0x[0-9a-fA-F]+|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _NUMBERS = re.compile(rf"{_NUMBER}(?:, ?{_NUMBER})*")
 _HEADER = "Traceback (most recent call last):"
@@ -47,13 +47,13 @@ _WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 
 @dataclass(frozen=True)
 class UncaughtException:
-    """An exception that nobody caught.
+    """Uncaught exception of a worker.
 
     Attributes:
-        type: of the exception, without its module.
-        message: of the exception.
-        line: where the user's code was: ``train.py:41``, or empty.
-        notes: that were added to it.
+        type: name of its class without the module.
+        message: message of the exception.
+        line: last line of the user's code in the traceback, such as ``train.py:41``. Empty if unknown.
+        notes: notes that were added to the exception.
     """
 
     type: str
@@ -63,7 +63,7 @@ class UncaughtException:
 
     @property
     def short(self) -> str:
-        """``ValueError: bad`` in one line; of an error in a data loader the original one."""
+        """Exception in one line, such as ``ValueError: bad``. For data loaders, the original error."""
         lines = [line for line in self.message.splitlines() if line.strip()] or [""]
         if "Original Traceback" in self.message:  # notes may follow its last line
             return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[0])
@@ -74,25 +74,25 @@ class UncaughtException:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """How one worker failed.
+    """Failure of one worker.
 
     Attributes:
-        worker: its number.
-        kind: a word that stays the same, such as ``exception`` or ``killed``.
-        message: what happened, to follow the worker's name.
-        time: when, in seconds since 1970.
-        code: what the run ends with if this is the cause.
-        exit_code: of the process; none if a signal ended it.
-        signal: that ended the process, if any.
-        host: name of its machine.
-        pid: of the process.
-        step: at which it was, if it said so.
-        exception: the exception, if it was one.
-        details: the traceback, or the last lines it printed.
-        self_reported: whether the worker itself wrote it.
-        consequence: it only lost another worker.
-        last_line: that it printed, when it did not report.
-        known: the row of the table of errors that it matches, if any.
+        worker: number of the worker.
+        kind: stable identifier, such as ``exception`` or ``killed``.
+        message: description, which follows the worker's name.
+        time: time of the failure, in seconds since 1970.
+        code: exit code of the run if this failure is the cause.
+        exit_code: exit code of the process. None if a signal ended it.
+        signal: signal that ended the process, or None.
+        host: name of the worker's machine.
+        pid: process id.
+        step: step of the worker. None if the worker did not report it.
+        exception: uncaught exception, or None.
+        details: traceback, or the last lines that the worker printed.
+        self_reported: whether the worker itself wrote the report.
+        consequence: whether the worker failed only because it lost another worker.
+        last_line: last line that the worker printed, if it wrote no report.
+        known: matching entry of the table of known errors, or None.
     """
 
     worker: int
@@ -113,11 +113,11 @@ class WorkerReport:
     known: KnownError | None = None
 
     def same_cause(self, other: WorkerReport) -> bool:
-        """Whether both seem to have failed for the same reason.
+        """Return whether both workers seem to have failed for the same reason.
 
-        The same error at the same line may name other samples, addresses or shapes on each worker.
+        Numbers are ignored for errors at the same line, which may name different samples, addresses or shapes.
         """
-        if self.kind == other.kind == "exit" and self.exit_code != 1:  # no code by chance
+        if self.kind == other.kind == "exit" and self.exit_code != 1:  # 1 is too common to identify a cause
             return self.exit_code == other.exit_code
         if (self.message, self.last_line) == (other.message, other.last_line):
             return True
@@ -129,7 +129,7 @@ class WorkerReport:
         return self.exception.line if self.exception else ""
 
     def caused_by_loss(self) -> bool:
-        """Whether it is an error that follows from the loss of another worker."""
+        """Return whether the exception follows from the loss of another worker."""
         if self.exception is None:
             return False
         text, of_horovod = self.exception.message.lower(), self.exception.type == "HorovodInternalError"
@@ -139,13 +139,13 @@ class WorkerReport:
 def report_of(
     launch: Launch, ended: WorkerExit, seen: int | None, record: Mapping[str, Any] | None = None
 ) -> WorkerReport:
-    """How a worker failed.
+    """Return the failure report of a worker.
 
     Args:
-        launch: what was started.
-        ended: how the process ended.
-        seen: the worker whose output was shown.
-        record: its own report, if that is not in the run directory.
+        launch: launch plan of the workers.
+        ended: exit of the process.
+        seen: worker whose output was shown.
+        record: report that the worker wrote. Defaults to its file in the run directory.
     """
     plain = WorkerReport(
         ended.worker,
@@ -169,7 +169,7 @@ def report_of(
 
 
 def record_of(launch: Launch, worker: int) -> dict[str, Any]:
-    """What a worker itself wrote down of its failure (``paceline.system.excepthook``); empty if it did not."""
+    """Return the failure report that a worker wrote itself (``paceline.system.excepthook``). Empty if there is none."""
     try:
         record = json.loads(read_text(launch.error(worker)))
         whole = isinstance(record, dict) and {"type", "message", "consequence", "time"} <= record.keys()
@@ -216,7 +216,7 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
     if ended.code == 1 and (found := exception_in(lines)) is not None:
         exception, text = found
         report = _by_exception(plain, exception)
-        after = lines[len(lines) - lines[::-1].index(text.rpartition("\n")[2]) - 1 :]  # NCCL's last line says most
+        after = lines[len(lines) - lines[::-1].index(text.rpartition("\n")[2]) - 1 :]  # NCCL's last line is specific
         return replace(report, details=text, known=known_errors.find_printed(after))
     lines = lines[-_TAIL_LINES:]
     details = "the last lines it printed:\n" + "\n".join(lines) if lines and ended.worker != seen else ""
@@ -235,19 +235,19 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
 
 
 def _without_numbers(text: str) -> str:
-    """Replace numbers, addresses and lists of numbers, such as shapes, by one character."""
+    """Replace each number, address or list of numbers, such as a shape, by ``#``."""
     return _NUMBERS.sub("#", text)
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended: ``was killed by signal 9 (SIGKILL)``."""
+    """Return a description of an exit code, such as ``was killed by signal 9 (SIGKILL)``."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by signal {-code} ({signal_name(-code)})"
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``; the number itself if it has no name."""
+    """Return the name of a signal, such as ``SIGKILL``, or its number if it has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -255,7 +255,7 @@ def signal_name(number: int) -> str:
 
 
 def exception_in(lines: list[str]) -> tuple[UncaughtException, str] | None:
-    """The last exception that Python printed, and its traceback."""
+    """Return the last exception that Python printed and its traceback, or None."""
     starts = [number for number, line in enumerate(lines) if line == _HEADER]
     if not starts:
         starts = [number - 1 for number, line in enumerate(lines) if line.startswith(_WITHOUT_HEADER) and number]
@@ -276,7 +276,7 @@ def exception_in(lines: list[str]) -> tuple[UncaughtException, str] | None:
 
 
 def tail(launch: Launch, worker: int, count: int = _TAIL_LINES) -> list[str]:
-    """The last lines that a worker printed."""
+    """Return the last lines that a worker printed."""
     try:
         with open_regular(launch.output(worker)) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
