@@ -102,7 +102,7 @@ def _of_consequences(
 
 
 def _causes(reports: list[WorkerReport], coordinator: CoordinatorReport) -> list[WorkerReport]:
-    """Return candidates for the root cause: no replaced workers, and no failures that another loss explains."""
+    """Return candidates for the root cause, without failures that a replacement mended or another loss explains."""
     replaced = coordinator.replaced()
     reports = [one for one in reports if one.worker not in replaced or (one.self_reported and not one.caused_by_loss())]
     own = [one for one in reports if not one.caused_by_loss()]

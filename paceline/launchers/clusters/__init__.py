@@ -1,1 +1,1 @@
-"""Places that give a run its machines: one file each, behind the seam of ``base.py``."""
+"""Clusters that provide machines for a run. Each module implements the interface in ``base.py``."""

@@ -1,13 +1,13 @@
-"""What a place is: an engine or a list of hosts that gives machines; on each of them an agent starts the workers.
+"""Cluster interface. A cluster (an engine or a list of hosts) provides machines; an agent on each starts the workers.
 
 ::
 
     Request ── decide ──> Placement ── carry_out ──> exit code
     and Options           which command runs on which machine, and what --dry-run prints
 
-An agent is ``paceline run --on local`` with ``--nodes`` and ``--rendezvous``: the first machine holds the coordinator,
-the others join it, workers that are lost are replaced, and machines may go and come. A place only starts agents and
-says how they ended. For ``paceline doctor`` the agents are doctors, which meet in the same way.
+An agent is ``paceline run --on local`` with ``--nodes`` and ``--rendezvous``. The first machine runs the coordinator
+and the others join it. Lost workers are replaced, and machines may leave and join. A cluster only starts agents and
+returns their exit code. For ``paceline doctor`` the agents are doctors, which use the same rendezvous.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from paceline.launchers.base import Examination, Request
 
 @dataclass(frozen=True)
 class Options:
-    """What the user said about the place; None: nothing. Each place reads some of them."""
+    """Options for clusters. None means not set. Each cluster reads some of them."""
 
     hosts: str | None = None  # host1:4,host2:2
     hostfile: Path | None = None
-    time: str | None = None  # as Slurm reads it
+    time: str | None = None  # time limit in Slurm's format
     partition: str | None = None
     account: str | None = None
-    gpus: int | None = None  # for each machine
+    gpus: int | None = None  # number of GPUs per machine
     image: str | None = None
     namespace: str | None = None
-    kind: str | None = None  # of the Kubernetes object
-    volume: str | None = None  # a claim of Kubernetes, for the runs
-    address: str | None = None  # of a Ray cluster
-    master: str | None = None  # of a Spark cluster
-    session: Any = field(default=None, repr=False)  # a SparkSession, from Python only
-    slot_cpus: int | None = None  # CPUs of each agent of Ray, several of which may be on a node; from Python only
-    detach: bool = False  # submit, and do not wait for the end
+    kind: str | None = None  # kind of the Kubernetes object
+    volume: str | None = None  # PersistentVolumeClaim for the run directories (Kubernetes)
+    address: str | None = None  # address of a Ray cluster
+    master: str | None = None  # master URL of a Spark cluster
+    session: Any = field(default=None, repr=False)  # SparkSession, from Python only
+    slot_cpus: int | None = None  # CPUs per Ray agent, several of which may share a node; from Python only
+    detach: bool = False  # submit without waiting for the end
 
     def given(self) -> list[str]:
-        """The names of those that are set."""
+        """Return the names of the options that are set."""
         return [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
 
     def words(self) -> list[str]:
-        """Write them as on the command line."""
+        """Return the options as command-line arguments, without options that exist in Python only."""
         return [
             word
             for name in self.given()
@@ -62,12 +62,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Agent:
-    """The launcher on one machine.
+    """Launcher on one machine.
 
     Attributes:
-        machine: its name, as the engine or the user calls it.
-        command: what runs there.
-        environment: variables besides those that are there; the secret of the run is one.
+        machine: name of the machine, as the engine or the user calls it.
+        command: command line of the agent.
+        environment: variables added to the machine's environment, such as the secret of the run.
     """
 
     machine: str
@@ -77,12 +77,12 @@ class Agent:
 
 @dataclass(frozen=True)
 class Placement:
-    """What is started in a place.
+    """Launch plan for a cluster.
 
     Attributes:
-        place: its name.
-        agents: one for each machine, the one with the coordinator first.
-        text: for ``--dry-run``: what is submitted or executed, as a person would write it; no secret.
+        place: name of the cluster. For Spark the master's URL.
+        agents: one agent per machine. The agent with the coordinator is first.
+        text: readable form of what is submitted or executed, for ``--dry-run``. Contains no secret.
     """
 
     place: str
@@ -91,32 +91,32 @@ class Placement:
 
 
 class Place(ABC):
-    """One kind of place: a file of this folder and a line in ``registry.py``."""
+    """Base class of clusters. Each cluster is a module of this package and an entry in ``registry.py``."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
-    """The options that it reads."""
+    """Names of the options that this cluster reads."""
     examines: ClassVar[bool] = True
-    """Whether agents may be doctors."""
+    """Whether this cluster supports ``paceline doctor``."""
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> str | None:
-        """Say in words how this process can tell that it is in such a place; None: it is not."""
+        """Return the evidence that this process runs in such a cluster, as text for the user. None if it does not."""
         return None
 
     @abstractmethod
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
-        """Decide what to start; nothing is touched yet.
+        """Return the launch plan without starting or writing anything.
 
         Raises:
             ConfigError: the options cannot be used.
-            StartError: the place is not there, or its engine is not installed.
+            StartError: the cluster cannot be reached, or its engine is not installed.
         """
 
     @abstractmethod
     def carry_out(self, placement: Placement, request: Request) -> int:
-        """Start the agents, show what the first one prints, wait until they end, and give the exit code of the run.
+        """Start the agents, show the first agent's output, wait until they end. Return the exit code of the run.
 
-        SIGINT and SIGTERM stop the run after a checkpoint, as they do in ``paceline run`` on one machine.
+        SIGINT and SIGTERM stop the run after a checkpoint, as in ``paceline run`` on one machine.
 
         Raises:
             StartError: an agent could not be started.
@@ -124,10 +124,10 @@ class Place(ABC):
 
 
 def check_options(name: str, place: type[Place], options: Options) -> None:
-    """Refuse options of other places.
+    """Raise ConfigError if options of other clusters are set.
 
     Raises:
-        ConfigError: one of them has no effect here.
+        ConfigError: an option has no effect with this cluster.
     """
     for option in options.given():
         if option not in place.reads:
@@ -135,7 +135,7 @@ def check_options(name: str, place: type[Place], options: Options) -> None:
 
 
 def given_options(request: Request) -> list[str]:
-    """Write the options of ``paceline run`` that give this request, but for those that change nothing."""
+    """Return the options of ``paceline run`` that produce this request, except for default values."""
     fixed = request.least == request.most == request.workers and request.standby
     first, last = request.nodes or (0, 0)
     words = ["-n", str(request.workers)]
@@ -167,15 +167,15 @@ def given_options(request: Request) -> list[str]:
 def agent_command(
     request: Request, workers: int, total: int, nodes: tuple[int, int], rendezvous: str, python: str = sys.executable
 ) -> list[str]:
-    """Write the command line of an agent.
+    """Return the command line of an agent.
 
     Args:
-        request: what the user asked for.
-        workers: of this machine.
-        total: of all machines.
-        nodes: the fewest and the most machines.
+        request: request of the user.
+        workers: number of workers on this machine.
+        total: number of workers on all machines.
+        nodes: minimum and maximum number of machines.
         rendezvous: ``host:port`` of the first machine.
-        python: the interpreter on the machine.
+        python: interpreter on the machine. Defaults to the path of this interpreter.
     """
     if request.examination is not None:
         return _doctor_command(request, request.examination, workers, nodes[1], rendezvous, python)
@@ -204,7 +204,7 @@ def agent_command(
 def _doctor_command(
     request: Request, wanted: Examination, workers: int, machines: int, rendezvous: str, python: str
 ) -> list[str]:
-    """Write the command line of an agent that examines its machine."""
+    """Return the command line of an agent that examines its machine."""
     words = [python, "-m", "paceline", "doctor", "--on", "local", "--workers", str(workers)]
     words += ["--nodes", str(machines), "--rendezvous", rendezvous]
     words += ["--patience", f"{request.patience_seconds:g}", "--runs-dir", str(request.runs)]
@@ -220,19 +220,19 @@ def _doctor_command(
 
 
 def secret_environment(request: Request) -> dict[str, str]:
-    """The variable by which the agents of a run share a secret: the user's, or a new one; none if a file holds it."""
+    """Return the variable with the agents' shared secret: the user's or a new secret. Empty if it is in a file."""
     return {} if request.secret_file is not None else {env.SECRET: env.secret() or secrets.token_hex(32)}
 
 
 def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
-    """Parse ``-H host1:4,host2:2``: hosts and their workers.
+    """Parse ``-H host1:4,host2:2``. Return hosts with their numbers of workers.
 
     Args:
-        text: as given.
-        slots: workers of a host without a number.
+        text: value of the option.
+        slots: number of workers for a host without a number.
 
     Raises:
-        ConfigError: a number is none, or a host is named twice.
+        ConfigError: a host or number is invalid, or a host is named twice.
     """
     found: dict[str, int] = {}
     for part in text.split(","):
@@ -246,10 +246,10 @@ def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
 
 
 def read_hostfile(path: Path, slots: int) -> list[tuple[str, int]]:
-    """Read the hosts of a file: lines ``host slots=4`` (Open MPI, Horovod), ``host:4`` (MPICH, Intel), or ``host``.
+    """Read a host file with lines ``host slots=4`` (Open MPI, Horovod), ``host:4`` (MPICH, Intel), or ``host``.
 
     Raises:
-        ConfigError: it cannot be read, a line is of no such form, or it names no host.
+        ConfigError: the file cannot be read, a line has a different form, or the file names no host.
     """
     try:
         lines = path.read_text().splitlines()

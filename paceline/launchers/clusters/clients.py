@@ -1,4 +1,4 @@
-"""Processes of this machine by which an engine runs agents elsewhere: ``ssh``, ``srun``, ``mpiexec``."""
+"""Local client processes that run agents on other machines: ``ssh``, ``srun``, ``mpiexec``."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ _KEPT_LINES = 20
 
 @dataclass(frozen=True)
 class Client:
-    """How one is started, and stopped.
+    """Specification of a client process.
 
     Attributes:
-        name: of the machine; before each line that it prints, except for the first client.
-        command: what is executed here.
-        environment: more variables.
-        first_input: what its standard input gets first. Then an empty line says every now and then that this process is
-            there, the line ``stop`` stops what it runs, and the end of the input ends that at once. None: it has no
-            input, and passes a signal on.
-        stop: that signal.
+        name: name of the machine, which prefixes each output line except for the first client.
+        command: command to execute on this machine.
+        environment: additional variables.
+        first_input: initial standard input. Empty lines follow as heartbeats. The line ``stop`` or the end of the input
+            stops the agent, and the end after ``stop`` kills it. None: the client has no input and forwards a signal.
+        stop: signal that asks a client without input to stop.
     """
 
     name: str
@@ -53,11 +52,11 @@ class Client:
 
 
 Ended = Callable[[Client, int], bool]
-"""Called when one has ended, with its exit code (negative: a signal); whether the others go on."""
+"""Callback for an ended client and its exit code (negative for a signal). Returns whether the others continue."""
 Again = Callable[[Client, int], float | None]
-"""Called when another one than the first has ended: the seconds until it is started again; None: it is not."""
+"""Callback for any ended client but the first. Returns the delay in seconds before its restart, or None."""
 More = Callable[[], Sequence[Client]]
-"""Called now and then while the first one runs: those to be started, too."""
+"""Callback, polled while the first client runs. Returns additional clients to start."""
 
 
 def follow(
@@ -68,21 +67,21 @@ def follow(
     again: Again = lambda client, code: None,
     more: More = tuple,
 ) -> int:
-    """Start all, pass on what they print, wait for all, and give the exit code of the first.
+    """Start all clients, forward their output, wait for all. Return the exit code of the first client.
 
-    A first signal stops the run after a checkpoint; a second one ends it at once. They end with this process, however
-    that ends, if the system can do that.
+    A first signal stops the run after a checkpoint. A second signal ends the run at once. On Linux the clients end
+    with this process for whatever reason it ends.
 
     Args:
-        clients: the one with the coordinator first.
-        inherited: the environment that all get.
-        grace_seconds: from the first signal to the last one.
-        ended: decides what becomes of the others.
-        again: decides whether one that has ended while the first one runs is started anew.
-        more: gives those that are started later.
+        clients: clients to start. The client with the coordinator is first.
+        inherited: environment of all clients.
+        grace_seconds: time between the first signal and the forced end.
+        ended: decides whether the other clients continue.
+        again: decides whether a client that ended before the first client is restarted.
+        more: returns clients to start later.
 
     Raises:
-        StartError: one could not be started; those before it are ended.
+        StartError: a client could not be started. Clients that were started before are ended.
     """
     with stop_signals() as received:
         started = _Started(clients, inherited, grace_seconds, ended, again, more)
@@ -100,7 +99,7 @@ def follow(
 
 
 class _Started:
-    """The processes of some clients."""
+    """Running processes of clients."""
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class _Started:
         _write(process, client.first_input or b"")
 
     def look(self) -> None:
-        """Take note of those that have ended, start those that are due, and say that this process is there."""
+        """Handle ended clients, start clients that are due, and send heartbeats."""
         now = time.monotonic()
         for place, process in list(self.running.items()):
             if (code := process.poll()) is not None:
@@ -163,11 +162,11 @@ class _Started:
                 return
         if not self._ended(client, code):
             self.stop()
-        elif place == 0:  # the run is over; a machine that is out of reach never says so
+        elif place == 0:  # the run is over, and an unreachable machine would never end
             self.deadline = min(self.deadline, time.monotonic() + _LAST_SECONDS)
 
     def stop(self) -> None:
-        """Ask all to end, once."""
+        """Ask all clients to end. Later calls have no effect."""
         if self.deadline < math.inf:
             return
         self.deadline = time.monotonic() + self._grace_seconds + _LAST_SECONDS
@@ -179,7 +178,7 @@ class _Started:
                 _write(process, b"stop\n")
 
     def close(self) -> None:
-        """End those that are left."""
+        """End the remaining clients and wait for their output."""
         for process in self.running.values():
             _close_input(process)
         until = time.monotonic() + _KILL_SECONDS
@@ -195,7 +194,7 @@ class _Started:
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, or is about to
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, or is about to end
             process.stdin.write(data)
             process.stdin.flush()
 
@@ -221,7 +220,7 @@ def _start(client: Client, inherited: Mapping[str, str]) -> subprocess.Popen[byt
 
 
 def _relay(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
-    """Pass on what it prints, in whole lines."""
+    """Forward the process's output in complete lines."""
     pipes = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     threads = [threading.Thread(target=_copy, args=(pipe, to, prefix), daemon=True) for pipe, to in pipes]
     for thread in threads:
@@ -235,9 +234,9 @@ def _copy(pipe: IO[bytes], to: IO[str], prefix: str) -> None:
 
 
 def run_here(command: Sequence[str], environment: Mapping[str, str], folder: str | Path) -> tuple[int, str]:
-    """Run an agent on this machine, in the process that an engine has started; gives the exit code, and the last lines.
+    """Run an agent on this machine, in a process that an engine has started. Return exit code and last output lines.
 
-    Engines set the number of threads of their own processes, which says nothing about workers.
+    Removes OMP_NUM_THREADS, which engines set for their own processes and not for workers.
     """
     inherited = {name: value for name, value in env.inherited().items() if name != "OMP_NUM_THREADS"}
     with subprocess.Popen(
@@ -257,13 +256,13 @@ def run_here(command: Sequence[str], environment: Mapping[str, str], folder: str
 
 
 def say(line: str) -> None:
-    """Tell the user."""
+    """Print a line to standard error."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def copy(source: int, to: IO[str], prefix: str) -> None:
-    """Pass on what comes from a file descriptor until its end, in whole lines."""
+    """Forward the data of a file descriptor until its end, in complete lines."""
     lines = Lines()
     while data := os.read(source, 1 << 16):
         _print(lines.take(data), to, prefix)
@@ -278,7 +277,7 @@ def _print(lines: list[str], to: IO[str], prefix: str) -> None:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The signals to this process that ask for the end, as they come; SIGUSR1 hastens nothing."""
+    """Collect stop signals to this process in a list during the block. SIGUSR1 only counts as the first signal."""
     found: list[int] = []
 
     def keep(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""How many workers each machine may have now, as a script of the user says: one line ``host:slots`` for each host."""
+"""Host discovery: a script of the user prints a line ``host:slots`` for each host that is currently available."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _EVERY_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
 
 Slots = dict[str, int]
-"""The workers of each host, in the order of the script."""
+"""Number of workers of each host, in the order of the script."""
 
 
 class Discovery:
-    """Asks the script again and again, on a thread, until the run is over.
+    """Thread that runs the discovery script once a second until the run is over.
 
     Args:
-        script: an executable file.
-        is_over: whether to ask no more.
-        take: called with each answer, on the thread.
+        script: executable file.
+        is_over: callback that returns whether the run is over.
+        take: callback for each answer, called on the thread.
 
     Attributes:
-        hosts: what the script has said last.
+        hosts: last valid answer of the script.
 
     Raises:
-        ConfigError: the script cannot be run, or prints something else.
+        ConfigError: the script cannot be run, or its output is invalid.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class Discovery:
     def _watch(self) -> None:
         while not self._is_over():
             time.sleep(_EVERY_SECONDS)
-            with contextlib.suppress(ConfigError):  # it may be in the middle of a change
+            with contextlib.suppress(ConfigError):  # the script or its data may be changing
                 self.hosts = ask(self._script)
             self._take(self.hosts)
 
 
 class SlotsHere:
-    """The slots of this machine, in a run that other machines cannot join; those of others are named once.
+    """Slots of this machine, for a run that other machines cannot join. Warns once about each other host.
 
     Args:
         script: see :class:`Discovery`.
-        is_over: see there.
+        is_over: see :class:`Discovery`.
     """
 
     def __init__(self, script: Path, is_over: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ class SlotsHere:
 
     @property
     def slots(self) -> int:
-        """Of this machine, as the script has said last."""
+        """Number of slots of this machine in the last valid answer."""
         return slots_here(self._discovery.hosts)
 
     def _tell(self, hosts: Slots) -> None:
@@ -80,10 +80,10 @@ class SlotsHere:
 
 
 def ask(script: Path) -> Slots:
-    """Run the script, and read what it prints.
+    """Run the script and parse its output.
 
     Raises:
-        ConfigError: it cannot be run, or prints something else.
+        ConfigError: the script cannot be run, or its output is invalid.
     """
     try:
         done = subprocess.run(
@@ -95,10 +95,10 @@ def ask(script: Path) -> Slots:
 
 
 def parse_slots(text: str) -> Slots:
-    """Read a line ``host:slots``, or ``host`` with one slot, for each host.
+    """Parse lines ``host:slots``, or ``host`` for one slot. Slots of a repeated host are added.
 
     Raises:
-        ConfigError: a line is none of these.
+        ConfigError: a line has neither form.
 
     Example:
         >>> parse_slots("h1:2\\nh2\\nh1:1\\n")
@@ -114,7 +114,7 @@ def parse_slots(text: str) -> Slots:
 
 
 def slots_here(hosts: Mapping[str, int]) -> int:
-    """Add up the slots of this machine.
+    """Return the total number of slots of this machine, over all its names.
 
     Example:
         >>> slots_here({"localhost": 2, "127.0.0.1": 1, "another": 4})
@@ -124,15 +124,15 @@ def slots_here(hosts: Mapping[str, int]) -> int:
 
 
 def is_loopback_alone(hosts: Mapping[str, int]) -> bool:
-    """Whether the script names nothing but ``localhost``, where no other machine can join."""
+    """Return whether all hosts are loopback names such as ``localhost``, so that no other machine can join."""
     return all(map(env.is_loopback, hosts))
 
 
 def is_here(host: str) -> bool:
-    """Whether this is a name of this machine."""
+    """Return whether `host` is a name of this machine."""
     return env.is_loopback(host) or host in _own_names()
 
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    return frozenset((socket.gethostname(), socket.getfqdn()))  # the latter asks the name service
+    return frozenset((socket.gethostname(), socket.getfqdn()))  # cached because getfqdn asks the name service

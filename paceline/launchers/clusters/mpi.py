@@ -1,11 +1,11 @@
-"""``--on mpi``: mpiexec starts an agent on each host; Open MPI, MPICH and Intel MPI.
+"""MPI cluster (``--on mpi``): mpiexec of Open MPI, MPICH or Intel MPI starts an agent on each host.
 
 ::
 
     mpiexec -n 1 --host h1 AGENT : -n 1 --host h2 AGENT     Open MPI
     mpiexec -hosts h1,h2 -ppn 1 -n 1 AGENT : -n 1 AGENT     MPICH, Intel MPI
 
-The agents start the workers, so a lost worker is replaced as on one machine. mpiexec ends all agents when one is lost.
+The agents start the workers, so a lost worker is replaced as on one machine. If an agent is lost, mpiexec ends all.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _HERE = "localhost"
 
 
 class Mpi(Place):
-    """Hosts that mpiexec reaches, or this machine."""
+    """Hosts that mpiexec can reach, or this machine."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"hosts", "hostfile"})
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
         hosts = _hosts(request, options)
         mpiexec = _find(environment)
-        given = {**secret_environment(request), env.END_WITH_PARENT: "1"}  # of a killed mpiexec, or of its daemon
+        given = {**secret_environment(request), env.END_WITH_PARENT: "1"}  # if mpiexec or its daemon is killed
         total, count = sum(workers for _, workers in hosts), len(hosts)
         first = LOOPBACK if hosts[0][0] == _HERE else hosts[0][0]
         where = f"{first}:{request.port or choose_port(None)}"
@@ -69,22 +69,22 @@ class Mpi(Place):
             command = shlex.split(placement.text)
             client = Client("mpiexec", command, environment, stop=signal.SIGUSR1)  # SIGTERM leaves no time to save
             code = follow([client], env.inherited(), request.grace_seconds, lambda client, code: True)
-            if code == 0 and kept.exists():  # Hydra says 0 for what ends long after a signal
+            if code == 0 and kept.exists():  # Hydra returns 0 for agents that end long after a signal
                 code = int(kept.read_text() or 0)
             return code
 
 
 def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Agent]) -> list[str]:
-    """Write the command that starts one agent on each host, with options for processes that use all cores.
+    """Return the command that starts one agent on each host, with options for processes that use all cores.
 
     Args:
-        mpiexec: its path.
-        version: as ``mpiexec --version`` prints it.
-        root: whether root starts it, which Open MPI refuses if not told.
-        agents: with a host each; those of this machine alone need none.
+        mpiexec: path of mpiexec.
+        version: output of ``mpiexec --version``.
+        root: whether root runs mpiexec, which Open MPI only allows with an option.
+        agents: agents with their hosts. No host options are needed if all run on this machine.
 
     Raises:
-        StartError: it is of no known MPI.
+        StartError: the MPI implementation is unknown.
     """
     hosts = [agent.machine for agent in agents if agent.machine != _HERE]
     if "OpenRTE" in version or "Open MPI" in version:
@@ -92,7 +92,7 @@ def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Age
         own = [["--host", agent.machine] if hosts else [] for agent in agents]
         for one, agent in zip(own, agents, strict=True):
             one += [word for name in agent.environment for word in ("-x", name)]
-    elif "HYDRA" in version or "Intel" in version:  # they hand over all variables
+    elif "HYDRA" in version or "Intel" in version:  # these pass on all variables
         words = ["-hosts", ",".join(hosts), "-ppn", "1"] if hosts else []
         own = [[] for _ in agents]
     else:

@@ -1,13 +1,13 @@
-"""A Ray cluster: an actor on each node starts an agent there, and Ray puts the actors of lost nodes on others.
+"""Ray cluster: an actor on each node runs an agent, and Ray moves the actors of lost nodes to other nodes.
 
 ::
 
-    here         launcher ── paceline run -n 0        the coordinator: any other node may be lost
+    driver       launcher ── paceline run -n 0        the coordinator: any other node may be lost
     each node    actor ── paceline run -n 4 ── workers
 
-There is one actor for each node, not for each worker: an agent replaces a lost worker in seconds and without Ray, and
-the workers of a node share its memory. The fewest nodes are one placement group, so that two runs cannot wait for each
-other's; more nodes come one by one. The actors end with the launcher, and what they started ends with them.
+There is one actor per node and not per worker, because an agent replaces a lost worker in seconds without Ray, and the
+workers of a node share its memory. The minimum number of nodes forms one placement group, so that two runs cannot block
+each other. Additional nodes join one by one. The actors end with the launcher, and their processes end with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.machine import choose_port, listens
 
 _HERE = "HERE:PORT"
-"""Stands for the rendezvous in a placement: known when the cluster is."""
+"""Placeholder for the rendezvous in a placement, which is known once the cluster is connected."""
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SAY_SECONDS = 5.0
@@ -41,7 +41,7 @@ _LAST_SECONDS = 10.0
 
 
 class RayPlace(Place):
-    """Nodes of a Ray cluster."""
+    """Ray cluster."""
 
     reads = frozenset({"address", "gpus", "slot_cpus"})
 
@@ -52,11 +52,11 @@ class RayPlace(Place):
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> str | None:
-        """A Ray job, or a shell that was told of a cluster."""
+        """Return the evidence of a Ray job, or of a cluster in the environment, or None."""
         return next((f"{name} is set" for name in ("RAY_ADDRESS", "RAY_JOB_ID") if environment.get(name)), None)
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
-        """Decide the resources of each node, and the commands."""
+        """Return the launch plan. Also stores the address and the resources of each node for ``carry_out``."""
         if find_spec("ray") is None:
             raise StartError("--on ray: Ray is not installed. Install it with: pip install 'paceline[ray]'")
         if options.address is not None and "://" in options.address:
@@ -77,7 +77,7 @@ class RayPlace(Place):
             least=request.least or request.workers * nodes[0],
             most=request.most or request.workers * nodes[1],
         )
-        machines = nodes if request.examination is None else (nodes[0] + 1, nodes[1] + 1)  # this one is examined, too
+        machines = nodes if request.examination is None else (nodes[0] + 1, nodes[1] + 1)  # plus this machine
         here = agent_command(replace(request, standby=0), 0, 0, machines, _HERE)
         there = agent_command(request, request.workers, 0, machines, _HERE)
         known = secret_environment(request)
@@ -93,7 +93,7 @@ class RayPlace(Place):
         return Placement("ray", (Agent("here", tuple(here), known), *agents), "\n".join(text))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
-        """Place the actors, then train; this process waits with the coordinator."""
+        """Place the actors and start the agents. This process runs the coordinator's agent and waits for its end."""
         import ray
 
         fewest = request.nodes[0] if request.nodes else 1
@@ -112,7 +112,7 @@ class RayPlace(Place):
 
 
 def _travels(name: str) -> bool:
-    """Whether a variable goes to the nodes, where the others are those with which Ray was started."""
+    """Return whether a variable is passed on to the nodes. All other variables on the nodes are those of Ray."""
     return name == "OMP_NUM_THREADS" or name.startswith("PACELINE_")
 
 
@@ -126,15 +126,15 @@ def _resources(bundle: Mapping[str, float]) -> str:
 
 @contextlib.contextmanager
 def _connected(ray: Any, address: str | None, cpus: int, fewest: int, seconds: float) -> Iterator[None]:
-    """Connect to a cluster, or start one on this machine if none is named and none is found.
+    """Connect to a cluster. Start one on this machine if none is named and none is found.
 
-    A process that is connected already, as in a notebook, stays so; its cluster is the one.
+    A process that is already connected, as in a notebook, uses its cluster and stays connected.
     """
     before = signal.getsignal(signal.SIGTERM)
     own = not ray.is_initialized()
     if own:
         _connect(ray, address, cpus, fewest, seconds)
-        signal.signal(signal.SIGTERM, _end)  # Ray has set a handler that ends with another code
+        signal.signal(signal.SIGTERM, _end)  # replaces Ray's handler, which exits with a different code
     elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
         raise ConfigError(
             f"--address {address}: this process is connected to the Ray cluster at "
@@ -151,7 +151,7 @@ def _connected(ray: Any, address: str | None, cpus: int, fewest: int, seconds: f
 def _connect(ray: Any, address: str | None, cpus: int, fewest: int, seconds: float) -> None:
     env.set_default("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "CRITICAL", "configure_logging": True}
-    limit = threading.Timer(seconds, _give_up, (address, seconds))  # Ray may try for ever
+    limit = threading.Timer(seconds, _give_up, (address, seconds))  # Ray may retry forever
     limit.daemon = True
     limit.start()
     try:
@@ -190,13 +190,13 @@ def _end(number: int, frame: object) -> None:
 
 
 def _own_address(ray: Any) -> str:
-    """The address of this node, as the others know it."""
+    """Return the address at which other nodes reach this node."""
     here = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
 
 
 class _Nodes:
-    """The actors of a run and the resources that are held for them."""
+    """Actors of a run and their reserved resources."""
 
     def __init__(self, ray: Any, bundle: dict[str, float], strategy: str) -> None:
         self._ray = ray
@@ -209,10 +209,10 @@ class _Nodes:
         self._watcher: threading.Thread | None = None
 
     def place(self, fewest: int, seconds: float) -> None:
-        """Wait until the cluster has room for the fewest nodes.
+        """Reserve resources for the minimum number of nodes, and wait until the cluster grants them.
 
         Raises:
-            StartError: it has none in time.
+            StartError: the resources were not available within `seconds`.
         """
         group = self._reserve(fewest)
         begin, said = time.monotonic(), False
@@ -225,12 +225,12 @@ class _Nodes:
                 say(f"waiting for the cluster: {self._shortage(fewest)}")
 
     def start(self, agents: list[Agent], fewest: int, script: str, port: int, seconds: float) -> None:
-        """Start an actor for each agent; those beyond the fewest come when there is room.
+        """Start an actor for each agent. Actors beyond the minimum start when resources become available.
 
-        The agents start when the coordinator listens on its port: one of them, on the same node, would take its part.
+        The agents start once the coordinator listens. Otherwise an agent on the same node would become coordinator.
 
         Raises:
-            StartError: a node does not have the script, or did not say so in time.
+            StartError: a node does not have the script or folder, or its actor did not start in time.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -262,7 +262,7 @@ class _Nodes:
         return self._groups[-1]
 
     def _shortage(self, count: int) -> str:
-        """Say what is asked for, and what there is."""
+        """Return a description of the requested and the available resources."""
 
         def counted(there: Mapping[str, float]) -> str:
             return _resources({name: there.get(name, 0) for name in self._bundle})
@@ -274,7 +274,7 @@ class _Nodes:
         return f"{wanted} asked for; there: {'; '.join(nodes)}; free: {counted(self._ray.available_resources())}"
 
     def _watch(self, port: int) -> None:
-        """Start the agents; say which of them fail, and when a lost node has no substitute yet."""
+        """Start the agents. Report failed agents, and lost nodes that are not replaced yet."""
         while not listens(port):
             if self._closed.wait(_POLL_SECONDS):
                 return
@@ -294,12 +294,12 @@ class _Nodes:
             address, code, text = self._ray.get(run)
         except self._ray.exceptions.RayError as error:
             address, code, text = name, 1, f"its actor has failed: {error}"
-        if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):  # else the run has ended, and says why
+        if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):  # an ended run reports itself
             for line in text.splitlines():
                 say(f"[{address}] {line}")
 
     def close(self) -> None:
-        """Wait until the agents have ended, at most for a moment; end the actors, and give the resources back."""
+        """Wait for the agents to end, with a timeout. Then end the actors and release their resources."""
         from ray.util import remove_placement_group
 
         self._closed.set()
@@ -314,7 +314,7 @@ class _Nodes:
 
 
 class NodeAgent:
-    """The actor of a node. When Ray starts it again on another one, its ``run`` begins again there."""
+    """Actor of a node. If Ray restarts it on another node, ``run`` starts over on that node."""
 
     def __init__(self, command: tuple[str, ...], environment: dict[str, str], folder: str, script: str) -> None:
         self._command = command
@@ -323,7 +323,7 @@ class NodeAgent:
         self._script = script
 
     def missing(self) -> str:
-        """Say what this node lacks; empty: nothing."""
+        """Return an error message about a folder or script that is missing on this node. Empty if none is missing."""
         lacking = [path for path in (self._folder, self._script) if not os.path.exists(path)]
         if not lacking:
             return ""
@@ -333,10 +333,10 @@ class NodeAgent:
         )
 
     def run(self) -> tuple[str, int, str]:
-        """Run the agent; gives the address of the node, the exit code, and the last lines."""
+        """Run the agent. Return the node's address, the exit code, and the last output lines."""
         if lacking := self.missing():
             return _address_here(), StartError.exit_code, lacking
-        end_with_parent()  # Ray's own way takes a minute when the whole cluster is gone
+        end_with_parent()  # Ray itself takes a minute to end the actor if the whole cluster is gone
         return _address_here(), *run_here(self._command, self._environment, self._folder)
 
 

@@ -1,4 +1,4 @@
-"""Places by name. A place is imported when it is used."""
+"""Registry of clusters by name. A cluster's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.errors import ConfigError
 from paceline.launchers.clusters.base import Place
 
 LOCAL = "local"
-"""This machine, and others that run the same command: no place of this folder."""
+"""Name for this machine, and others that run the same command. It has no module in this package."""
 PLACES: dict[str, str] = {
     "ssh": "ssh.place:Ssh",
     "ray": "ray:RayPlace",
@@ -18,14 +18,14 @@ PLACES: dict[str, str] = {
     "kubernetes": "kubernetes.place:Kubernetes",
     "spark": "spark.place:Spark",
 }
-"""The module and the class of each place. A process looks for the place it is in, in this order."""
+"""Module and class of each cluster, in the order in which clusters are detected."""
 
 
 def place_named(name: str) -> type[Place]:
-    """Find a place.
+    """Return the cluster class with this name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no cluster has this name.
     """
     if name not in PLACES:
         raise ConfigError(f"--on {name}: there is no such place. The places are: {', '.join([LOCAL, *PLACES])}.")
@@ -35,7 +35,7 @@ def place_named(name: str) -> type[Place]:
 
 
 def find(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """The place that this process is in, and how that shows; None: none but this machine."""
+    """Return the name of the cluster in which this process runs and the evidence, or None if there is no cluster."""
     for name in PLACES:
         if reason := place_named(name).found(environment):
             return name, reason

@@ -1,1 +1,1 @@
-"""Pods of a Kubernetes cluster: ``manifests`` says what they are, ``place`` submits and follows them."""
+"""Kubernetes cluster: ``manifests`` describes the pods of a run, ``place`` submits and follows them."""

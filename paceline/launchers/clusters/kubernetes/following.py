@@ -1,4 +1,4 @@
-"""Follow the pods of a run: pass on what the first one prints, say what keeps them waiting, and how the run ended."""
+"""Monitor of a run's pods: forward the first pod's output, report waiting pods and the end of the run."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SHOWN_LINES = 20
 
 
 def say(line: str) -> None:
-    """Print one line where messages of the launcher go."""
+    """Print a line to standard error."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 class Following:
-    """A run that was submitted.
+    """Monitor of a submitted run.
 
     Args:
-        kubectl: in its namespace.
-        kind: of its object.
-        pods: what was submitted.
-        patience_seconds: to wait for a node for the first pod, or for an answer of the cluster.
+        kubectl: kubectl in the namespace of the run.
+        kind: kind of the submitted object.
+        pods: specification of the submitted pods.
+        patience_seconds: timeout for a node for the first pod, and for an answer of the cluster.
     """
 
     def __init__(self, kubectl: Kubectl, kind: Kind, pods: Pods, patience_seconds: float) -> None:
@@ -45,17 +45,17 @@ class Following:
         self._pods = pods
         self._patience_seconds = patience_seconds
         self._logs: subprocess.Popen[bytes] | None = None
-        self._shown: dict[str, str] = {}  # what was shown of each pod: until when
+        self._shown: dict[str, str] = {}  # by pod: time until which its log was shown
         self._said: set[str] = set()
         self._begun = False
         self._answered = time.monotonic()
         self._since = time.monotonic()
 
     def wait(self) -> int:
-        """Wait for the end of the run, remove what was made, and give the exit code.
+        """Wait until the run ends and remove its objects. Return the exit code.
 
         Raises:
-            StartError: a pod cannot start, or the cluster gives no answer.
+            StartError: a pod cannot start, or the cluster does not answer.
         """
         with stop_signals() as signals:
             try:
@@ -70,13 +70,13 @@ class Following:
                 self.remove()
 
     def remove(self) -> None:
-        """Remove all that was made, as far as the cluster allows."""
+        """Remove all objects of the run. Errors are ignored."""
         with contextlib.suppress(StartError):
             objects = self._kind.objects(self._pods.name)
             self._kubectl.run("delete", *objects, "--ignore-not-found", "--wait=false")
 
     def _look(self) -> int | None:
-        """See how the pods are; gives the exit code at the end."""
+        """Poll the state of job and pods. Return the exit code if the run has ended, else None."""
         try:
             job = self._kubectl.get(self._kind.resource, self._pods.name)
             pods = self._list()
@@ -100,7 +100,7 @@ class Following:
         return state.pods_of(self._kubectl.get("pods", "-l", f"{self._kind.label}={self._pods.name}"))
 
     def _show(self, pods: list[Pod]) -> None:
-        """Pass on what the newest pod of index 0 prints, from where the last call ended."""
+        """Forward the log of the newest pod with index 0, continuing where the previous log process ended."""
         if self._logs is not None and self._logs.poll() is None:
             return
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -117,10 +117,10 @@ class Following:
         self._logs = self._kubectl.follow("logs", "-f", *since, pod.name)
 
     def _complain(self, pods: list[Pod]) -> None:
-        """Say what keeps pods from starting.
+        """Print why pods do not start.
 
         Raises:
-            StartError: they never will.
+            StartError: a pod can never start, or no node had room for a pod in time.
         """
         for pod in pods:
             if pod.hopeless is not None and pod.phase == "Pending":
@@ -134,7 +134,7 @@ class Following:
                     )
 
     def _failed(self, pods: list[Pod], why: str) -> int:
-        """Say why the run failed, and show the end of what another pod than the first printed."""
+        """Print why the run failed, and the last lines of a failed pod other than the first. Return the exit code."""
         failed = state.failed_pod(pods)
         if failed is not None and failed.index != 0:
             with contextlib.suppress(StartError):
@@ -144,7 +144,7 @@ class Following:
         return state.exit_code(failed)
 
     def _stop(self, signals: list[int]) -> int:
-        """Remove the job, so that its pods save a checkpoint and end; a second signal ends them at once."""
+        """Remove the job, so that its pods save a checkpoint and end. A second signal ends the pods at once."""
         say("stopping: the pods save a checkpoint. A second signal ends them at once")
         deadline = time.monotonic() + termination_seconds(self._pods.grace_seconds) + _LAST_SECONDS
         job = f"{self._kind.resource}/{self._pods.name}"
@@ -164,7 +164,7 @@ class Following:
         return 128 + signals[0] if signals[0] in (signal.SIGINT, signal.SIGHUP) else PREEMPTED
 
     def _last_lines(self) -> None:
-        """Wait for what the first pod has printed to the end."""
+        """Wait until the log of the first pod is complete, with a timeout."""
         if self._logs is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._logs.wait(_LAST_SECONDS)
@@ -181,7 +181,7 @@ class Following:
 
 
 def _pause(signals: list[int], known: int) -> None:
-    """Wait until it is time to look again, or a signal has come."""
+    """Wait for the polling interval, or until there are more than `known` signals."""
     for _ in range(math.ceil(LOOK_SECONDS / _SIGNAL_SECONDS)):
         if len(signals) > known:
             return

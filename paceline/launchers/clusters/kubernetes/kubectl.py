@@ -1,4 +1,4 @@
-"""``kubectl``, with the user's context: what it is asked, and its errors in words."""
+"""Calls of ``kubectl`` in the user's context, with readable error messages."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Kubectl:
     """Calls of ``kubectl`` in one namespace.
 
     Args:
-        namespace: none: that of the context.
+        namespace: namespace of the calls. None selects the namespace of the context.
 
     Raises:
-        StartError: there is no ``kubectl``.
+        StartError: ``kubectl`` is not installed.
     """
 
     def __init__(self, namespace: str | None) -> None:
@@ -46,14 +46,14 @@ class Kubectl:
         self._command = [program, *(["--namespace", namespace] if namespace else [])]
 
     def run(self, *words: str, given: str | None = None) -> str:
-        """Call it, and return what it prints.
+        """Run ``kubectl`` and return its output.
 
         Args:
             words: verb, names and options.
-            given: its standard input.
+            given: standard input. Defaults to empty.
 
         Raises:
-            StartError: it failed, or did not answer.
+            StartError: ``kubectl`` failed or timed out.
         """
         try:
             ended = subprocess.run(
@@ -64,7 +64,7 @@ class Kubectl:
                 encoding="utf-8",
                 errors="replace",
                 timeout=_SECONDS,
-                start_new_session=True,  # Ctrl-C is for the run
+                start_new_session=True,  # Ctrl-C must not interrupt kubectl
                 check=False,
             )
         except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ class Kubectl:
         return ended.stdout
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Ask for one object or a list; nothing if it is not there.
+        """Return an object or a list of objects. Empty if it does not exist.
 
         Raises:
             StartError: as in :meth:`run`.
@@ -85,7 +85,7 @@ class Kubectl:
         return found
 
     def follow(self, *words: str) -> subprocess.Popen[bytes]:
-        """Start it, with the output of this process; it ends with this process."""
+        """Start ``kubectl`` with the output of this process. It ends with this process."""
         return subprocess.Popen(
             command_of(frozenset(), (*self._command, *words)),
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,7 @@
-"""The manifests of a run: an Indexed Job with its Service, a JobSet, or Kubeflow's TrainJob.
+"""Manifests of a run: an Indexed Job with its Service, a JobSet, or Kubeflow's TrainJob.
 
-A pod is a machine of the run: its command is the agent's, its host name has its index, and the one of index 0 holds the
-coordinator. A pod that is lost is replaced by one of the same index, which joins the run under the same name.
+A pod is a machine of the run. It runs an agent, its host name contains its index, and the pod with index 0 runs the
+coordinator. A lost pod is replaced by a pod with the same index, which joins the run under the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.launchers.clusters.kubernetes.yaml import comment, dump
 PORT = 29500
 RUNS = "runs"
 _AFTER_GRACE_SECONDS = 15
-"""For the processes of a pod to end, when its workers have."""
+"""Seconds for the processes of a pod to end after its workers have ended."""
 _REPLACED = 6
 _USER = 1000
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
@@ -37,19 +37,19 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pods:
-    """What is wanted of the pods of a run.
+    """Specification of the pods of a run.
 
     Attributes:
-        name: of all objects.
-        image: of the container.
-        command: the agent's.
-        count: how many pods.
-        workers: of each pod.
-        grace_seconds: from SIGTERM to the last checkpoint.
-        runs: the folder of run directories.
-        namespace: none: that of the context.
-        gpus: of each pod.
-        volume: a PersistentVolumeClaim, for the run directories.
+        name: name of all objects.
+        image: image of the container.
+        command: command of the agent.
+        count: number of pods.
+        workers: number of workers per pod.
+        grace_seconds: time for the last checkpoint after SIGTERM.
+        runs: parent folder of the run directories.
+        namespace: namespace of all objects. Defaults to the namespace of the context.
+        gpus: number of GPUs per pod, or None.
+        volume: PersistentVolumeClaim for the run directories. Defaults to an emptyDir.
     """
 
     name: str
@@ -64,19 +64,19 @@ class Pods:
     volume: str | None = None
 
     def metadata(self) -> Manifest:
-        """The name and the namespace."""
+        """Return the metadata with name and namespace."""
         return {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of object.
+    """Kind of Kubernetes object for the pods.
 
     Attributes:
-        resource: its name for kubectl.
-        first: what the host name of pod 0 adds to the name of the run.
-        label: by which its pods are found; the value is the name.
-        write: the manifests of a run.
+        resource: name of the kind for kubectl.
+        first: suffix that the host name of pod 0 adds to the name of the run.
+        label: label that selects its pods. The value is the name of the run.
+        write: function that returns the manifests of a run.
     """
 
     resource: str
@@ -85,16 +85,16 @@ class Kind:
     write: Callable[[Pods], list[Manifest]]
 
     def objects(self, name: str) -> list[str]:
-        """What is made for a run."""
+        """Return all objects of a run, as arguments for kubectl."""
         return [f"{one}/{name}" for one in (self.resource, *(["service"] if self.resource == "job" else []), "secret")]
 
     def rendezvous(self, name: str) -> str:
-        """Where the pods of a run meet."""
+        """Return the rendezvous address of a run."""
         return f"{name}{self.first}.{name}:{PORT}"
 
 
 def text(kind: Kind, pods: Pods) -> str:
-    """Write the manifests, but for the secret."""
+    """Return the manifests as YAML, without the secret."""
     where = f" -n {pods.namespace}" if pods.namespace else ""
     told = (
         f"The pods know each other by a secret, which is not in this file. Make it before:\n"
@@ -105,7 +105,7 @@ def text(kind: Kind, pods: Pods) -> str:
 
 
 def secret(pods: Pods, value: str) -> Manifest:
-    """The object by which the pods get the secret of the run."""
+    """Return the manifest of the Secret from which the pods read the secret of the run."""
     data = {env.SECRET: value}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": pods.metadata(), "type": "Opaque", "stringData": data}
 
@@ -207,7 +207,7 @@ _CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop
 
 
 def termination_seconds(grace_seconds: float) -> int:
-    """How long a pod may take to end after SIGTERM."""
+    """Return the time in seconds in which a pod must end after SIGTERM."""
     return math.ceil(grace_seconds) + _AFTER_GRACE_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""``--on kubernetes``: pods that an Indexed Job, a JobSet or a TrainJob starts and replaces."""
+"""Kubernetes cluster (``--on kubernetes``): an Indexed Job, JobSet or TrainJob starts and replaces pods."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from paceline.launchers.clusters.kubernetes.kubectl import Kubectl
 from paceline.launchers.clusters.kubernetes.manifests import KINDS, Kind, Pods
 
 _LONGEST_NAME = 46
-"""A host name has 63 characters; the kind and the index of the pod add to it."""
+"""Maximum length of a name. Host names have at most 63 characters, including the kind and the index of the pod."""
 
 
 @dataclass(frozen=True)
 class Submission(Placement):
-    """What is submitted: the pods, in an object of a kind."""
+    """Launch plan for Kubernetes: the pods, and the kind of object that contains them."""
 
     kind: Kind
     pods: Pods
@@ -35,13 +35,13 @@ class Submission(Placement):
 
 
 class Kubernetes(Place):
-    """Write the manifests, apply them with the user's context, and follow the pods."""
+    """Kubernetes cluster of the user's kubectl context."""
 
     examines: ClassVar[bool] = False
     reads: ClassVar[frozenset[str]] = frozenset({"image", "namespace", "kind", "gpus", "volume", "detach"})
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Submission:
-        """Write the manifests."""
+        """Return the launch plan with the manifests."""
         kind = KINDS.get(options.kind or "job")
         if kind is None:
             raise ConfigError(f"--kind {quoted(options.kind)}: give one of {', '.join(KINDS)}.")
@@ -92,7 +92,7 @@ class Kubernetes(Place):
         )
 
     def carry_out(self, placement: Placement, request: Request) -> int:
-        """Submit the pods, and follow them to the end of the run; what was made is removed then."""
+        """Submit the pods and follow them until the run ends. Then remove all created objects, unless detached."""
         assert isinstance(placement, Submission)
         kind, pods = placement.kind, placement.pods
         kubectl = Kubectl(pods.namespace)
@@ -118,7 +118,7 @@ class Kubernetes(Place):
 
 
 def object_name(run: str) -> str:
-    """Make the name of a run one of Kubernetes: lower case letters, digits and hyphens, of which a letter is first."""
+    """Convert a run's name to a Kubernetes name: lower-case letters, digits and hyphens, with a letter first."""
     name = re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
     name = name if name[:1].isalpha() else f"run-{name}"
     return name[:_LONGEST_NAME].rstrip("-")

@@ -1,4 +1,4 @@
-"""What the objects of a run say, read from the cluster's JSON. Nothing here talks to a cluster."""
+"""Parsing of a run's objects from the cluster's JSON. This module does not communicate with the cluster."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _HOPELESS = {
     "CreateContainerError": "the container cannot be made",
     "RunContainerError": "the container cannot be started",
 }
-"""Reasons for which a container waits, and waits for ever."""
+"""Reasons of waiting containers that can never start."""
 _ENDED = {"Complete": True, "Completed": True, "Failed": False}
 _LOST = 5
 
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod.
+    """State of a pod.
 
     Attributes:
-        name: of the pod.
-        uid: tells it from others of this name.
-        index: the number of the machine.
-        made: when.
-        phase: as Kubernetes says.
-        hopeless: why its container cannot start, if so.
-        unschedulable: why no node has room for it, if so.
-        code: of its container, if that has ended.
-        ended: when that was.
+        name: name of the pod.
+        uid: unique id, which distinguishes pods with the same name.
+        index: index of the machine.
+        made: creation time.
+        phase: phase in Kubernetes' terms.
+        hopeless: reason why its container can never start, or None.
+        unschedulable: reason why no node has room for the pod, or None.
+        code: exit code of its container, or None.
+        ended: end time of its container. Empty if it has not ended.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Pod:
 
     @property
     def started(self) -> bool:
-        """Whether it has a log."""
+        """Whether the pod has started, so that it has a log."""
         return self.phase in ("Running", "Succeeded", "Failed")
 
 
 def pods_of(found: Mapping[str, Any]) -> list[Pod]:
-    """Read a list of pods, the oldest first."""
+    """Parse a list of pods. Return the oldest pod first."""
     return sorted(map(_pod, found.get("items", ())), key=lambda pod: pod.made)
 
 
@@ -92,7 +92,7 @@ def _why(waiting: Mapping[str, Any]) -> str:
 
 
 def end_of(job: Mapping[str, Any]) -> tuple[bool, str] | None:
-    """Whether the job has succeeded, and what it says of it; None: it goes on."""
+    """Return whether the job has succeeded and its message, or None while the job continues."""
     for one in job.get("status", {}).get("conditions", ()):
         if one.get("type") in _ENDED and one.get("status") == "True":
             return _ENDED[one["type"]], ": ".join(filter(None, (one.get("reason"), one.get("message"))))
@@ -100,11 +100,11 @@ def end_of(job: Mapping[str, Any]) -> tuple[bool, str] | None:
 
 
 def failed_pod(pods: Sequence[Pod]) -> Pod | None:
-    """The pod whose end came first, of those that failed by themselves."""
+    """Return the pod that failed first, or None. Preempted pods do not count as failed."""
     failed = [pod for pod in pods if pod.code not in (None, 0, PREEMPTED)]
     return min(failed, key=lambda pod: (pod.ended, pod.index), default=None)
 
 
 def exit_code(failed: Pod | None) -> int:
-    """The exit code of a run that failed."""
+    """Return the exit code of a failed run."""
     return failed.code if failed is not None and failed.code else _LOST

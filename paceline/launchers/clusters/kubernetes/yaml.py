@@ -1,4 +1,4 @@
-"""Write manifests as a person would: a subset of YAML, with comments."""
+"""Writer of readable manifests in a subset of YAML, with comments."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _WIDTH = 110
 
 
 def dump(documents: Sequence[Mapping[str, Any]], comments: Mapping[str, str]) -> str:
-    """Write documents, one after the other.
+    """Return documents as YAML text.
 
     Args:
-        documents: of dictionaries, lists, text, numbers and booleans.
-        comments: what to say at the end of a line, by the line.
+        documents: documents of dictionaries, lists, text, numbers and booleans.
+        comments: comments for the ends of lines, by the text of the line.
     """
     return "---\n".join("".join(f"{_commented(line, comments)}\n" for line in _lines(one)) for one in documents)
 
@@ -65,5 +65,5 @@ def _scalar(value: Any) -> str:
 
 
 def comment(text: str) -> str:
-    """Write a comment of whole lines."""
+    """Return text as full-line comments."""
     return textwrap.indent(text.rstrip("\n") + "\n", "# ", lambda line: True).replace("# \n", "#\n")

@@ -1,4 +1,4 @@
-"""A job of Slurm: its batch script, how it is submitted, and what is seen of it until it ends."""
+"""Slurm jobs: write the batch script, submit it, follow the job until it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.launchers.clusters.clients import stop_signals
 from paceline.launchers.output import Lines
 
 _LEAD_SECONDS = 35
-"""How much longer before the time is up than --grace the signal comes; Slurm may be late."""
+"""Seconds that are added to --grace for the signal before the time limit, because Slurm may send it late."""
 _TIME = re.compile(r"(\d{1,5})|(\d{1,5}):(\d{1,5})(?::(\d{1,5}))?|(\d{1,5})-(\d{1,5})(?::(\d{1,5}))?(?::(\d{1,5}))?")
 _SCRIPT = """\
 #!/bin/bash
@@ -50,18 +50,18 @@ _ENDED = {
     "BOOT_FAIL": 3,
     "OUT_OF_MEMORY": 137,
 }
-"""The states in which a job stays, and the exit code where the job has none of its own."""
+"""Final states of a job, with the exit code for jobs without their own exit code."""
 _STATE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.1
 _END_SECONDS = 60.0
-"""After the last signal; Slurm's own KillWait is 30."""
+"""Timeout in seconds after the last signal. Slurm's own KillWait is 30."""
 
 
 def require(*programs: str) -> None:
-    """Refuse a machine without Slurm.
+    """Raise StartError if this machine lacks one of Slurm's programs.
 
     Raises:
-        StartError: one of the programs is not there.
+        StartError: a program is not on the PATH.
     """
     for name in programs:
         if shutil.which(name) is None:
@@ -72,10 +72,10 @@ def require(*programs: str) -> None:
 
 
 def scontrol(*words: str) -> str:
-    """Ask Slurm.
+    """Run scontrol and return its output.
 
     Raises:
-        StartError: it does not know, or does not answer.
+        StartError: scontrol failed.
     """
     done = subprocess.run(["scontrol", *words], capture_output=True, text=True, env=env.inherited())
     if done.returncode:
@@ -84,15 +84,15 @@ def scontrol(*words: str) -> str:
 
 
 def fields_of(line: str) -> dict[str, str]:
-    """Split ``Name=value Name=value``; of a name that is there twice the first counts."""
+    """Parse ``Name=value Name=value``. The first value of a repeated name counts."""
     return dict(reversed(re.findall(r"(\S+?)=(\S*)", line)))
 
 
 def seconds_of(limit: str) -> int:
-    """Read a time limit as Slurm does: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
+    """Return a time limit of Slurm in seconds: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the limit has none of these forms.
     """
     found = _TIME.fullmatch(limit)
     if found is None:
@@ -104,19 +104,19 @@ def seconds_of(limit: str) -> int:
 
 
 def batch_script(request: Request, options: Options, run: Path) -> str:
-    """Write the batch script.
+    """Return the batch script.
 
     Args:
-        request: what the user asked for.
-        options: of the job.
-        run: its directory.
+        request: request of the user.
+        options: options of the job.
+        run: run directory.
 
     Raises:
-        ConfigError: the time limit is none.
+        ConfigError: the time limit is invalid.
     """
     fewest, most = request.nodes or (1, 1)
     lead = math.ceil(request.grace_seconds) + _LEAD_SECONDS
-    resumes = request.resume in (None, "auto")  # else a job that comes back would begin there again
+    resumes = request.resume in (None, "auto")  # otherwise a requeued job would restart from that checkpoint
     directives = {
         "job-name": request.script.stem,
         "nodes": str(most) if fewest == most else f"{fewest}-{most}",
@@ -145,24 +145,24 @@ def batch_script(request: Request, options: Options, run: Path) -> str:
 
 
 def _pattern(path: Path) -> str:
-    """Name a folder to Slurm, which replaces what begins with %."""
+    """Escape a path for Slurm, which expands patterns that begin with %."""
     return str(path).replace("%", "%%")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted."""
+    """Submitted job."""
 
     number: str
     run: Path
 
     def output(self, suffix: str) -> Path:
-        """What its batch script, and so rank 0, prints."""
+        """Return the file with the output of the batch script, and so of rank 0."""
         return self.run / f"job-{self.number}{suffix}"
 
 
 def submit(placement: Placement, request: Request) -> Job:
-    """Write the batch script into the run directory, and submit it.
+    """Write the batch script into the run directory and submit it.
 
     Raises:
         ConfigError: the run directory cannot be used.
@@ -192,9 +192,10 @@ def _partitions(said: str) -> str:
 
 
 def follow_job(job: Job, grace_seconds: float) -> int:
-    """Show what a job prints and what becomes of it until it ends, and give its exit code.
+    """Show output and state of a job until it ends. Return its exit code.
 
-    A first signal asks it to save and end; a second one, or the end of the grace period, cancels it.
+    A first signal asks a running job to save and end, and cancels a waiting job. A second signal, or the end of the
+    grace period, cancels any job.
     """
     outputs = [_Output(job.output(".out"), sys.stdout), _Output(job.output(".err"), sys.stderr)]
     watch, deadline, cancelled = _Watch(job), math.inf, False
@@ -224,7 +225,7 @@ def _say(line: str) -> None:
 
 
 class _Output:
-    """A file that a job writes, shown as it grows."""
+    """Output file of a job, shown as it grows."""
 
     def __init__(self, path: Path, to: IO[str]) -> None:
         self._path = path
@@ -237,7 +238,7 @@ class _Output:
             with self._path.open("rb") as file:
                 file.seek(self._shown)
                 data = file.read()
-        except FileNotFoundError:  # the job waits
+        except FileNotFoundError:  # the job has not started
             return
         self._shown += len(data)
         self._to.write("".join(f"{line}\n" for line in self._lines.take(data)))
@@ -245,7 +246,7 @@ class _Output:
 
 
 class _Watch:
-    """What Slurm says of a job."""
+    """State of a job, polled from Slurm."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -262,7 +263,7 @@ class _Watch:
         return self.state in _ENDED
 
     def look(self) -> None:
-        """Ask from time to time, and tell what is new."""
+        """Poll the state if it is due, and print changes."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _STATE_SECONDS
@@ -280,7 +281,7 @@ class _Watch:
             self._tell(f"job {number} {again}waits: {reason}")
 
     def _recorded(self) -> dict[str, str]:
-        """What the accounting knows of a job that the controller has forgotten, minutes after its end."""
+        """Return the accounting record of a job, which the controller forgets minutes after its end."""
         command = ["sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", self._job.number]
         if shutil.which("sacct") is None:
             return {}
@@ -294,7 +295,7 @@ class _Watch:
             _say(line)
 
     def end(self, signal_number: int | None) -> int:
-        """Say how the job ended, if that is not clear, and give the exit code."""
+        """Return the exit code. Print the final state unless the job completed or failed."""
         own, _, killed = self._fields.get("ExitCode", "0:0").partition(":")
         code = _ENDED.get(self.state, 1)
         if self.state == "FAILED":

@@ -1,16 +1,16 @@
-"""Slurm: agents on the nodes of an allocation, by srun; or a batch script that does so, submitted and followed.
+"""Slurm cluster: start agents with srun on the nodes of an allocation, or submit a batch script that does so.
 
 ::
 
-    login node    paceline run --on slurm ── sbatch ──> job.sh                here: follows its output
+    login node    paceline run --on slurm ── sbatch ──> job.sh                then follows its output
     first node    job.sh ── paceline run --on slurm ─┬─ srun ── agent of the first node: the coordinator
                                                      └─ srun ── agent of the second node
 
-Each agent has an srun of its own: when a node is lost that srun ends, and the others do not notice. Slurm ends an agent
-whose srun was killed.
+Each agent has its own srun. If a node is lost, only its srun ends, and the others continue. Slurm ends an agent whose
+srun was killed.
 
-Signals, as Slurm 22.05 has them: SIGTERM makes srun kill its task, SIGUSR1 is passed on, so that asks an agent to stop.
-`scancel` and a preemption send SIGTERM to all processes of a job; SIGUSR1 on top changes nothing in a launcher.
+Signals in Slurm 22.05: SIGTERM makes srun kill its task. SIGUSR1 is forwarded, so it asks an agent to stop. `scancel`
+and preemptions send SIGTERM to all processes of a job. An additional SIGUSR1 has no effect on a launcher.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from paceline.launchers.clusters.clients import Client, follow
 from paceline.launchers.clusters.slurm.job import batch_script, fields_of, follow_job, require, scontrol, submit
 
 _NOT_A_TASK = ("", "4294967290", "4294967291")
-"""SLURM_STEP_ID of salloc's shell and of a batch script; those of srun count from 0."""
+"""SLURM_STEP_ID in salloc's shell and in a batch script. Steps of srun are numbered from 0."""
 _SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--export=ALL", "--kill-on-bad-exit=0")
 _REFUSED = (2, 3, 126, 127)
-"""Exit codes of an agent that could not begin: no such script or Python there, or the first node is out of reach."""
+"""Exit codes of an agent that could not start: missing script or Python, or the first node cannot be reached."""
 
 
 @dataclass(frozen=True)
 class Submission(Placement):
-    """A batch script; ``detach``: whether to leave it as soon as it is submitted."""
+    """Batch script to submit. With ``detach``, the launcher exits after the submission."""
 
     detach: bool
 
 
 class Slurm(Place):
-    """The nodes of the allocation that this process is in, or of a job that is submitted."""
+    """Nodes of the allocation in which this process runs, or of a submitted job."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"time", "partition", "account", "gpus", "detach"})
 
@@ -89,25 +89,25 @@ class Slurm(Place):
 
 
 def _in_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether this process is in a job, but is no task of srun."""
+    """Return whether this process runs in a job but is not a task of srun."""
     return "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_ID", "") in _NOT_A_TASK
 
 
 def _port(job: int) -> int:
-    """A port by the job, as no node can say which ones are free on another; and by the process, for runs in one job."""
+    """Return a port from job and process id (for several runs in a job). Free ports of other nodes are unknown."""
     return 10_000 + (7919 * job + os.getpid()) % 20_000
 
 
 def steps(request: Request, nodes: list[str], rendezvous: str) -> tuple[Agent, ...]:
-    """Decide which srun starts the agent of each node.
+    """Return one agent with its srun command for each node.
 
     Args:
-        request: what the user asked for.
-        nodes: of the allocation.
+        request: request of the user.
+        nodes: nodes of the allocation.
         rendezvous: ``host:port`` of the first node.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: the allocation has too few nodes.
     """
     fewest, most = request.nodes or (len(nodes), len(nodes))
     if len(nodes) < fewest:

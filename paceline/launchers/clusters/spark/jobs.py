@@ -1,4 +1,4 @@
-"""Jobs of Spark that run agents: one barrier stage for all, or a job for each, whose loss the others survive."""
+"""Spark jobs that run agents: a barrier stage for all agents, or separate jobs that survive each other's loss."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from paceline.launchers.clusters.spark.tasks import Task, missing_files, run_age
 from paceline.launchers.machine import listens
 
 _ATTEMPTS = 4
-"""For each task of an elastic run; Spark itself repeats what is lost a few times, too."""
+"""Attempts for each task of an elastic run. Spark itself also retries lost tasks a few times."""
 _SLOT_SECONDS = 120.0
-"""For executors to come."""
+"""Timeout for executors to register."""
 _LOOK_SECONDS = 0.1
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 5.0
@@ -29,12 +29,12 @@ _LONGEST_REASON = 300
 
 
 class Stage(threading.Thread):
-    """One submission of the barrier stage.
+    """Thread for one submission of the barrier stage.
 
     Attributes:
-        codes: of the agents, that of the first one first; none if the stage failed.
-        lost: why Spark has cancelled it, if that was for a task that it lost.
-        error: why it could not run, otherwise.
+        codes: exit codes of the agents in the order of the machines. None if the stage failed.
+        lost: Spark's reason for canceling the stage after it lost a task, or None.
+        error: reason for any other failure of the stage.
     """
 
     def __init__(self, context: Any, task: Task, tasks: int, request: Request) -> None:
@@ -61,20 +61,20 @@ class Stage(threading.Thread):
             ]
         except StartError as error:
             self.error = str(error)
-        except Exception as error:  # noqa: BLE001 - of py4j, of pyspark, or of a driver that has stopped
+        except Exception as error:  # noqa: BLE001 - from py4j, from pyspark, or from a driver that has stopped
             self._explain(str(error))
 
     def cancel(self) -> None:
-        """Let Spark kill the tasks; their agents end with them."""
+        """Have Spark kill the tasks. Their agents end with them."""
         self._cancelled.set()
         with contextlib.suppress(Exception):  # the cluster may be gone
             self._context.cancelJobGroup(self._group)
 
     def _await_slots(self, rows: Any) -> None:
-        """Wait for the executors, also for one that comes again; Spark itself would wait for 10 minutes.
+        """Wait for the executors, including a returning one. Spark itself would wait for 10 minutes.
 
         Raises:
-            StartError: they do not come, or the run has been stopped.
+            StartError: the executors have too few slots within the timeout, or the run was stopped.
         """
         inside = self._context._jsc.sc()
         profile = rows._jrdd.rdd().getResourceProfile() or inside.resourceProfileManager().defaultResourceProfile()
@@ -98,12 +98,12 @@ class Stage(threading.Thread):
 
 
 class Slots:
-    """A job for each agent of an elastic run; Spark runs those for which it has room.
+    """Jobs of an elastic run, one for each agent. Spark runs as many as it has resources for.
 
     Args:
-        context: of the driver.
-        agents: of all slots.
-        request: what the user asked for.
+        context: SparkContext of the driver.
+        agents: agents of all slots.
+        request: request of the user.
     """
 
     def __init__(self, context: Any, agents: list[Agent], request: Request) -> None:
@@ -115,10 +115,10 @@ class Slots:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Slots:
-        """Wait for a first executor, and look whether it can run an agent.
+        """Wait for a first executor, and check that it can run an agent.
 
         Raises:
-            StartError: there is none in time, or it cannot.
+            StartError: no executor ran a task in time, or the check failed.
         """
         seconds = self._request.patience_seconds
         found: list[str] = []
@@ -127,7 +127,7 @@ class Slots:
         def look() -> None:
             try:
                 found.extend(self._run(0, partial(missing_files, paths)))
-            except Exception as error:  # noqa: BLE001 - of py4j or of pyspark
+            except Exception as error:  # noqa: BLE001 - from py4j or from pyspark
                 found.append(_of_python(str(error)) or reason_of(error))
 
         thread = threading.Thread(target=look, daemon=True)
@@ -141,14 +141,14 @@ class Slots:
         return self
 
     def start(self, port: int) -> None:
-        """Submit the jobs when the coordinator listens: an agent on the machine of the driver would take its part."""
+        """Submit the jobs once the coordinator listens. Otherwise an agent on its machine would become coordinator."""
         for number, agent in enumerate(self._agents):
             thread = threading.Thread(target=self._keep, args=(number, agent, port), daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def _keep(self, number: int, agent: Agent, port: int) -> None:
-        """Run an agent; again where there is room when Spark has lost its task."""
+        """Run an agent. If Spark loses its task or the agent is killed, run the agent again on any free executor."""
         slot = partial(run_slot, agent, str(Path.cwd()))
         while not listens(port):
             if self._closed.wait(_LOOK_SECONDS):
@@ -158,7 +158,7 @@ class Slots:
                 return
             try:
                 ((machine, code, last),) = self._run(number, slot)
-            except Exception as error:  # noqa: BLE001 - of py4j, of pyspark, or of a driver that has stopped
+            except Exception as error:  # noqa: BLE001 - from py4j, from pyspark, or from a driver that has stopped
                 if self._closed.wait(_LOOK_SECONDS):
                     return
                 say(f"Spark has lost task {number}: {_of_python(str(error)) or reason_of(error)}")
@@ -166,7 +166,7 @@ class Slots:
             if code < 0:
                 say(f"the agent of task {number} on {machine} was killed by signal {-code}")
                 continue
-            # if the run ends meanwhile, it says why
+            # a run that ends meanwhile reports the reason itself
             if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):
                 for line in last.splitlines():
                     say(f"[{machine}] {line}")
@@ -178,7 +178,7 @@ class Slots:
         return list(rows.mapPartitions(function).collect())
 
     def __exit__(self, *exception: object) -> None:
-        """Wait until the agents have ended, at most for a moment; let Spark kill the rest."""
+        """Wait for the agents to end, with a timeout. Then have Spark kill the remaining tasks."""
         self._closed.set()
         deadline = time.monotonic() + _LAST_SECONDS
         for thread in self._threads:
@@ -191,7 +191,7 @@ class Slots:
 
 
 def _of_python(text: str) -> str:
-    """What Python in a task has raised, in words; empty if Spark has lost the task."""
+    """Return an error message for an exception of Python in a task. Empty if Spark has lost the task."""
     if (module := re.search(r"No module named '(paceline|pyspark)[.']", text)) is not None:
         return f"The executors' Python has no {module[1]}: install it there, or name another Python by PYSPARK_PYTHON."
     if "PythonException" not in text:
@@ -201,15 +201,15 @@ def _of_python(text: str) -> str:
 
 
 def _with_cpus(rows: Any, cpus: int) -> Any:
-    """The same rows with another number of CPUs for each task than the session says.
+    """Return the rows with `cpus` CPUs per task, whatever the session's setting is.
 
     Raises:
-        StartError: its executors are too small.
+        StartError: Spark cannot give a task this many CPUs.
     """
     if int(rows.context.getConf().get("spark.task.cpus", "1")) == cpus:
         return rows
     if rows.context.master.startswith("local") and not rows.context.master.startswith("local-cluster"):
-        return rows  # its tasks are threads of one process, which Spark does not divide
+        return rows  # local tasks are threads of one process, whose CPUs Spark does not partition
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
     try:
@@ -221,7 +221,7 @@ def _with_cpus(rows: Any, cpus: int) -> Any:
 
 
 def reason_of(error: object) -> str:
-    """What Spark says, without the stacks of its threads."""
+    """Return the first line of Spark's error message, without stack traces."""
     lines = [
         line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(("at ", ":"))
     ]

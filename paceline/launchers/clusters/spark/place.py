@@ -1,15 +1,15 @@
-"""Spark: a barrier stage with one task for each machine; each task runs an agent.
+"""Spark cluster: a barrier stage with one task per machine, each of which runs an agent.
 
 ::
 
     driver   paceline run --on spark ── submits ──> barrier stage
        │                                              task 0 ─ agent: coordinator and workers
        └── output, and the signal to stop ──────────> task 1 ─ agent: workers
-                                                      ...   they agree on the first one's address by allGather
+                                                      ...   tasks agree on the first agent's address by allGather
 
-What an agent prints goes to the driver over connections that the task opens; when the driver closes its side, or is
-gone, the task stops its agent. Spark cancels a barrier stage when it loses one of its tasks, and does not repeat it:
-it is submitted again here, and the run resumes. An elastic run has no barrier: see ``spark_jobs``.
+The output of an agent goes to the driver over connections that the task opens. The task stops its agent if the driver
+closes its side or ends. Spark cancels a barrier stage that loses a task, and does not repeat it. This module submits
+the stage again and the run resumes. Elastic runs use no barrier: see ``spark_jobs``.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from paceline.launchers.clusters.spark.tasks import MEETING, Driver
 from paceline.launchers.machine import choose_port
 
 _ATTEMPTS = 4
-"""As Spark's spark.stage.maxConsecutiveAttempts."""
+"""Same as the default of spark.stage.maxConsecutiveAttempts."""
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 10.0
 _QUIET = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
-"""What Spark has to say is said here, in words; on an executor its logs have it."""
+"""Settings that silence Spark in the driver, which reports errors itself. Executors still write their logs."""
 
 
 class Spark(Place):
-    """A Spark cluster that the driver, this process, connects to, or is connected to by a session."""
+    """Spark cluster to which this process, the driver, connects, or is already connected by a session."""
 
     reads = frozenset({"master", "session"})
     _session: Any = None
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
-        """One agent for each task; where they meet is known when they run."""
+        """Return a launch plan with one agent per task. The rendezvous address is filled in at run time."""
         self._session, master = options.session, options.master
         if self._session is not None:
             master = _master_of(self._session)
@@ -77,7 +77,7 @@ class Spark(Place):
         return Placement(master, agents, text + "  " + shlex.join(command))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
-        """Submit the stage; again, to resume from the newest checkpoint, when Spark has lost one of its tasks."""
+        """Submit the stage. If Spark loses a task, submit it again to resume from the newest checkpoint."""
         if request.least is not None:
             return self._carry_out_elastic(placement, request)
         agent, tasks = placement.agents[0], len(placement.agents)
@@ -103,7 +103,7 @@ class Spark(Place):
         )
 
     def _carry_out_elastic(self, placement: Placement, request: Request) -> int:
-        """Submit a job for each agent; the coordinator is here, so that any of them may be lost."""
+        """Submit a job for each agent. The driver holds the coordinator, so that any agent may be lost."""
         context = self._session.sparkContext if self._session is not None else _connect(placement.place, request)
         try:
             port = choose_port(None)
@@ -134,7 +134,7 @@ def _elastic(master: str, request: Request, fewest: int, tasks: int) -> Placemen
 
 
 def _follow(stage: Stage, driver: Driver, received: list[int], grace_seconds: float) -> int | None:
-    """Wait for the exit code of the run; none if Spark has lost a task.
+    """Run the stage. Return the exit code of the run, or None if Spark has lost a task.
 
     Raises:
         StartError: the stage could not run.
@@ -157,7 +157,7 @@ def _follow(stage: Stage, driver: Driver, received: list[int], grace_seconds: fl
 
 
 def _resumed(command: tuple[str, ...], request: Request) -> tuple[str, ...]:
-    """The command of an agent that goes on from the run's newest checkpoint; without one from where it began."""
+    """Return an agent command that resumes from the run's newest checkpoint, or else starts as the first attempt."""
     run = request.runs.absolute() / _name(command)
     if request.resume is not None and runs.newest_checkpoint(run) is None:
         return command
@@ -170,7 +170,7 @@ def _name(command: tuple[str, ...]) -> str:
 
 
 def _absolute(request: Request) -> Request:
-    """Name files as all machines see them, and the run as each attempt does."""
+    """Return the request with absolute paths for all machines, and with a fixed name for all attempts."""
     return replace(
         request,
         script=request.script.absolute(),
@@ -182,10 +182,10 @@ def _absolute(request: Request) -> Request:
 
 
 def _connect(master: str, request: Request) -> Any:
-    """Start the driver's JVM and connect to the cluster; gives the SparkContext.
+    """Start the driver's JVM and connect to the cluster. Return the SparkContext.
 
     Raises:
-        StartError: pyspark, Java or the master is not there.
+        StartError: pyspark or Java is missing, or the master cannot be used.
     """
     try:
         from pyspark import SparkConf, SparkContext
@@ -217,10 +217,10 @@ def _connect(master: str, request: Request) -> Any:
 
 
 def _master_of(session: Any) -> str:
-    """The master of a SparkSession.
+    """Return the master of a SparkSession.
 
     Raises:
-        ConfigError: it is none, or one of Spark Connect.
+        ConfigError: `session` is not a SparkSession, or is a session of Spark Connect.
     """
     context = getattr(session, "sparkContext", None)
     if context is None:
@@ -242,7 +242,7 @@ def _check_allocation(context: Any) -> None:
 
 
 def _check_master(master: str) -> None:
-    """Look whether a standalone master answers, as Spark itself tries for a minute."""
+    """Raise StartError if no standalone master answers. Spark itself would retry for a minute."""
     if not master.startswith("spark://"):
         return
     reasons = []

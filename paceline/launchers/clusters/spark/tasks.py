@@ -1,4 +1,4 @@
-"""What runs in the tasks of a Spark stage, and how they reach the driver."""
+"""Code for the tasks of a Spark stage, and their connections to the driver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.launchers.machine import choose_port
 from paceline.system import secret
 
 MEETING = "HOST:PORT"
-"""Stands in the command of an agent for where the agents meet, which the tasks agree on."""
+"""Placeholder in an agent's command for the rendezvous address."""
 _LISTENS = "listens"
 _PURPOSE = "spark driver"
 _LONGEST_HELLO = 1024
@@ -37,14 +37,14 @@ _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 10.0
 _OF_SPARK = {"OMP_NUM_THREADS"}
-"""Spark sets it to the CPUs of a task; an agent divides them among its workers."""
+"""Variables that Spark sets to the CPUs of a task, which an agent divides among its workers instead."""
 
 
 class Driver:
-    """What the tasks need of this process: a listener to which they send what the agents print.
+    """Listener in the driver to which tasks send the output of their agents.
 
-    A task proves that it knows the key before anything is believed. The connection stays open in the other direction
-    until the agents are to stop; so they stop, too, when this process has died.
+    A task must prove that it knows the key before its data is accepted. The driver keeps its side of the connection
+    open until the agents must stop. Therefore they also stop if the driver dies.
     """
 
     def __init__(self, context: Any, request: Request, environment: Mapping[str, str]) -> None:
@@ -70,26 +70,26 @@ class Driver:
         self._listener.close()
 
     def task(self, command: tuple[str, ...]) -> Task:
-        """What a task is told."""
+        """Return the specification of a task with this agent command."""
         file = self._request.secret_file
         address = self._host, int(self._listener.getsockname()[1])
         return Task(command, Path.cwd(), address, self._environment, file, None if file else self._key)
 
     def stop(self) -> bool:
-        """Let the tasks stop their agents; whether there are any."""
+        """Ask the tasks to stop their agents. Return whether any task is connected."""
         self._stopping = True
         for one in self._sockets:
             _end_sending(one)
         return bool(self._sockets)
 
     def drain(self) -> None:
-        """Wait until the agents of a stage have ended, and all that they printed is here."""
+        """Wait until all output of a stage's agents has arrived, with a timeout."""
         deadline = time.monotonic() + _LAST_SECONDS
         while self._readers:
             self._readers.pop().join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 accepted, _ = self._listener.accept()
                 self._readers.append(threading.Thread(target=self._read, args=(accepted,), daemon=True))
@@ -109,32 +109,32 @@ class Driver:
             if self._stopping:
                 _end_sending(accepted)
             to = sys.stderr if hello["stream"] == "stderr" else sys.stdout
-            with contextlib.suppress(ConnectionError):  # its machine is gone
+            with contextlib.suppress(ConnectionError):  # the task's machine was lost
                 copy(accepted.fileno(), to, f"[{hello['machine']}] " if hello["number"] else "")
             self._sockets.remove(accepted)
 
 
 def _limit(one: socket.socket, seconds: float) -> None:
-    """Limit how long a read from it waits; 0: not at all."""
+    """Set the timeout of reads from a socket. 0 means no timeout."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
 
 
 def _end_sending(one: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has gone
+    with contextlib.suppress(OSError):  # the task has ended
         one.shutdown(socket.SHUT_WR)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a task is told; Spark sends it to the executors.
+    """Specification of a task, which Spark sends to the executors.
 
     Attributes:
-        command: of its agent, as of ``_command``.
-        directory: in which the agent runs.
-        driver: address and port for what the agent prints.
-        environment: more variables for the agent; the secret of the run, unless a file holds it.
-        secret_file: that file.
-        key: of the connections to the driver, without such a file.
+        command: command of the agent, with ``MEETING`` as its rendezvous.
+        directory: working directory of the agent.
+        driver: address and port of the driver for the agent's output.
+        environment: additional variables of the agent, with the secret of the run unless `secret_file` has it.
+        secret_file: file with the secret of the run, or None.
+        key: key for the connections to the driver. None if `secret_file` is set.
     """
 
     command: tuple[str, ...]
@@ -146,7 +146,7 @@ class Task:
 
 
 def run_agent(task: Task, rows: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """In a task: run the agent until it ends; gives its place in the order of the machines, and its exit code."""
+    """Run the agent in a task until it ends. Yield its index in the order of the machines, and its exit code."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
@@ -183,7 +183,7 @@ def run_agent(task: Task, rows: Iterator[int]) -> Iterator[tuple[int, int]]:
 
 
 def missing_files(paths: Sequence[str], rows: Iterator[int]) -> Iterator[str]:
-    """In a task: say what this machine lacks; nothing if all is there."""
+    """Check paths in a task. Yield an error message if one does not exist on this machine."""
     if lacking := [path for path in paths if not Path(path).exists()]:
         yield (
             f"--on spark: {socket.gethostname()} has no {lacking[0]}. Start the command in a folder that all machines "
@@ -192,7 +192,7 @@ def missing_files(paths: Sequence[str], rows: Iterator[int]) -> Iterator[str]:
 
 
 def run_slot(agent: Agent, folder: str, rows: Iterator[int]) -> Iterator[tuple[str, int, str]]:
-    """In a task of an elastic run: run the agent; gives the machine, the exit code, and the last lines."""
+    """Run the agent in a task of an elastic run. Yield the machine, the exit code, and the last output lines."""
     from pyspark import TaskContext
 
     if lacking := [*missing_files([folder], rows)]:
@@ -203,13 +203,13 @@ def run_slot(agent: Agent, folder: str, rows: Iterator[int]) -> Iterator[tuple[s
 
 
 def _gpus_of(context: Any) -> dict[str, str]:
-    """What makes an agent see the GPUs that Spark gives its task, and no others."""
+    """Return the variable that restricts an agent to the GPUs of its task. Empty if the task has none."""
     gpus = context.resources().get("gpu")
     return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
 
 
 def _to_driver(task: Task, number: int, machine: str, stream: str) -> Connection[Any, Any]:
-    """Open a connection to the driver for what an agent prints."""
+    """Open a connection to the driver for the output of an agent."""
     connection = Client(task.driver, authkey=task.key or _key_in(task.secret_file, machine))
     connection.send_bytes(json.dumps({"number": number, "machine": machine, "stream": stream}).encode())
     return connection
@@ -223,7 +223,7 @@ def _key_in(file: Path | None, machine: str) -> bytes:
 
 
 def _comes_up(agent: subprocess.Popen[bytes], address: tuple[str, int]) -> bool:
-    """Wait until the first agent listens, so that no other one of this machine does; false: it has ended before."""
+    """Wait until the first agent listens, before other agents of its machine can. Return False if it ends first."""
     while agent.poll() is None:
         try:
             socket.create_connection(address, _ANSWER_SECONDS).close()
@@ -234,7 +234,7 @@ def _comes_up(agent: subprocess.Popen[bytes], address: tuple[str, int]) -> bool:
 
 
 def _wait(agent: subprocess.Popen[bytes], output: Connection[Any, Any]) -> int:
-    """Wait for the end of an agent; ask it to end when the driver ends its side of the connection."""
+    """Wait for an agent to end. Ask it to end if the driver closes its side of the connection."""
     while (code := agent.poll()) is None and not output.poll(_LOOK_SECONDS):
         pass
     if code is None:

@@ -1,12 +1,12 @@
-"""The check of all hosts before a run starts on them: each has what the run needs, and reaches the first one.
+"""Check of all hosts before a run: each host meets the requirements and reaches the first host.
 
 ::
 
-    launcher ─┬─ ssh ─ h1   what is there, and a port of it that is free
-              ├─ ssh ─ h2   what is there;  at which address does h1 answer?
-              └─ ssh ─ h3   what is there;  at which address does h1 answer?
+    launcher ─┬─ ssh ─ h1   requirements, and a free port
+              ├─ ssh ─ h2   requirements;  at which address does h1 answer?
+              └─ ssh ─ h3   requirements;  at which address does h1 answer?
 
-All hosts are asked at the same time, and nothing stays on them.
+All hosts are checked at the same time, and nothing remains on them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.launchers import runs
 from paceline.launchers.clusters.ssh import remote as ssh_remote
 
 CONNECTION_FAILED = 255
-"""The exit code of ssh itself; any other one is that of what it ran."""
+"""Exit code of ssh itself. Any other exit code is that of the remote command."""
 _ANSWER_SECONDS = 60.0
 _PORTS = range(10_000, 32_768)
-"""Below those that Linux gives to whoever asks for any."""
+"""Ports below Linux's ephemeral range."""
 _OF_SSH = (
     ("could not resolve", "there is no host of this name; check the spelling, and ~/.ssh/config"),
     (
@@ -55,20 +55,20 @@ _OF_SSH = (
     ("timed out", "it does not answer: it is down, or a firewall is in between"),
     ("no route to host", "it does not answer: it is down, or a firewall is in between"),
 )
-"""What ssh says, in lower case, and what to do."""
+"""Texts in ssh's messages, in lower case, with explanation and advice."""
 
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a host must have.
+    """Requirements for a host.
 
     Attributes:
-        python: the interpreter.
-        directory: in which the agents run.
-        files: below it, or absolute.
-        environment: variables that agents get.
+        python: path of the interpreter.
+        directory: working directory of the agents.
+        files: required files, absolute or relative to `directory`.
+        environment: variables of the agents.
     """
 
     python: str
@@ -78,7 +78,7 @@ class Needs:
 
 
 def first_input(order: Mapping[str, object]) -> bytes:
-    """What is sent to a host: the program that runs there, and what it is to do."""
+    """Return the standard input for a host: the program that runs there, and its order."""
     program = Path(ssh_remote.__file__).read_text()
     return b"".join(json.dumps(one).encode() + b"\n" for one in (program, order))
 
@@ -86,16 +86,16 @@ def first_input(order: Mapping[str, object]) -> bytes:
 def check_hosts(
     hosts: Mapping[str, Sequence[str]], needs: Needs, must_meet: bool = True, more_come: bool = False
 ) -> tuple[str, int]:
-    """Check all hosts, and give an address and a port of the first one by which the others reach it.
+    """Check all hosts. Return an address and a port of the first host at which all others reach it.
 
     Args:
-        hosts: their names, and the command that runs Python there.
-        needs: what they must have.
-        must_meet: refuse hosts that do not reach the first one; else give the likeliest address.
-        more_come: if the first one is alone, give an address by which others may reach it, too.
+        hosts: names of the hosts, with the command that runs Python on each.
+        needs: requirements for the hosts.
+        must_meet: whether to fail if a host does not reach the first host. Otherwise the likeliest address is returned.
+        more_come: whether a single host needs an address that hosts which join later can reach.
 
     Raises:
-        StartError: a host cannot be reached, lacks something, or does not reach the first one.
+        StartError: a host cannot be reached, fails a requirement, or does not reach the first host.
     """
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as opened, ThreadPoolExecutor(len(hosts)) as pool:
@@ -106,7 +106,7 @@ def check_hosts(
             ports = random.SystemRandom().sample(_PORTS, 50) if talk is first else []
             try:
                 return talk.ask(first_input({**vars(needs), "ports": ports, "token": token}))
-            except StartError as error:  # after the others have been heard, too
+            except StartError as error:  # reported together with the failures of other hosts
                 return {"failed": str(error)}
 
         facts = list(pool.map(begin, talks))
@@ -124,7 +124,7 @@ def check_hosts(
 def _meeting(
     first: str, others: Sequence[_Conversation], candidates: Sequence[Sequence[str]], port: int, must_meet: bool
 ) -> str:
-    """Find the address of the first host that all others reach."""
+    """Return an address of the first host that all other hosts reach."""
 
     def go_on(talk: _Conversation, addresses: Sequence[str]) -> Facts:
         return talk.ask(json.dumps({"addresses": addresses, "port": port}).encode() + b"\n")
@@ -144,7 +144,7 @@ def _meeting(
 
 
 def _candidates(facts: Sequence[Facts]) -> list[list[str]]:
-    """Addresses of the first host: those by which ssh sees it, then the rest."""
+    """Return groups of addresses of the first host: the addresses that ssh uses, then all others."""
     own, *others = [one["connection"] for one in facts]
     seen = [own[2]] if own else [connection[0] for connection in others if connection]
     known = facts[0]["addresses"]
@@ -153,7 +153,7 @@ def _candidates(facts: Sequence[Facts]) -> list[list[str]]:
 
 
 def _lacks(host: str, facts: Facts, needs: Needs) -> str | None:
-    """Say what a host lacks; None: nothing."""
+    """Return an error message about a requirement that a host fails, or None."""
     if "failed" in facts:
         return str(facts["failed"])
     if "directory" in facts:
@@ -179,7 +179,7 @@ def _lacks(host: str, facts: Facts, needs: Needs) -> str | None:
 
 
 def _not_reached(first: str, tried: Mapping[str, Mapping[str, str]], port: int) -> str:
-    """Say why hosts cannot meet at the first one."""
+    """Return an error message about hosts that cannot reach the first host."""
     for host, answers in tried.items():
         if "here" in answers.values():
             return f"{first} and {host} are the same machine: name it once, with the sum of its workers."
@@ -193,7 +193,7 @@ def _not_reached(first: str, tried: Mapping[str, Mapping[str, str]], port: int) 
 
 
 class _Conversation:
-    """A process on a host that answers."""
+    """Conversation with a process on a host."""
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
         self.host = host
@@ -216,17 +216,17 @@ class _Conversation:
         self._process.communicate()
 
     def ask(self, question: bytes) -> Facts:
-        """Send a question, and return the answer.
+        """Send a question and return the answer.
 
         Raises:
-            StartError: there is none.
+            StartError: the host did not answer.
         """
         to, answers, errors = self._process.stdin, self._process.stdout, self._process.stderr
         assert to is not None and answers is not None and errors is not None
         late = threading.Timer(_ANSWER_SECONDS, self._process.kill)
         late.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # the exit code says more
+            with contextlib.suppress(BrokenPipeError):  # the exit code gives the reason
                 to.write(question)
             for line in answers:
                 if line.startswith(ssh_remote.MARK.encode()):
@@ -240,12 +240,12 @@ class _Conversation:
 
 
 def explain(host: str, code: int, said: str) -> str:
-    """Say why nothing could be run on a host.
+    """Return an error message for a host on which the check could not run.
 
     Args:
-        host: its name.
-        code: how the attempt ended.
-        said: what it printed.
+        host: name of the host.
+        code: exit code of the attempt.
+        said: standard error output of the attempt.
     """
     if code < 0:
         return f"{host} did not answer in {_ANSWER_SECONDS:.0f} s. Does `ssh {host} true` end at once?"

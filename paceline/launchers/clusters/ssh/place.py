@@ -1,15 +1,15 @@
-"""Hosts that are reached by OpenSSH: an agent on each, which ends with its connection.
+"""SSH cluster: an agent on each host, started through OpenSSH, which ends with its connection.
 
 ::
 
     launcher ─┬─ ssh ─ h1: leash ─ agent, with the coordinator ─ workers
               └─ ssh ─ h2: leash ─ agent ─────────────────────── workers
 
-With a discovery script the first agent is here, so that any other host may come and go; what the script names later
-gets agents of its own.
+With a discovery script the first agent runs on this machine, so that any other host may join and leave. Hosts and slots
+that the script adds later get their own agents.
 
-The secret of the run goes there through the standard input of ssh: command lines are no place for it, as everybody on a
-machine can read them. What holds the agent there (``ssh_remote.py``) ends it when the connection ends.
+The secret of the run is sent through the standard input of ssh, because all users of a machine can read its command
+lines. The leash (``ssh_remote.py``) ends the agent when the connection ends.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from paceline.launchers.clusters.ssh import remote as ssh_remote
 from paceline.launchers.clusters.ssh.check import CONNECTION_FAILED, Needs, check_hosts, first_input
 
 _OPTIONS = {
-    "BatchMode": "yes",  # a question would wait for ever
+    "BatchMode": "yes",  # a prompt would wait forever
     "ConnectTimeout": "10",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "4",
     "LogLevel": "ERROR",
 }
-"""Besides the user's own configuration; host keys are checked as that says."""
+"""Options in addition to the user's configuration, which decides how host keys are checked."""
 _PASSED_ON = ("PACELINE_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
 _PASSED_ON_WHOLE = ("PYTHONPATH", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
 _HERE = "localhost"
@@ -54,11 +54,11 @@ _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 60.0
 _LEFT = 75
 _KILLED = 128
 _REFUSED = (2, 3, 126, 127)
-"""Exit codes of an agent that could not begin; without it the others would wait for --patience."""
+"""Exit codes of an agent that could not start. Without it the other agents would wait for --patience."""
 
 
 class Ssh(Place):
-    """Hosts of ``-H`` or ``--hostfile``."""
+    """Hosts of ``-H``, ``--hostfile`` or a discovery script."""
 
     reads = frozenset({"hosts", "hostfile"})
 
@@ -66,7 +66,7 @@ class Ssh(Place):
         hosts = _hosts(request, options)
         total = sum(count for _, count in hosts)
         nodes = (len(hosts), len(hosts)) if request.discovery is None else (1, request.most or 1)
-        meeting = f"{hosts[0][0]}:PORT"  # both are known when the hosts have been asked
+        meeting = f"{hosts[0][0]}:PORT"  # address and port are known after the check of the hosts
         given = {**_passed_on(environment), **secret_environment(request)}
         agents = tuple(
             Agent(name, tuple(agent_command(request, count, total, nodes, meeting)), given) for name, count in hosts
@@ -78,7 +78,7 @@ class Ssh(Place):
         files = tuple(map(str, request.files))
         known = {name: text for name, text in agents[0].environment.items() if name != env.SECRET}
         needs = Needs(sys.executable, os.getcwd(), files, known)
-        must_meet, grows = request.examination is None, request.discovery is not None  # a doctor says more than that
+        must_meet, grows = request.examination is None, request.discovery is not None  # a doctor explains more itself
         address, port = check_hosts({one.machine: _reach(one.machine) for one in agents}, needs, must_meet, grows)
 
         def client(agent: Agent) -> Client:
@@ -104,15 +104,15 @@ class Ssh(Place):
 
 
 class _Ends:
-    """What becomes of the run, and of a host, when an agent has ended.
+    """Policy for ended agents: restart the agent, continue without it, or end the run.
 
     Args:
-        first: holds the coordinator.
-        examines: whether the agents are doctors, which all have something to say.
-        growth: what starts more agents, if there is a discovery script.
+        first: client of the agent with the coordinator.
+        examines: whether the agents are doctors, which all have something to report.
+        growth: source of additional agents, if there is a discovery script.
 
     Attributes:
-        refused: the exit code of an agent without which the others would wait; 0: none.
+        refused: exit code of an agent that could not start and ended the run, or 0.
     """
 
     def __init__(self, first: Client, examines: bool, growth: _Growth | None) -> None:
@@ -134,25 +134,25 @@ class _Ends:
 
     def ended(self, client: Client, code: int) -> bool:
         if client is self._first:
-            return self._examines  # others may yet say why they did not come
+            return self._examines  # other doctors may still report why they did not join
         if code not in _REFUSED or self._examines:
             return True
         sys.stderr.write(f"the agent of {client.name} has ended with exit code {code}; see its lines above\n")
-        if client.name in self._delays or self._growth is not None:  # the others train
+        if client.name in self._delays or self._growth is not None:  # the other agents are training
             return True
         self.refused = code
         return False
 
 
 class _Growth:
-    """Agents for the workers that a discovery script has named since the start.
+    """Source of agents for the slots that a discovery script adds after the start.
 
     Args:
-        script: asked once a second.
-        request: what the user asked for.
-        agents: those of the start; the first one is here.
-        needs: what a host must have.
-        client: starts an agent.
+        script: discovery script, which runs once a second.
+        request: request of the user.
+        agents: initial agents. The first agent runs on this machine.
+        needs: requirements for a host.
+        client: builds the client of an agent.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class _Growth:
         self._discovery = Discovery(script, self.over.is_set, self._look)
 
     def take(self) -> list[Client]:
-        """Those to be started since the last call."""
+        """Return the clients to start that were added since the last call."""
         with self._lock:
             new, self._new = self._new, []
         return new
 
     def keeps(self, host: str) -> bool:
-        """Whether a host that was lost is to come back; else it is forgotten."""
+        """Return whether the script still names a lost host. Forget the host otherwise."""
         if host in _by_host(self._discovery.hosts):
             return True
         with self._lock:
@@ -193,7 +193,7 @@ class _Growth:
                     self._new.append(self._client(Agent(host, command, self._model.environment)))
 
     def _is_fit(self, host: str) -> bool:
-        """Check a host, unless it takes part already; what it lacks is said once."""
+        """Return whether a host participates already or passes the check. Print each failure once."""
         if self._have.get(host):
             return True
         try:
@@ -223,7 +223,7 @@ def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
 
 
 def _first_hosts(found: Slots, most: int) -> list[tuple[str, int]]:
-    """This machine, which may have no workers, and the others that the script names, with so many workers at most."""
+    """Return this machine (perhaps without workers) and the script's other hosts, with at most `most` workers."""
     taken = {_HERE: 0}
     for host, slots in _by_host(found).items():
         count = min(slots, most - sum(taken.values()))
@@ -233,7 +233,7 @@ def _first_hosts(found: Slots, most: int) -> list[tuple[str, int]]:
 
 
 def _by_host(found: Slots) -> Slots:
-    """With one name for this machine, in the place of all that it has."""
+    """Return the slots by host, with all names of this machine merged into ``localhost``."""
     here = {_HERE: slots_here(found)} if any(map(is_here, found)) else {}
     return {**here, **{host: slots for host, slots in found.items() if not is_here(host)}}
 
@@ -243,7 +243,7 @@ def _option(command: Sequence[str], name: str) -> str:
 
 
 def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that agents get from here, but for the loopback of a launcher that has started this one."""
+    """Return the variables to pass on to agents, without the loopback interface set by a parent launcher."""
     return {
         name: text
         for name, text in environment.items()
@@ -253,7 +253,7 @@ def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _reach(host: str) -> list[str]:
-    """The command that runs Python on a host; it reads there what to do."""
+    """Return the command that runs Python on a host. The program reads its orders from standard input."""
     python = [sys.executable, "-I", "-c", ssh_remote.BOOT]
     if is_here(host):
         return python
@@ -265,7 +265,7 @@ def _ssh(host: str) -> list[str]:
 
 
 def _client(agent: Agent, meeting: str, grace_seconds: float) -> Client:
-    """What starts an agent, and holds it."""
+    """Return the client that starts an agent and holds its leash."""
     order = {
         "command": _meet(agent.command, meeting),
         "environment": dict(agent.environment),
@@ -282,6 +282,6 @@ def _meet(command: Sequence[str], meeting: str) -> list[str]:
 
 
 def _shown(agent: Agent) -> str:
-    """As a person would type it."""
+    """Return the command of an agent in readable form."""
     command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(agent.command)}"
     return command if is_here(agent.machine) else shlex.join([*_ssh(agent.machine), command])

@@ -1,10 +1,10 @@
-"""What runs on another machine: the check before the start, and the agent on its leash.
+"""Program that runs on remote machines: the check before the start, and the leash of the agent.
 
-It is sent there as text and needs nothing but Python's own library. The first line of the standard input is this file,
-the second one says what to do; both are JSON.
+It is sent as text and needs only Python's standard library. The first line of the standard input is this file, and the
+second line is the order. Both are JSON.
 
-The leash ends the agent with the connection, however that ends: the agent's own output would not tell it, and without a
-terminal the SSH server leaves it running::
+The leash ends the agent if the connection ends for any reason. Otherwise the agent would keep running, because it does
+not notice the loss itself, and without a terminal the SSH server does not end it::
 
     line "stop"                   SIGTERM: the workers save a checkpoint; SIGKILL after the grace period
     end of input after that       SIGKILL
@@ -30,9 +30,9 @@ import time
 from typing import IO, Any
 
 BOOT = 'exec(__import__("json").loads(open(0,"rb",0,closefd=False).readline()))'
-"""Runs this file; no shell reads anything into it, and not a byte too many is taken from the standard input."""
+"""Runs this file. Contains no single quote, so any shell can quote it, and reads exactly one line of the input."""
 MARK = "paceline-check "
-"""Before each answer: a shell's start-up file may print, too."""
+"""Prefix of each answer, because a shell's startup file may print too."""
 SILENT_SECONDS = 20.0
 _LAST_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
@@ -45,7 +45,7 @@ Order = dict[str, Any]
 
 
 def check(order: Order, orders: IO[bytes]) -> None:
-    """Say what this machine has of what a run needs; then try addresses of the first one, as often as asked."""
+    """Report which requirements this machine meets, then test addresses of the first machine on request."""
     facts: Order = {"addresses": _addresses(), "connection": os.environ.get("SSH_CONNECTION", "").split()}
     try:
         os.chdir(order["directory"])
@@ -78,26 +78,26 @@ def _say(answer: Order) -> None:
 
 
 def _addresses() -> list[str]:
-    """The addresses of this machine, but for loopback."""
+    """Return the IPv4 addresses of this machine except loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [one for one in found if not one.startswith("127.")]
 
 
 def _listen(ports: list[int]) -> socket.socket:
-    """Listen on the first of these ports that is free."""
+    """Listen on the first free port of `ports`, or else on any free port."""
     for port in [*ports, 0]:
         with contextlib.suppress(OSError):
-            return socket.create_server(("", port), backlog=128)  # the coordinator may reuse its address at once
+            return socket.create_server(("", port), backlog=128)  # the coordinator can reuse the address at once
     raise AssertionError("port 0 is always free")
 
 
 def _answer(listener: socket.socket, token: str) -> None:
-    with contextlib.suppress(OSError):  # closed
+    with contextlib.suppress(OSError):  # the listener was closed
         while True:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ def _answer(listener: socket.socket, token: str) -> None:
 
 
 def _try(address: str, port: int, token: str) -> str:
-    """Whether the first machine answers at an address: ``reached``, ``here`` if that is this machine, or why not."""
+    """Connect to the first machine. Return ``reached``, ``here`` if it is this machine, or the reason for failure."""
     try:
         with socket.create_connection((address, port), _CONNECT_SECONDS) as connection:
             if connection.makefile().read(len(token)) != token:
@@ -116,12 +116,12 @@ def _try(address: str, port: int, token: str) -> str:
 
 
 def leash(order: Order) -> int:
-    """Run the agent until it ends, or the launcher is gone; gives its exit code."""
+    """Run the agent until it ends, or end it if the launcher disappears. Return its exit code."""
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGCHLD):
-        signal.signal(number, lambda number, frame: None)  # the byte in the pipe is what counts
+        signal.signal(number, lambda number, frame: None)  # the wakeup pipe carries the signal
     try:
         os.chdir(order["directory"])
         agent = subprocess.Popen(
@@ -142,16 +142,16 @@ def leash(order: Order) -> int:
         thread.start()
     _hold(agent, wake, order["grace"])
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(agent.pid, signal.SIGKILL)  # what it has left
+        os.killpg(agent.pid, signal.SIGKILL)  # processes that the agent left behind
     for thread in copies:
         thread.join(_LAST_SECONDS / 5)
     return agent.returncode if agent.returncode >= 0 else 128 - agent.returncode
 
 
 def _hold(agent: subprocess.Popen[bytes], wake: int, grace_seconds: float) -> None:
-    """Wait for the end of the agent, and bring it about when the time has come."""
+    """Wait until the agent ends. Stop or kill it by the rules of the module."""
     watched = [0, wake]
-    asked, until = False, time.monotonic() + SILENT_SECONDS  # then the launcher is gone, or the grace period is over
+    asked, until = False, time.monotonic() + SILENT_SECONDS  # end of heartbeats, later of the grace period
     stopping = False
     while agent.poll() is None:
         ready, _, _ = select.select(watched, [], [], max(0.0, until - time.monotonic()))
@@ -173,7 +173,7 @@ def _hold(agent: subprocess.Popen[bytes], wake: int, grace_seconds: float) -> No
 
 
 def _copy(pipe: IO[bytes], to: int) -> None:
-    """Pass on what the agent prints; when nobody reads it any more, it may still print."""
+    """Forward the agent's output. Discard it once the reader is gone, so that the agent does not block."""
     broken = False
     while data := os.read(pipe.fileno(), 1 << 16):
         try:
@@ -184,8 +184,8 @@ def _copy(pipe: IO[bytes], to: int) -> None:
 
 
 def main() -> None:
-    """Do what the next line of the standard input says."""
-    with open(0, "rb", buffering=0) as orders:  # not a byte too many
+    """Execute the order in the next line of the standard input."""
+    with open(0, "rb", buffering=0) as orders:  # unbuffered, to read exactly one line
         order = json.loads(orders.readline())
         if "command" in order:
             sys.exit(leash(order))
