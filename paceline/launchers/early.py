@@ -1,7 +1,7 @@
 """Early import of torch for the workers, while the command line is still being parsed.
 
 The launcher's own imports and checks take a third of a second. Until they are done, the number of threads, which
-libraries read at load time, is guessed from the text of the settings. After a wrong guess the launcher starts over.
+libraries read at load time, is guessed from the text of the settings. A wrong guess costs a second import.
 """
 
 from __future__ import annotations

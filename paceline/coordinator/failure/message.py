@@ -227,7 +227,7 @@ def _checkpoint(failure: Failure, context: Context) -> list[str]:
 
 
 def shown_path(path: str | Path) -> str:
-    """Return the path relative to the current directory if it is inside that, else unchanged."""
+    """Return a path relative to the current directory if it is inside this directory, else unchanged."""
     here = Path.cwd()
     if "://" in str(path) or not Path(path).is_relative_to(here):
         return str(path)
