@@ -129,7 +129,14 @@ _TYPES = {
     "name": (str, "the name of the run, a text"),
     "patience": (int | float, "a number of seconds"),
 }
-"""Of the arguments that may be left out: the type, and what to give."""
+"""Type and cure for each optional argument."""
+_OPTION_TYPES: dict[str, tuple[Any, str]] = {
+    "str | None": (str, "a text, as on the command line"),
+    "Path | None": (str | Path, "the path of a file"),
+    "int | None": (int, "a whole number"),
+    "bool": (bool, "True or False"),
+}
+"""Type and cure for each annotation of :class:`Options`."""
 
 
 def _check(workers: object, runs_dir: object, **given: object) -> None:
@@ -174,7 +181,12 @@ def _options(place: Mapping[str, Any]) -> Options:
         if name in Settings.model_fields:
             cure += f" To change the setting, write settings={{{name!r}: {place[name]!r}}}."
         raise ConfigError(f"launch has no argument {name!r}. {cure} Options of places: {', '.join(sorted(known))}.")
-    return Options(**place)
+    kinds = {one.name: _OPTION_TYPES[str(one.type)] for one in fields(Options) if str(one.type) in _OPTION_TYPES}
+    for name, value in place.items():
+        kind, cure = kinds.get(name, (object, ""))
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is int)):
+            raise ConfigError(f"{name} = {value!r}: give {cure}.")
+    return Options(**{name: Path(value) if name == "hostfile" and value else value for name, value in place.items()})
 
 
 def _as_on_the_command_line(settings: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from paceline.cli.report import say
 
 if TYPE_CHECKING:
+    from paceline.launchers.base import Request
     from paceline.launchers.clusters.base import Options
 
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
@@ -147,3 +149,30 @@ def number_range(first: str, last: str) -> tuple[int, int] | None:
     if not all(part.isdecimal() and len(part) < 10 for part in (first, last)) or not 1 <= int(first) <= int(last):
         return None
     return int(first), int(last)
+
+
+def misplaced(request: Request) -> str:
+    """What to say if the number of workers stands behind the script, which gets it then; empty if not."""
+    place = next((place for place, word in enumerate(request.arguments) if word in ("-n", "-np", "--workers")), None)
+    if place is None or request.workers != 1:
+        return ""
+    words = shlex.join(request.arguments[place : place + 2])
+    return (
+        f"note: {words} stands behind {request.script.name}, so the script gets it, and one worker starts. For more: "
+        f"paceline run -n 2 {request.script.name}"
+    )
+
+
+def not_resumed(request: Request) -> str:
+    """Return a note if the run to resume does not exist, so that a new one starts, but another run could be resumed."""
+    from paceline.launchers.runs import newest_resumable
+
+    runs = request.runs.absolute()
+    if request.resume != "auto" or request.name is None or (runs / request.name).exists():
+        return ""
+    if (other := newest_resumable(runs, request.script, any_name=True)) is None:
+        return ""
+    return (
+        f"note: there is no run {request.name!r} in {request.runs}, so a new one starts. The newest run of "
+        f"{request.script.name} that can be resumed is {other.name!r}."
+    )

@@ -31,7 +31,9 @@ from paceline.cli.options import (
     WhereToMeet,
     Workers,
     chosen_place,
+    misplaced,
     node_range,
+    not_resumed,
     number_range,
     place_of_discovered,
 )
@@ -169,7 +171,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     )
     if place != LOCAL or dry_run:
         raise typer.Exit(train_on(place, request, options, dry_run))
-    if (hint := misplaced(request)) and not quiet:
+    for hint in filter(None, () if quiet else (misplaced(request), not_resumed(request))):
         say(hint)
     code = train(request, quiet=quiet)
     if file := env.exit_code_file():
@@ -216,18 +218,6 @@ def _for_horovod(quiet: bool) -> dict[str, str]:
     if not quiet:
         say("note: Horovod is installed, so --horovod has no effect, and scripts use that one.")
     return {}
-
-
-def misplaced(request: Request) -> str:
-    """What to say if the number of workers stands behind the script, which gets it then; empty if not."""
-    place = next((place for place, word in enumerate(request.arguments) if word in ("-n", "-np", "--workers")), None)
-    if place is None or request.workers != 1:
-        return ""
-    words = shlex.join(request.arguments[place : place + 2])
-    return (
-        f"note: {words} stands behind {request.script.name}, so the script gets it, and one worker starts. For more: "
-        f"paceline run -n 2 {request.script.name}"
-    )
 
 
 def permissions(mode: str) -> int:

@@ -285,8 +285,7 @@ class Coordinator:
         number = peer.worker
         if number is not None and self._workers.get(number) is peer:
             del self._workers[number]
-            told = self.membership.workers[number].ending and number // BLOCK in self._agents
-            if number >= BLOCK and not told:  # else its agent will tell how it ended
+            if number >= BLOCK and not (self.membership.workers[number].ending and self._reports_exit(number)):
                 self._cut_off(number)
         if agent := self._agent(peer):
             del self._agents[agent.number]
@@ -295,6 +294,10 @@ class Coordinator:
                 if number not in self._workers:
                     self._cut_off(number)
             self._count_machines()
+
+    def _reports_exit(self, number: int) -> bool:
+        """Return whether the exit code of a worker whose script has ended will be reported: by its machine's agent."""
+        return number // BLOCK in self._agents
 
     def _cut_off(self, number: int) -> None:
         """Lose a worker of another machine: nobody can say any more how it is."""

@@ -145,12 +145,18 @@ def found(runs: Path, run: str | None) -> Path:
     raise ConfigError(f"{missing}{there}; give their directory with --runs-dir.")
 
 
-def newest_resumable(runs: Path, script: Path) -> Path | None:
-    """Return the directory of this script's run with the newest complete checkpoint, or None."""
+def newest_resumable(runs: Path, script: Path, any_name: bool = False) -> Path | None:
+    """Return the directory of this script's run with the newest complete checkpoint, or None.
+
+    Args:
+        runs: parent of the run directories.
+        script: path of the script.
+        any_name: whether to include runs with a name that the user chose.
+    """
     found = []
     for run in sorted(runs.glob("*/")):
-        manifest = newest_manifest(run)
-        if manifest is not None and run.name.startswith(f"{_prefix(script)}-") and _stem(run) == script.stem:
+        manifest, ours = newest_manifest(run), any_name or run.name.startswith(f"{_prefix(script)}-")
+        if manifest is not None and ours and _stem(run) == script.stem:
             found.append((manifest.stat().st_mtime, run))
     return max(found)[1] if found else None
 

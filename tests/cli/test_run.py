@@ -239,13 +239,19 @@ def test_a_failed_run_says_how_to_resume_and_resumes(paceline: Paceline, script:
     assert (run / "output" / "rank-0.log").read_text() == output + "resumed\n"
 
 
-def test_a_taken_name(paceline: Paceline, script: Script) -> None:
+def test_a_taken_name(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     path = script("print('done')")
     assert paceline("run", "--name", "mine", path).code == 0
     again = paceline("run", "--name", "mine", path)
     assert (again.code, again.out) == (2, "")
     assert "--resume auto" in again.err
     assert paceline("run", "--name", "mine", "--resume", "auto", path).code == 0
+    assert "note: there is no run" not in paceline("run", "--name", "other", "--resume", "auto", path).err
+    manifest = tmp_path / "runs" / "mine" / "checkpoints" / "step-000003" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    said = "note: there is no run 'mne' in runs, so a new one starts. The newest run of train.py that can be resumed is "
+    assert f"{said}'mine'." in paceline("run", "--name", "mne", "--resume", "auto", path).err
 
 
 def test_quiet(paceline: Paceline, script: Script) -> None:

@@ -120,7 +120,16 @@ def test_what_cannot_be_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        *({"on": "nowhere"}, {"on": 3}, {"colour": "red"}, {"workers": 0}, {"elastic": "3:2"}, {"image": "x"}),
+        *(
+            {"on": "nowhere"},
+            {"on": 3},
+            {"colour": "red"},
+            {"workers": 0},
+            {"elastic": "3:2"},
+            {"image": "x"},
+            {"hosts": 3},
+            {"gpus": "2"},
+        ),
         *({"nodes": 2}, {"workers": "2"}, {"settings": 3}, {"elastic": 2}, {"name": 3}, {"patience": "1"}),
     ],
     ids=str,

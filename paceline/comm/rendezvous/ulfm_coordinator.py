@@ -55,6 +55,10 @@ class UlfmCoordinator(Coordinator):
         if known and number is not None and self.membership.workers[number].ending:
             self.membership.finish(number, time.monotonic())
 
+    def _reports_exit(self, number: int) -> bool:
+        """Return True: ``disconnected`` takes the end of the connection for the exit."""
+        return True
+
     @property
     def has_workers(self) -> bool:
         """Whether any worker is connected."""
