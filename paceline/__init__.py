@@ -72,7 +72,7 @@ __all__ = [
 
 
 _CALLED = {"ParquetDataset", "TokenRows", "launch", "start"}
-"""What a script calls first: from then on an error of ours that nobody catches is one sentence."""
+"""Entry points of a script. Accessing one installs the exception hook that prints uncaught Paceline errors."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``python -m paceline`` is ``paceline``."""
+"""Command-line entry point: ``python -m paceline`` runs ``paceline``."""
 
 from paceline.cli.main import main
 

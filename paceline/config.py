@@ -1,9 +1,9 @@
-"""Resolve settings from the command line, the environment, a plan file and the script.
+"""Resolution of settings from the command line, the environment, a plan file and the script.
 
-Each field of :class:`paceline.settings.Settings` is an argument of ``paceline.start``, a ``--set key=value`` of the
-command line, a ``PACELINE_<KEY>`` variable and a key of the plan file (TOML). The first source that has it wins:
-command line, environment, plan file, script, default. On resume, what the first three said when the checkpoint was
-saved stands between plan file and script.
+Each field of :class:`paceline.settings.Settings` can be set as an argument of ``paceline.start``, as ``--set
+key=value`` on the command line, as a ``PACELINE_<KEY>`` variable and as a key of the plan file (TOML). Precedence:
+command line, environment, plan file, script, default. On resume, values that the first three sources had when the
+checkpoint was saved rank between the plan file and the script.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OF_ONE_START = frozenset(
         *("threads", "workers_per_loader", "pipeline.memory_gigabytes", "transport"),
     }
 )
-"""Settings that a checkpoint does not keep: they say where something is, how long to wait, or what a machine has."""
+"""Settings that checkpoints do not store: locations, timeouts, and resources of a machine."""
 _PLAN_BYTES = 1 << 20
 _QUOTED = 80
 _REASON = 400
 
 
 class Resolved(BaseModel):
-    """The settings and, for each dotted key, the source of its value."""
+    """Resolved settings and, for each dotted key, the source of its value."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,7 +44,7 @@ class Resolved(BaseModel):
 
 
 def flat_keys() -> dict[str, object]:
-    """All dotted keys with their defaults."""
+    """Return all dotted keys with their defaults."""
     return _flatten(Settings().model_dump())
 
 
@@ -60,7 +60,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def describe(key: str) -> str:
-    """The description of a dotted key."""
+    """Return the description of a dotted key, empty if it has none."""
     head, _, tail = key.partition(".")
     field = GROUPS[head].model_fields[tail] if tail else Settings.model_fields[head]
     return field.description or ""
@@ -83,14 +83,14 @@ _ELSEWHERE = {
     "collate_fn": "It is the argument collate=...",
     **dict.fromkeys(("amp", "precision", "fp16", "bf16"), "It is the setting autocast='bfloat16' or 'float16'."),
 }
-"""What other libraries have as an argument, and where it is here."""
+"""Arguments of other libraries, with the Paceline equivalent to suggest in the error message."""
 
 
 def check_keys(keys: Mapping[str, object], where: str) -> None:
-    """Refuse an unknown key, and suggest the nearest one.
+    """Check that all keys are known. ``where`` names their source in the error message.
 
     Raises:
-        ConfigError: for the first unknown key.
+        ConfigError: a key is unknown. The message names the first one and suggests the closest known key.
     """
     known = list(flat_keys())
     for key in keys:
@@ -103,10 +103,10 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
 
 
 def check_machines(strategy: str, machines: str) -> None:
-    """Refuse several machines for a strategy of one; ``machines`` says what tells that there are several.
+    """Raise for a single-machine strategy on several machines; ``machines`` is the evidence for the message.
 
     Raises:
-        ConfigError: names another strategy.
+        ConfigError: the strategy supports one machine only. The message suggests an alternative.
     """
     if strategy in ONE_MACHINE:
         raise ConfigError(
@@ -116,14 +116,15 @@ def check_machines(strategy: str, machines: str) -> None:
 
 
 def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
-    """Refuse a name that no strategy has, as the workers do.
+    """Check that a strategy of this name exists.
 
     Args:
-        name: as it was set.
-        known: the strategies; in a script there may be more than a launcher knows.
+        name: value of the setting ``strategy``.
+        known: strategy names. Defaults to the built-in ones, which are all that a launcher knows; a script may register
+            more.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no strategy has this name.
     """
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -133,10 +134,10 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
 
 
 def environment_settings() -> dict[str, str]:
-    """The settings in the environment.
+    """Return the settings in the environment, as strings by dotted key.
 
     Raises:
-        ConfigError: a variable looks like a misspelt setting, which would be ignored without a word.
+        ConfigError: a variable resembles the variable of a setting. It would otherwise be ignored silently.
     """
     keys = {env.variable_of(key): key for key in flat_keys()}
     for name in env.unknown_variables(keys):
@@ -151,7 +152,7 @@ def _parsed(values: Mapping[str, str] | None) -> dict[str, object]:
 
 
 def _is_string_list(key: str) -> bool:
-    """Whether the value of a dotted key is a list of strings."""
+    """Return whether the setting of a dotted key is a list of strings."""
     head, _, tail = key.partition(".")
     group = GROUPS.get(head) if tail else Settings
     field = group.model_fields.get(tail or head) if group else None
@@ -160,12 +161,12 @@ def _is_string_list(key: str) -> bool:
 
 
 def parse_value(text: str, strings: bool = False) -> object:
-    """Parse a value of the command line: a number or boolean of TOML, ``none``, or else a string.
+    """Parse a command-line value: ``none``, a boolean, a TOML value, or otherwise a string.
 
     Args:
-        text: as written.
-        strings: whether the setting is a list of strings: then only lists and quoted strings are read as TOML, as a
-            layer may have the name 0.10.
+        text: value as written.
+        strings: whether the setting is a list of strings. If so, only lists and quoted strings are parsed as TOML,
+            because a layer may be named 0.10. Defaults to False.
     """
     if text.lower() == "none":
         return None
@@ -185,7 +186,7 @@ def _toml(text: str, parse_float: Callable[[str], object]) -> object:
 
 
 def quoted(value: object) -> str:
-    """A value for a message: its ``repr``, shortened."""
+    """Return the ``repr`` of a value for a message, shortened to 80 characters."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001 - whatever the value's own code raises; a whole number of 5,000 digits does
@@ -194,10 +195,10 @@ def quoted(value: object) -> str:
 
 
 def parse_command_line(pairs: list[str]) -> dict[str, str]:
-    """Parse and check ``["batch=64", "checkpoint.every=10"]``.
+    """Parse and validate ``--set`` pairs such as ``["batch=64", "checkpoint.every=10"]``.
 
     Raises:
-        ConfigError: a pair without ``=``, an unknown key, or a value of the wrong type.
+        ConfigError: a pair has no ``=``, a key is unknown, or a value is invalid.
     """
     settings: dict[str, str] = {}
     for pair in pairs:
@@ -211,13 +212,13 @@ def parse_command_line(pairs: list[str]) -> dict[str, str]:
 
 
 def read_plan(path: Path) -> dict[str, object]:
-    """Read the settings of a plan file (TOML).
+    """Read the settings of a plan file (TOML), at most 1 MiB.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or has an unknown key.
+        ConfigError: the file cannot be read, is too long, is not TOML, or has an unknown key.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # opening a pipe would block
             raise ConfigError(f"The plan file {path} is not a file.")
         with path.open("rb") as file:
             text = file.read(_PLAN_BYTES + 1)
@@ -243,12 +244,12 @@ def resolve(
     command_line: Mapping[str, str] | None = None,
     checkpoint: Mapping[str, object] | None = None,
 ) -> Resolved:
-    """Merge the sources, from the script up to the command line.
+    """Merge the sources and validate the result. Later sources override: script, checkpoint, plan, environment, line.
 
-    ``checkpoint`` is what was said outside of the script when the checkpoint to resume from was saved.
+    ``checkpoint`` has the values that were set outside of the script when the checkpoint to resume from was saved.
 
     Raises:
-        ConfigError: an unknown key or a value of the wrong type.
+        ConfigError: a key is unknown or a value is invalid.
     """
     arguments = dict(script)
     for name in GROUPS:
@@ -281,7 +282,7 @@ def resolve(
 
 
 def _one_batch(values: dict[str, Any], layer: Mapping[str, object]) -> None:
-    """``batch`` and ``batch_per_worker`` replace each other: the higher source wins."""
+    """Drop ``batch`` if this source sets ``batch_per_worker`` only, and vice versa: the higher source wins."""
     if "batch" in layer and "batch_per_worker" not in layer:
         values.pop("batch_per_worker", None)
     elif "batch_per_worker" in layer and "batch" not in layer:
@@ -316,7 +317,7 @@ _PARTS = {*Settings.model_fields, *(name for group in GROUPS.values() for name i
 
 
 def resolve_here(script: Mapping[str, Any], checkpoint: Mapping[str, object] | None = None) -> Resolved:
-    """Resolve the settings of this process from its launcher, its environment and the arguments of the script."""
+    """Resolve the settings of this process from the command line, environment, plan file, checkpoint and script."""
     plan = env.plan_file()
     return resolve(
         script,
@@ -328,23 +329,23 @@ def resolve_here(script: Mapping[str, Any], checkpoint: Mapping[str, object] | N
 
 
 def flat(settings: Settings) -> dict[str, object]:
-    """The value of each dotted key, as JSON has it."""
+    """Return the JSON value of each dotted key."""
     return _flatten(settings.model_dump(mode="json"))
 
 
 def kept(settings: Settings, sources: Mapping[str, str]) -> dict[str, list[object]]:
-    """What a checkpoint keeps of each setting that somebody has set: its value, and whether the script has set it.
+    """Return the settings to store in a checkpoint, by dotted key: the value, and whether the script has set it.
 
     Args:
-        settings: of the run.
-        sources: of those that are no defaults, by key.
+        settings: settings of the run.
+        sources: sources of the settings that are not defaults, by dotted key.
     """
     values = flat(settings)
     return {key: [values[key], source == "script"] for key, source in sources.items() if key not in OF_ONE_START}
 
 
 def outside(saved: Mapping[str, list[object]]) -> dict[str, object]:
-    """Those settings of :func:`kept` that were not said by the script, which says its own again."""
+    """Return the stored settings (:func:`kept`) that were set outside of the script, which sets its own again."""
     known = flat_keys()
     return {
         key: value
@@ -354,7 +355,7 @@ def outside(saved: Mapping[str, list[object]]) -> dict[str, object]:
 
 
 def changes(saved: Mapping[str, list[object]], now: Resolved) -> list[str]:
-    """Each setting that differs from what a checkpoint keeps, in words: name, old value, new value and its source."""
+    """Describe each setting that differs from the checkpoint: name, old value, new value and its source."""
     defaults, values = flat(Settings()), flat(now.settings)
     before = {key: saved[key][0] if key in saved else value for key, value in defaults.items()}
     return [
@@ -365,5 +366,5 @@ def changes(saved: Mapping[str, list[object]], now: Resolved) -> list[str]:
 
 
 def shown(value: object) -> str:
-    """A value as ``--set`` takes it."""
+    """Format a value as ``--set`` accepts it."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)

@@ -1,20 +1,20 @@
-"""Everything that Paceline raises on purpose.
+"""Exceptions that Paceline raises.
 
 ::
 
     PacelineError
-    ├── ConfigError (ValueError)        a setting that cannot be used; nothing has started
-    ├── InputError (ValueError)         the model, the loss or the data cannot be used as given
+    ├── ConfigError (ValueError)        a setting is invalid; nothing has started
+    ├── InputError (ValueError)         the model, the loss or the data is unusable
     │   └── NonFiniteLoss               a loss is NaN or infinite: step, microbatch, rank
-    ├── StartError                      the workers could not be brought together
+    ├── StartError                      the workers could not connect before training
     │   └── DisagreementError           workers differ in code, configuration, versions, weights or step
     ├── CheckpointError                 a checkpoint could not be written, read or matched
     ├── RunFailed                       the workers that ``paceline.launch`` started have failed
-    └── WorkerLost                      another worker went away
-        └── WorkerSilent                it is there, but stayed silent past the deadline
+    └── WorkerLost                      another worker has exited
+        └── WorkerSilent                another worker is alive but did not respond before the timeout
 
-Each message says what is wrong, with which values, and what to do. ``exit_code`` is what the process
-ends with when nobody catches the error.
+Each message says what is wrong, with which values, and what to do. ``exit_code`` is the exit code of a process in which
+the error is not caught.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PREEMPTED = 75
-"""The exit code of a worker, and of a run, that can be resumed: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a preempted worker or run, which can be resumed: EX_TEMPFAIL of sysexits.h."""
 DEADLINE_PASSED = 124
-"""The exit code of a run that a hang has ended, as of ``timeout``."""
+"""Exit code of a run that was ended because of a hang, the same as that of ``timeout``."""
 EXIT_CODES = {
     "0": "success",
     "1": "the script failed (or its own code)",
@@ -36,23 +36,23 @@ EXIT_CODES = {
     str(DEADLINE_PASSED): "a deadline passed, something hangs",
     "128 + n": "ended by signal n",
 }
-"""What the exit codes of ``paceline run`` mean."""
+"""Meanings of the exit codes of ``paceline run``."""
 
 
 class PacelineError(Exception):
-    """Any error that Paceline raises on purpose."""
+    """Base class of all Paceline errors."""
 
     exit_code = 1
 
 
 class ConfigError(PacelineError, ValueError):
-    """A setting that cannot be used: unknown, of the wrong kind, or against another one."""
+    """A setting is unknown, has an invalid value, or conflicts with another setting."""
 
     exit_code = 2
 
 
 class InputError(PacelineError, ValueError):
-    """The model, loss, optimizer or data set cannot be used as given."""
+    """The model, loss, optimizer or data set is unusable."""
 
     exit_code = 2
 
@@ -64,19 +64,19 @@ class NonFiniteLoss(InputError):
 
 
 class StartError(PacelineError):
-    """The workers could not be brought together before training."""
+    """The workers could not connect to each other before training."""
 
     exit_code = 3
 
 
 class DisagreementError(StartError):
-    """The workers do not agree on what they train, or on what they have come to."""
+    """The workers differ in what they train, in their state, or in their position in the script."""
 
 
 class RunFailed(PacelineError):
-    """The workers that :func:`paceline.launch` started have failed, not by an exception of the function.
+    """Workers that :func:`paceline.launch` started have failed, other than by an exception of the function.
 
-    ``exit_code`` is that of the run.
+    ``exit_code`` is the exit code of the run.
     """
 
     def __init__(self, message: str = "", exit_code: int = 1) -> None:
@@ -85,16 +85,16 @@ class RunFailed(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint could not be written, read or matched with the model."""
+    """A checkpoint could not be written or read, or does not match the model."""
 
     exit_code = 4
 
 
 class WorkerLost(PacelineError):
-    """Another worker went away.
+    """Another worker has exited or cannot be reached.
 
-    This is a consequence: see the output of the lost worker for the cause. ``ranks`` are those whose
-    process is known to have ended.
+    This error is a consequence: the output of the lost worker has the cause. ``ranks`` are the ranks whose processes
+    are known to have ended.
     """
 
     exit_code = 5
@@ -105,18 +105,18 @@ class WorkerLost(PacelineError):
 
 
 class WorkerSilent(WorkerLost):
-    """Another worker stayed silent past the deadline: it is stopped, or busy with something else."""
+    """Another worker did not respond before the timeout: it is stopped, or busy with something else."""
 
     exit_code = DEADLINE_PASSED
 
 
 def name_ranks(ranks: Iterable[int], workers: int | None = None, most: int | None = None) -> str:
-    """Name ranks in a message: ``rank 1``, ``ranks 0, 2``, or ``all 4 workers``.
+    """Return ranks as text for a message: ``rank 1``, ``ranks 0, 2``, or ``all 4 workers``.
 
     Args:
-        ranks: which ones.
-        workers: how many there are; none: list them all the same.
-        most: how many to list before ``and 3 more``.
+        ranks: ranks to name.
+        workers: number of workers. If given, the complete set of ranks becomes ``all 4 workers``.
+        most: largest number of ranks to list before ``and 3 more``. Defaults to no limit.
     """
     listed = sorted(ranks)
     if len(listed) == 1:
@@ -128,7 +128,7 @@ def name_ranks(ranks: Iterable[int], workers: int | None = None, most: int | Non
 
 
 def name_microbatches(microbatches: range) -> str:
-    """Name microbatches in a message: ``microbatch 3``, or ``microbatches 4 to 7``."""
+    """Return microbatches as text for a message: ``microbatch 3``, or ``microbatches 4 to 7``."""
     if len(microbatches) == 1:
         return f"microbatch {microbatches.start}"
     return f"microbatches {microbatches.start} to {microbatches.stop - 1}"

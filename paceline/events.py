@@ -1,8 +1,8 @@
-"""What happens, as records: one JSON object per line, one file per rank.
+"""Event log: one JSON object per line, one file per rank.
 
-A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (how often the workers have changed) and
-the fields of its event: ``step``, ``seconds``, ``bytes``, ... Adding a record takes about a microsecond; a thread
-writes it. A full disk or a closed file loses records, never a step: the last record says how many.
+A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (the number of membership changes) and
+the fields of its event: ``step``, ``seconds``, ``bytes``, ... Adding a record takes about a microsecond; a background
+thread writes it. If a write fails, records are lost but training continues; the last record counts the lost records.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ENCODE = json.JSONEncoder(default=str).encode
 
 
 class Listener(Protocol):
-    """Gets each record as it is made, on the thread that makes it: it must not wait."""
+    """Receiver of event records, called on the thread that creates them. It must not block."""
 
     def offer(self, record: dict[str, object], /) -> object:
-        """Take a record."""
+        """Receive a record."""
 
     def close(self) -> object:
-        """End with the log."""
+        """Stop. Called when the log is closed."""
 
 
 class EventLog:
-    """Writes the records of one rank to ``<directory>/rank-<rank>.jsonl``; without a directory, nowhere."""
+    """Log that writes the records of one rank to ``<directory>/rank-<rank>.jsonl``, or nowhere without a directory."""
 
     def __init__(self, directory: Path | None, rank: int | str, generation: int = 0) -> None:
         self.rank: int | str = rank
@@ -50,15 +50,15 @@ class EventLog:
             self._thread.start()
 
     def attach(self, listener: Listener) -> None:
-        """Let a listener have all records from now on."""
+        """Pass all further records to a listener."""
         self._listener = listener
 
     def move(self, rank: int, generation: int) -> None:
-        """Write to the file of another rank from now on."""
+        """Write further records to the file of another rank, with this generation."""
         self.rank, self.generation = rank, generation
 
     def mark(self, event: str, **fields: object) -> None:
-        """Record that something happened now."""
+        """Add a record of an event, with the current time."""
         if self._thread is None and self._listener is None:
             return
         record = self._record(event, fields)
@@ -72,7 +72,7 @@ class EventLog:
 
     @contextmanager
     def span(self, event: str, **fields: object) -> Iterator[None]:
-        """Record how long the body took, also when it raises."""
+        """Add a record with the duration of the block, in seconds, even if the block raises."""
         begin = time.perf_counter()
         try:
             yield
@@ -80,7 +80,7 @@ class EventLog:
             self.mark(event, **fields, seconds=time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Write what is left and stop the thread."""
+        """Write the remaining records, then stop the thread and the listener. Waits at most 5 seconds."""
         if self._thread is not None:
             self._closed.set()
             self._thread.join(timeout=5)
@@ -90,7 +90,7 @@ class EventLog:
             self._listener = None
 
     def flush(self) -> None:
-        """Write what is waiting now: what nobody could tell in place of this worker."""
+        """Write pending records immediately. Use it for records that no other worker has a copy of."""
         if self._thread is not None:
             self._write_waiting()
 
@@ -117,7 +117,7 @@ class EventLog:
 
 
 def _line_end(file: BinaryIO) -> bytes:
-    """Return what ends the last line of a file: the worker that had this rank before may have been killed in it."""
+    """Return a newline if the file's last line is incomplete: an earlier worker of this rank may have been killed."""
     if not file.seek(0, os.SEEK_END):
         return b""
     file.seek(-1, os.SEEK_END)

@@ -1,7 +1,7 @@
-"""The page to read first: what a script writes, and what happens then.
+"""The public training interface: :func:`start` and :class:`Session`. Read this module first.
 
-``start`` brings the workers together and checks that they agree. ``batches`` hands out the microbatches of this worker,
-``step`` lets the strategy train on them, ``evaluate`` measures, ``save`` keeps.
+``start`` runs the rendezvous and checks that all workers agree. ``batches`` yields this worker's microbatches, ``step``
+trains on them with the configured strategy, ``evaluate`` computes metrics, and ``save`` writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -56,45 +56,46 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
     sampler: SampleNumbers | None = None,
     **settings: Unpack[Arguments],
 ) -> Session:
-    """Bring the workers together to train a model.
+    """Start a training session: run the rendezvous, check that all workers agree, and return the session.
 
-    Alone, the script trains in one process; under ``paceline run`` or ``torchrun`` every worker calls this with the
-    same arguments, and they train together.
+    A script that is started directly trains in one process. Under ``paceline run`` or ``torchrun`` every worker must
+    call this function with the same arguments.
 
     Args:
-        model: the model, built alike on every worker (seed before you build it). It is moved to the worker's device.
-        optimizer: a factory, called with the list of the model's trainable parameters, such as
-            ``partial(torch.optim.SGD, lr=0.1)``. If its first parameter is called ``named_parameters`` it gets pairs of
-            names and parameters, and if it is called ``model`` the model. It returns a torch optimizer, or several of
-            different parameters, by name or in a list.
-        data: a data set with a length and items by number, or a stream of unknown length that can be iterated over
-            again; with ``loss`` its items are pairs (input, target).
-        loss: ``loss(output, target)``: a scalar, the mean over the samples given, or a pair (sum, count), for a mean
-            over something else than samples, such as tokens.
-        forward: ``forward(model, microbatch)``, instead of ``loss``, with the same choice of results. For losses that
-            take turns: one for each of several optimizers, by name. With a third parameter,
-            ``forward(model, microbatch, state)``, it returns (loss, next state): the state goes from a microbatch to
-            the one in its place in the next batch, and samples come in order, not shuffled.
-        schedule: a factory, called with the optimizer, that returns a torch learning-rate scheduler; stepped once for
-            each update, without a metric. Of several optimizers each gets its own, by this factory or by one for each
-            name.
-        collate: makes a microbatch from a list of items; torch's default if none.
-        sampler: ``sampler(seed, epoch)`` gives the sample numbers of an epoch in order, the same whenever it is called
-            (or one of torch's samplers); a new shuffle in each epoch if none.
-        settings: the fields of :class:`paceline.Settings`; the command line and the environment go before them.
+        model: model with the same initial weights on every worker; seed before building it. Moved to the worker's
+            device.
+        optimizer: factory that is called with the list of trainable parameters, such as
+            ``partial(torch.optim.SGD, lr=0.1)``. If its first parameter is named ``named_parameters``, it receives
+            (name, parameter) pairs; if it is named ``model``, the model. It returns a torch optimizer, or several
+            optimizers of disjoint parameters as a dictionary or list.
+        data: map-style data set with ``__len__`` and ``__getitem__``, or a stream of unknown length that can be
+            iterated over repeatedly. With ``loss``, each item is a pair (input, target).
+        loss: ``loss(output, target)``. Returns a scalar tensor, the mean over the given samples, or a pair (sum, count)
+            for a mean over other units, such as tokens. Either can be followed by a dictionary of metrics.
+        forward: ``forward(model, microbatch)``, given instead of ``loss``, with the same return values. For losses that
+            alternate, a dictionary with one function per optimizer name. With a third parameter,
+            ``forward(model, microbatch, state)`` returns (loss, next state). The microbatch with the same index in the
+            next batch receives that state, and samples are read in order, without shuffling.
+        schedule: factory that is called with the optimizer and returns a torch learning-rate scheduler, which is
+            stepped once per update without a metric. With several optimizers, one factory for all or one per name.
+        collate: function from a list of items to a microbatch. Defaults to torch's ``default_collate``.
+        sampler: ``sampler(seed, epoch)``, a pure function that returns the sample indices of an epoch in order, or a
+            torch sampler. Defaults to a new shuffle in each epoch.
+        settings: fields of :class:`paceline.Settings`. Command-line options, environment variables and the plan file
+            take precedence.
 
     Raises:
-        ConfigError: a setting cannot be used.
-        InputError: an argument cannot be used.
-        StartError: the workers did not come together or do not agree.
-        CheckpointError: ``resume`` names something that cannot be used.
+        ConfigError: a setting is invalid.
+        InputError: an argument is invalid.
+        StartError: the workers could not connect, or they disagree (:class:`paceline.DisagreementError`).
+        CheckpointError: the checkpoint in ``resume`` or the weights in ``weights`` cannot be read or do not match.
     """
     given = Components(model, optimizer, data, loss, forward, schedule, collate, sampler)
     return Session(set_up(given, settings), by_loss=loss is not None)
 
 
 class Session:
-    """A training run, as one of its workers sees it. Made by :func:`paceline.start`."""
+    """This worker's handle on a training run. Created by :func:`paceline.start`."""
 
     def __init__(self, run: Run, *, by_loss: bool) -> None:
         self._job, self._loop, self._tracking = run.job, run.loop, run.tracking
@@ -106,44 +107,44 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """The number of this worker, from 0."""
+        """Rank of this worker, from 0. In an elastic run it may change between steps."""
         return self._job.world.rank
 
     @property
     def is_main(self) -> bool:
-        """Whether this worker has rank 0; another one has it when that one is lost."""
+        """Whether this worker has rank 0. Another worker becomes rank 0 if rank 0 is lost."""
         return self.rank == 0
 
     @property
     def workers(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self._job.world.size
 
     @property
     def device(self) -> torch.device:
-        """Where this worker's model is: for what the script itself computes with it."""
+        """Device of this worker's model."""
         return self._job.world.device
 
     @property
     def position(self) -> int:
-        """Steps done since the beginning of training; from here a resumed run goes on."""
+        """Number of steps since the beginning of training. A resumed run continues from this step."""
         return self._loop.position.steps
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass over the data: in the present epoch, if they have not all as many.
+        """Number of steps in the current epoch. Epochs may differ in length.
 
         Raises:
-            ConfigError: the data are a stream, whose end is not known yet.
+            ConfigError: the data is a stream whose end has not been reached.
         """
         return self._job.order.steps_at(self.position)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, to read its hyper-parameters, or to change them: alike on all workers, between two steps.
+        """Optimizer, for reading hyperparameters or changing them between steps, equally on all workers.
 
         Raises:
-            ConfigError: with this strategy others make updates, too: servers, or workers that do not wait.
+            ConfigError: with this strategy, not every worker makes every update.
         """
         if not self._job.replicated:
             raise ConfigError(
@@ -154,12 +155,13 @@ class Session:
         return self._job.update.optimizer
 
     def epochs(self, first: int, end: int | None = None) -> Iterator[int]:
-        """The numbers of the epochs, as ``range(end)`` or ``range(first, end)`` has them: the first epoch is ``first``.
+        """Return an iterator over epoch numbers: ``epochs(end)`` or ``epochs(first, end)``, with arguments as in range.
 
-        A resumed run, or a worker that joins, begins in the epoch in which the run is: what is done is not entered.
+        ``first`` is the number of the first epoch of the run. After a resume, or on a worker that joins, iteration
+        begins with the current epoch of the run and skips completed epochs.
 
         Raises:
-            ConfigError: a number is no whole one from 0 on.
+            ConfigError: an argument is not a non-negative integer.
         """
         if end is None:
             return self._batches.epochs(_count_in("epochs(", first))
@@ -167,14 +169,15 @@ class Session:
         return (first + epoch for epoch in self._batches.epochs(max(0, count)))
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """The batches of the present epoch, up to its end; or of the next epochs or steps.
+        """Return an iterator over batches: the rest of the current epoch, or the next ``epochs`` or ``steps``.
 
-        Calls with ``epochs`` or ``steps`` add up; each call ends the one before. A resumed run goes through the same
-        calls, and gets no batches from those that are already done, but the last one: the lines behind its
-        :meth:`step` had not run when the checkpoint was saved. A batch not given to :meth:`step` is left out.
+        A second call continues where the first one stopped, and closes the first iterator. A resumed run makes the same
+        calls and skips completed batches, except the last one, which it yields again because the code after its
+        :meth:`step` call had not run when the checkpoint was saved. A batch that is not passed to :meth:`step` is left
+        out of training.
 
         Raises:
-            ConfigError: both ``epochs`` and ``steps`` are given, or one that is no whole number from 0 on.
+            ConfigError: both ``epochs`` and ``steps`` are given, or the value is not a non-negative integer.
         """
         if epochs is None and steps is None:
             return self._batches.batches(None)
@@ -184,21 +187,23 @@ class Session:
         return self._batches.batches(_count_in(f"batches({what}", count), epochs=steps is None)
 
     def step(self, batch: Batch, optimizer: str | None = None) -> Report:
-        """Train on a batch: forward, backward, synchronise, update.
+        """Train on a batch: forward, backward, reduce gradients, update; then save a checkpoint if one is due.
 
         Args:
-            batch: from :meth:`batches`.
-            optimizer: in a session with a forward for each optimizer, which of them to take; one after the other on
-                the same batch. Only its parameters get gradients, and are updated.
+            batch: batch from :meth:`batches`.
+            optimizer: name of an optimizer, required in a session with one forward function per optimizer. Call step
+                once per optimizer with the same batch; each call computes and updates only that optimizer's parameters.
 
         Raises:
-            ConfigError: an ``optimizer`` is missing, unknown, or given in a session with one forward.
-            NonFiniteLoss: a loss is NaN or infinite (unless ``nonfinite`` is ``skip``).
-            InputError: the batch is over; the loss is no scalar; a parameter gets no gradient from some microbatches,
-                or a sparse one; the forward pass changes a weight; several workers cannot use the optimizer or model.
-            DisagreementError: the workers are not at the same step.
-            WorkerLost: another worker went away or stayed silent.
-            CheckpointError: a checkpoint was due and could not be written, now or in the background before.
+            ConfigError: ``optimizer`` is missing, unknown, or given in a session with one forward function; or the call
+                is inside :meth:`averaged`.
+            NonFiniteLoss: a loss is NaN or infinite, unless ``nonfinite`` is ``"skip"``.
+            InputError: the batch is out of date; the loss is not a scalar; a parameter gets no gradient from some
+                microbatches, or a sparse one; the forward pass changes a weight; the optimizer or model does not
+                support several workers.
+            DisagreementError: the workers are at different steps.
+            WorkerLost: another worker has exited or has not responded before the timeout.
+            CheckpointError: a checkpoint that was due could not be written, or an earlier background save failed.
         """
         self._job.update.averages.check_training()
         result, seconds = self._loop.step(batch, phase_of(self._job, optimizer))
@@ -211,24 +216,27 @@ class Session:
         *,
         forward: Callable[[nn.Module, Any], Any] | None = None,
     ) -> Any:
-        """The mean of a metric over a data set, or several; every worker must call it, and all get the same values.
+        """Return the mean of a metric over a data set, equal on all workers. Every worker must call it.
 
         Args:
-            data: a map-style data set like the one trained on, or a stream. Each sample is visited exactly once.
-            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a
-                number, the mean over the samples given, or a pair (sum, count). Or an object with ``update(output,
-                target)``, ``compute()`` and ``reset()``, as those of torchmetrics. None: the loss. Several: a
-                dictionary of these.
-            forward: ``forward(model, microbatch)`` returns what metrics are called with, such as (output, target).
+            data: map-style data set or stream, with items like the training data. Each sample is used exactly once.
+            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``. Returns
+                a number, the mean over the given samples, or a pair (sum, count). Alternatively an object with
+                ``update(output, target)``, ``compute()`` and ``reset()``, as in torchmetrics, or a dictionary of
+                metrics by name. Defaults to the loss.
+            forward: ``forward(model, microbatch)``. Returns the arguments for the metrics, such as (output, target).
+                Requires ``metric``.
 
         Returns:
-            the mean, or what the object computes; of a dictionary one with the same keys.
+            the mean, or the value of the object's ``compute()``. For a dictionary of metrics, a dictionary with the
+            same keys.
 
         Raises:
-            InputError: the data set is empty, a metric returns no number, or it changes a weight of the model.
-            DisagreementError: the weights are not the same on all workers (only looked for with ``exact``), or the
-                samples of a stream.
-            WorkerLost: another worker went away or stayed silent.
+            InputError: the data set is empty, a metric does not return a number or changes a weight of the model, or
+                the call failed on another rank, whose error is quoted.
+            DisagreementError: the samples of a stream or, which is checked only with ``exact``, the weights differ
+                between workers.
+            WorkerLost: another worker has exited or has not responded before the timeout.
         """
         metrics = Metrics(self._job, metric, forward, by_loss=self._by_loss)
         value = self._evaluations.evaluate(metrics, data)
@@ -238,21 +246,21 @@ class Session:
     def predict(
         self, data: Any, forward: Callable[[nn.Module, Any], Any] | None = None, *, everywhere: bool = True
     ) -> Any:
-        """The outputs of the model for a data set, in the order of its samples; every worker must call it.
+        """Return the model's outputs for a data set, in sample order. Every worker must call it.
 
         Args:
-            data: see :meth:`evaluate`.
-            forward: ``forward(model, microbatch)`` returns tensors whose first dimension is that of the samples, lists
-                with one entry for each, or tuples and dictionaries of these. None: the output of the model, in a
-                session with ``loss``.
-            everywhere: false: rank 0 gets them, and the other ranks None.
+            data: data set, as for :meth:`evaluate`.
+            forward: ``forward(model, microbatch)``. Returns tensors of shape [samples, ...], lists with one entry per
+                sample, or tuples and dictionaries of these. Defaults to the model's output in a session with ``loss``;
+                required in a session with ``forward``.
+            everywhere: whether all ranks receive the outputs. If false, ranks other than 0 return None.
 
         Returns:
-            the outputs of all microbatches as one, in host memory.
+            the outputs of all microbatches, concatenated along the sample dimension, in host memory.
 
         Raises:
-            InputError: the data set is empty, or the outputs cannot be gathered.
-            DisagreementError, WorkerLost: see :meth:`evaluate`.
+            InputError: the data set is empty, the outputs cannot be gathered, or ``forward`` is required.
+            DisagreementError, WorkerLost: as for :meth:`evaluate`.
         """
         if forward is None and not self._by_loss:
             raise InputError(
@@ -262,120 +270,125 @@ class Session:
         return self._evaluations.predict(Predictions(forward), data, everywhere)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record values of the script at the last step done: numbers, texts and images by name.
+        """Record numbers, strings and images of the script, by name, at the last completed step.
 
-        They are an event, and go to the trackers. Rank 0 records them; the call does nothing on other ranks. A name is
-        recorded once for a step. Texts and images become files.
+        Rank 0 writes an event and passes the values to the trackers. Other ranks only record the numbers, in their own
+        event files, in case rank 0 is lost. A name is recorded at most once per step. Texts and images become files.
 
         Args:
-            values: a number or a tensor of one element; a string; or an image: a tensor [channels, height, width] of
-                uint8, or of floats from 0 to 1, with 1 to 4 channels.
+            values: mapping of names to numbers, tensors of one element, strings, or images. An image is a tensor
+                [channels, height, width] of uint8, or of floats from 0 to 1, with 1 to 4 channels.
 
         Raises:
-            InputError: a name or a value cannot be recorded.
+            InputError: a name or value cannot be recorded.
         """
         self._tracking.log(values, self._last_step)
 
     def register(self, **values: Any) -> Registered:
-        """Save what the script keeps itself with each checkpoint, restore it on resume, and give it to joiners.
+        """Add values of the script to the checkpoints. They are restored on resume and sent to workers that join.
 
         Args:
-            values: numbers, text, tensors and containers of these; or objects with ``state_dict`` and
-                ``load_state_dict``. All workers register the same. They are copied after each step: keep them small.
+            values: numbers, strings, tensors, containers of these, or objects with ``state_dict`` and
+                ``load_state_dict``. All workers must register the same names. The values are copied after each step,
+                so keep them small.
 
         Returns:
-            an object with these values as attributes; assign new plain values there.
+            an object with the values as attributes. To change a plain value, assign to its attribute.
 
         Raises:
-            InputError: a name is taken, a value cannot be saved, or it was of another type in the checkpoint.
+            InputError: a name is already registered, a value cannot be saved, or its type differs from the checkpoint.
         """
         self._script.register(values)
         return Registered(self._script, tuple(values))
 
     def once(self, act: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-        """Do something on rank 0 alone, such as a download or an export; all others wait, and get what it returned.
+        """Call a function, such as a download, on rank 0 only, and return its result on all workers. Others wait.
 
-        A worker that joins later gets the result without doing it again, and so does a resumed run, but for calls
-        before the first batch or epoch. If rank 0 is lost in it, the next rank 0 does it.
+        Workers that join later receive the stored result, as does a resumed run, which repeats only calls made before
+        the first batch or epoch. If rank 0 is lost during the call, the next rank 0 calls the function again.
 
         Args:
-            act: called with ``args`` and ``kwargs``. It returns numbers, text, tensors, containers of these, or None,
-                and must not call methods of the session that others take part in. It may take ``timeout_seconds``.
+            act: function that is called with ``args`` and ``kwargs``. It must return numbers, strings, tensors,
+                containers of these, or None, must finish within ``timeout_seconds``, and must not call methods of the
+                session that all workers take part in.
 
         Raises:
-            InputError: it raised an error (on rank 0 that error), or its result is of another type.
-            WorkerLost: there are not enough workers left.
+            InputError: the function raised an error, which is quoted (rank 0 raises the error itself), or its result
+                has an unsupported type.
+            WorkerLost: not enough workers are left.
         """
         return cast("_T", self._evaluations.once(partial(act, *args, **kwargs)))
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on rank 0 alone, and not again what a run printed before it was resumed."""
+        """Print on rank 0 only, and only once: a resumed script does not repeat output from before the checkpoint."""
         loop = self._loop
         if self.is_main and loop.position.asked >= loop.progress.received:
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - the script's own output
 
     def save(self) -> Path | str:
-        """Write a checkpoint of the state after the steps done; returns its directory, or its URL.
+        """Write a checkpoint of the current state and return its directory or URL. Every worker must call it.
 
-        It is in its place when this returns on rank 0, which writes it.
+        Rank 0 writes the checkpoint, which is durable when the call returns on rank 0. Other ranks do not wait for it.
 
         Raises:
-            CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
+            CheckpointError: no checkpoint directory is set, or this save or an earlier background save failed.
         """
         return self._loop.save()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside this block :meth:`evaluate`, :meth:`model_state` and :meth:`export` take the averaged weights.
+        """Return a context manager in which :meth:`evaluate`, :meth:`model_state` and :meth:`export` use the average.
 
-        The setting ``average`` keeps them. The model itself has those that are trained, and :meth:`step` is refused.
+        The setting ``average`` enables averaged weights. The model keeps the weights in training, and :meth:`step`
+        raises ConfigError inside the block.
 
         Raises:
-            ConfigError: no average is kept.
+            ConfigError: ``average`` is not set.
         """
         return self._job.update.averages.choose()
 
     def model_state(self, *, everywhere: bool = True) -> dict[str, Any]:
-        """The complete weights, by the names of ``model.state_dict()``, as copies in host memory.
+        """Return the complete weights, with the keys of ``model.state_dict()``, as copies in host memory.
 
-        Every worker must call it. With a pipeline ``model.state_dict()`` has the values of this worker's stages only;
-        this has all. A tensor with several names, such as a tied weight, is one copy.
+        Every worker must call it. In a pipeline, ``model.state_dict()`` has current values for this worker's stages
+        only; this method returns all weights. A tensor with several names, such as a tied weight, is copied once.
 
         Args:
-            everywhere: false: rank 0 gets them, and the other ranks an empty dictionary.
+            everywhere: whether all ranks receive the weights. If false, ranks other than 0 return an empty dictionary.
 
         Raises:
-            WorkerLost: another worker went away or stayed silent.
+            WorkerLost: another worker has exited or has not responded before the timeout.
         """
         return self._exports.weights(everywhere)
 
     def export(self, path: Path | str, *, dtype: torch.dtype | None = None) -> Path | str:
-        """Write the complete weights to a file; every worker must call it, and rank 0 writes.
+        """Write the complete weights to a file. Every worker must call it; rank 0 writes.
 
-        The file is there when this returns, on every rank. One with this name is replaced at once, by a rename.
+        The file is complete when the call returns on any rank. An existing file is replaced atomically, by a rename.
 
         Args:
-            path: ending in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a state_dict of torch; or a URL.
-            dtype: of the floating-point tensors in the file, such as ``torch.bfloat16``; none: as they are.
+            path: path or URL that ends in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a torch state_dict.
+            dtype: floating-point type to which floating-point tensors are converted in the file, such as
+                ``torch.bfloat16``. Defaults to their own types.
 
         Returns:
-            where it is.
+            the absolute path, or the URL.
 
         Raises:
-            ConfigError: the path has another ending, or the type is none.
-            CheckpointError: it cannot be written, or safetensors or the package for the URL is not installed.
-            WorkerLost: another worker went away or stayed silent.
+            ConfigError: the path has another suffix, or ``dtype`` is not a floating-point type.
+            CheckpointError: the file cannot be written, or safetensors or the package for the URL is not installed.
+            WorkerLost: another worker has exited or has not responded before the timeout.
         """
         return self._exports.export(path, dtype)
 
     def fingerprint(self) -> str:
-        """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
+        """Return the SHA-256 of parameters, buffers and optimizer state, as 64 hexadecimal digits.
 
-        It is the same on every rank; any rank may call it alone. (With an asynchronous strategy, local SGD or a
-        pipeline: after the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
+        The value is equal on all ranks, and a rank may call this without the others. With an asynchronous strategy,
+        local SGD or a pipeline, call it after the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.
         """
         return fingerprint(self._state.tensors())
 
     @property
     def _last_step(self) -> int:
-        """The step to which what the script records now belongs."""
+        """Step to which values that the script records now belong."""
         return max(self.position - 1, 0)

@@ -1,4 +1,4 @@
-"""The settings, one model per concern; :mod:`paceline.config` resolves their values."""
+"""Pydantic models of all settings, one per group. :mod:`paceline.config` resolves their values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.system.number_kinds import (
 )
 
 Exact = bool | Literal["fixed-point"]
-"""How the same bits are made on any number of workers, if at all."""
+"""Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
 
 
 class CheckpointSettings(BaseModel):
-    """Where checkpoints go, how often, and how many are kept."""
+    """Checkpoint settings: directory, interval and retention."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +57,7 @@ class CheckpointSettings(BaseModel):
 
 
 class WeightsSettings(BaseModel):
-    """Weights on disk to start from."""
+    """Initial weights from a file, folder, checkpoint or URL."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -93,7 +93,7 @@ class WeightsSettings(BaseModel):
 
 
 class AverageSettings(BaseModel):
-    """Averages of the weights over the steps."""
+    """Averaging of the weights over steps: exponential (EMA) or uniform (SWA)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -108,7 +108,7 @@ class AverageSettings(BaseModel):
 
 
 class BackupSettings(BaseModel):
-    """Backup workers: a step does not wait for the slowest workers."""
+    """Settings of strategy ``backup``, whose steps do not wait for the slowest workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -121,7 +121,7 @@ class BackupSettings(BaseModel):
 
 
 class ServerSettings(BaseModel):
-    """Parameter servers."""
+    """Settings of strategy ``parameter-server``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -145,7 +145,7 @@ class ServerSettings(BaseModel):
 
 
 class LocalSettings(BaseModel):
-    """Local averaging."""
+    """Settings of strategy ``local-sgd``, which averages the models of workers that train independently."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -154,7 +154,7 @@ class LocalSettings(BaseModel):
 
 
 class PipelineSettings(BaseModel):
-    """Pipelines: a model across workers."""
+    """Settings of strategy ``pipeline``, which divides the model's layers among workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -190,11 +190,11 @@ class PipelineSettings(BaseModel):
 
 
 TRACKERS = ("comet", "csv", "mlflow", "tensorboard", "trackio", "wandb")
-"""The names in :mod:`paceline.adapters.trackers.registry`."""
+"""Tracker names in :mod:`paceline.adapters.trackers.registry`."""
 
 
 class TrackingSettings(BaseModel):
-    """What the trackers call the run, and where they keep files."""
+    """Names and directories that the trackers use for the run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -215,7 +215,7 @@ class TrackingSettings(BaseModel):
 
 
 class Settings(BaseModel):
-    """How to train; see each field's description."""
+    """All settings of a run, validated and immutable. Each field's description documents its meaning and default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
@@ -300,17 +300,17 @@ class Settings(BaseModel):
 
     @property
     def fixed_point(self) -> bool:
-        """Whether gradients are added up as whole numbers."""
+        """Whether gradients are summed as integers (``exact="fixed-point"``)."""
         return self.exact == "fixed-point"
 
     @property
     def stops_at_difference(self) -> bool:
-        """Whether a run stops if a microbatch computed twice does not give the same."""
+        """Whether the run stops if a microbatch that is computed twice gives different results."""
         return self.audit_action == "stop" or (self.audit_action is None and bool(self.exact))
 
     @property
     def along_tree(self) -> bool:
-        """Whether gradients are added up along the canonical tree."""
+        """Whether gradients are summed along the canonical tree (``exact=True``)."""
         return self.exact is True
 
     @field_validator("checkpoint", "weights", "average", mode="before")
@@ -341,9 +341,9 @@ STRATEGIES = (
     *("allreduce", "auto", "backup", "hogwild", "local-sgd"),
     *("parameter-server", "pipeline", "single", "stealing"),
 )
-"""The names in :mod:`paceline.strategies.registry`, for code that does not import torch."""
+"""Strategy names in :mod:`paceline.strategies.registry`, for code that does not import torch."""
 ONE_MACHINE = frozenset({"hogwild"})
-"""Those whose workers must all be on one machine."""
+"""Strategies whose workers must all run on one machine."""
 
 GROUPS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointSettings,
@@ -355,13 +355,13 @@ GROUPS: dict[str, type[BaseModel]] = {
     "average": AverageSettings,
     "tracking": TrackingSettings,
 }
-"""The settings with sub-settings."""
+"""Settings groups, by the name of their field in :class:`Settings`."""
 SHORT = {"checkpoint": "directory", "weights": "path", "average": "kind"}
-"""Those that may be given as the value of one sub-setting."""
+"""Groups that accept a plain value for one of their fields: ``checkpoint="dir"`` sets ``checkpoint.directory``."""
 
 
 class Arguments(TypedDict, total=False):
-    """The settings as keyword arguments of ``paceline.start``."""
+    """Settings as keyword arguments of ``paceline.start``."""
 
     strategy: str
     batch: int

@@ -1,4 +1,4 @@
-"""The only reader of ``os.environ``: what the launcher asked for; who this process is, ``engines/`` decides."""
+"""Access to environment variables for all other modules. ``engines/`` derives this process's identity from them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _RESERVED = {
 
 @dataclass(frozen=True)
 class Trace:
-    """Where ``paceline verify`` wants the state of each step, and for how many steps."""
+    """Request of ``paceline verify``: the directory to record each step in, and the number of steps."""
 
     directory: Path
     steps: int
@@ -65,20 +65,20 @@ def _number(name: str, default: int) -> int:
 
 
 def identity() -> Identity:
-    """Who this process is; one worker of one when nothing has started it among others."""
+    """Return the rank and world size of this process: rank 0 of 1 if no launcher has started it."""
     return started_by().identity
 
 
 def started_by() -> Start:
-    """How this process was started, and where it meets the others."""
+    """Return how this process was started: the engine, its identity, and the rendezvous address."""
     return find_start(os.environ)
 
 
 def choose_mpi() -> None:
-    """Let mpi4py load the MPI that has started this process, if several are installed and the user chooses none.
+    """Set the variables that make mpi4py load the MPI that has started this process, unless the user has set them.
 
-    Told which kind to take, mpi4py does not look where the wheels of MPICH and Intel MPI put it. On some networks Intel
-    MPI has fewer tags than a session needs unless it is told to number fewer ranks.
+    MPI4PY_MPIABI alone does not find a library that was installed by a wheel of MPICH or Intel MPI. On some networks
+    Intel MPI has fewer tags than a session needs, unless fewer bits are reserved for ranks.
     """
     start = started_by()
     if start.engine == "Intel MPI" and not any(name in os.environ for name in _INTEL_BITS):
@@ -95,7 +95,7 @@ def choose_mpi() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address of loopback, or its name."""
+    """Return whether a host is a loopback address or ``localhost``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -103,64 +103,64 @@ def is_loopback(host: str) -> bool:
 
 
 def keep_inside(host: str) -> None:
-    """Let gloo and NCCL listen on loopback, unless the user has chosen, if workers meet there."""
+    """Make gloo and NCCL use the loopback interface if ``host`` is loopback, unless the user has set an interface."""
     if is_loopback(host) and "lo" in [name for _, name in socket.if_nameindex()]:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
 
 
 def use_interface(name: str) -> None:
-    """Let gloo use a network interface, unless the user has chosen one."""
+    """Make gloo use a network interface, unless the user has set one."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def disable_nccl_error_handling() -> None:
-    """Leave it to us to abort NCCL's groups when a worker is lost, unless the user has chosen."""
+    """Disable NCCL's own error handling, unless the user has set it: Paceline aborts groups after a loss."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def cublas_workspace() -> str | None:
-    """The room that cuBLAS has for each stream, on which its order of additions depends."""
+    """Return the cuBLAS workspace configuration, which affects the order of additions; None if not set."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
 
 def tf32_override() -> str | None:
-    """What NVIDIA's libraries do with TF32 whatever a program asks for."""
+    """Return NVIDIA's TF32 override, which takes precedence over a program's choice; None if not set."""
     return os.environ.get("NVIDIA_TF32_OVERRIDE")
 
 
 def master_port_is_set() -> bool:
-    """Whether the user, or torchrun, has chosen a port."""
+    """Return whether the user or torchrun has set a port."""
     return bool(os.environ.get("MASTER_PORT"))
 
 
 def has_agent_store() -> bool:
-    """Whether an agent (torchrun) already holds the store, so that rank 0 must not open it."""
+    """Return whether torchrun's agent already holds the store, so that rank 0 must not open it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def thread_limit() -> int | None:
-    """The number of threads that the launcher or the user set for each worker."""
+    """Return the number of threads per worker that the launcher or user has set; None if not set."""
     return _number("OMP_NUM_THREADS", 0) or None
 
 
 def run_directory() -> Path | None:
-    """The directory that ``paceline run`` made for this run."""
+    """Return the directory that ``paceline run`` created for this run; None under other launchers."""
     return Path(os.environ[RUN_DIRECTORY]) if RUN_DIRECTORY in os.environ else None
 
 
 def plan_file() -> Path | None:
-    """The plan file given to ``paceline run --plan``."""
+    """Return the plan file given to ``paceline run --plan``, if any."""
     return Path(os.environ[PLAN]) if PLAN in os.environ else None
 
 
 def command_line_settings() -> dict[str, str]:
-    """The ``--set key=value`` pairs of the command line."""
+    """Return the ``--set key=value`` pairs of the command line."""
     return dict(json.loads(os.environ.get(SETTINGS, "{}")))
 
 
 def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
-    """``PACELINE_<KEY>`` variables: ``PACELINE_CHECKPOINT__EVERY`` sets ``checkpoint.every``."""
+    """Return the values of ``PACELINE_<KEY>`` variables: ``PACELINE_CHECKPOINT__EVERY`` sets ``checkpoint.every``."""
     found = {}
     for key in keys:
         name = variable_of(key)
@@ -170,12 +170,12 @@ def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
 
 
 def variable_of(key: str) -> str:
-    """The variable that sets a dotted key."""
+    """Return the name of the variable that sets a dotted key."""
     return "PACELINE_" + key.upper().replace(".", "__")
 
 
 def unknown_variables(known: Container[str]) -> list[str]:
-    """The ``PACELINE_`` variables that are neither among these nor Paceline's own."""
+    """Return the ``PACELINE_`` variables that are neither in ``known`` nor reserved, sorted."""
     return [
         name
         for name in sorted(os.environ)
@@ -185,17 +185,17 @@ def unknown_variables(known: Container[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """How a worker finds the others, if it has a coordinator.
+    """Launch parameters of a worker with a coordinator.
 
     Attributes:
         coordinator: ``host:port`` of the coordinator.
-        worker: the number of this process, which stays while its rank may change.
-        spare: whether it was started to take the place of another one.
-        largest: how many workers there may ever be.
-        elastic: whether training goes on when a worker is lost.
-        name: what its files are called.
-        key: by which it proves to the coordinator that it is this worker of this run.
-        ulfm: ``mpiexec --with-ft ulfm`` has started it, and not ``paceline run``.
+        worker: number of this worker process, which never changes, unlike its rank.
+        spare: whether this worker was started as a replacement or standby.
+        largest: largest number of workers that the run may ever have.
+        elastic: whether training continues when a worker is lost.
+        name: base name of this worker's files.
+        key: key with which this worker authenticates to the coordinator.
+        ulfm: whether ``mpiexec --with-ft ulfm`` has started this worker instead of ``paceline run``.
     """
 
     coordinator: str
@@ -209,7 +209,7 @@ class LaunchInfo:
 
 
 def launch_info() -> LaunchInfo | None:
-    """Find how this worker reaches the others; None when there is no coordinator."""
+    """Return the launch parameters of this worker; None if the run has no coordinator."""
     if COORDINATOR not in os.environ:
         return None
     number, started = _number(WORKER, 0), _number("LOCAL_WORLD_SIZE", 1)
@@ -222,7 +222,7 @@ def launch_info() -> LaunchInfo | None:
 
 
 def error_record() -> Path | None:
-    """Where this worker of ``paceline run`` leaves a record of its failure; None under other launchers."""
+    """Return the path of this worker's failure record under ``paceline run``; None under other launchers."""
     if (folder := run_directory()) is None:
         return None
     launched = launch_info()
@@ -230,23 +230,23 @@ def error_record() -> Path | None:
 
 
 def set_launch_info(coordinator: str, worker: int, key: bytes, largest: int) -> None:
-    """Set how this worker of ``mpiexec --with-ft ulfm`` finds the others, for :func:`launch_info`."""
+    """Set the variables that :func:`launch_info` reads, for a worker of ``mpiexec --with-ft ulfm``."""
     variables = {COORDINATOR: coordinator, WORKER: worker, WORKER_SECRET: key.hex(), LARGEST: largest}
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ[ELASTIC] = os.environ[ULFM] = "1"
 
 
 def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
-    """Set torchrun's variables to what this worker is now, for the script and the libraries it uses."""
+    """Set torchrun's variables to this worker's current rank and world size, for the script and its libraries."""
     variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def horovod_number(name: str, default: float) -> float:
-    """A variable of Horovod, by its name without ``HOROVOD_``.
+    """Return the number in a Horovod variable, given its name without ``HOROVOD_``.
 
     Raises:
-        ConfigError: it is not a number, or negative.
+        ConfigError: the value is not a finite number of at least 0.
     """
     text = os.environ.get(f"HOROVOD_{name}") or str(default)
     try:
@@ -259,33 +259,33 @@ def horovod_number(name: str, default: float) -> float:
 
 
 def horovod_text(name: str) -> str:
-    """A variable of Horovod, by its name without ``HOROVOD_``; empty if it is not set."""
+    """Return a Horovod variable, given its name without ``HOROVOD_``; empty if not set."""
     return os.environ.get(f"HOROVOD_{name}", "")
 
 
 def horovod_names() -> set[str]:
-    """The variables of Horovod that are set, without ``HOROVOD_``."""
+    """Return the names of the Horovod variables that are set, without ``HOROVOD_``."""
     return {name.removeprefix("HOROVOD_") for name in os.environ if name.startswith("HOROVOD_")}
 
 
 def python_path_with(folder: str) -> dict[str, str]:
-    """The variable by which a Python looks in one more folder first."""
+    """Return a PYTHONPATH variable with a folder put before the current entries."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))}
 
 
 def set_default(name: str, value: str) -> None:
-    """Set a variable of this process that the user has not set."""
+    """Set a variable of this process, unless the user has set it."""
     os.environ.setdefault(name, value)
 
 
 def put(name: str, value: str) -> None:
-    """Set a variable of this process, for the workers that it starts."""
+    """Set a variable of this process, which its workers inherit."""
     os.environ[name] = value
 
 
 @contextmanager
 def changed(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process for a block."""
+    """Set variables of this process inside a block, and restore them at its end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -299,65 +299,65 @@ def changed(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def trace() -> Trace | None:
-    """What ``paceline verify`` asked this run to record."""
+    """Return what ``paceline verify`` has requested this run to record, if anything."""
     if TRACE_DIRECTORY not in os.environ:
         return None
     return Trace(Path(os.environ[TRACE_DIRECTORY]), int(os.environ[TRACE_STEPS]))
 
 
 def config_report() -> Path | None:
-    """The file in which ``paceline config`` wants the settings, instead of a training run."""
+    """Return the file to write the settings to for ``paceline config``, which replaces training; else None."""
     return Path(os.environ[SHOW_CONFIG]) if SHOW_CONFIG in os.environ else None
 
 
 def profile_report() -> Path | None:
-    """The file in which ``paceline profile`` wants what the model costs, instead of a training run."""
+    """Return the file to write layer costs to for ``paceline profile``, which replaces training; else None."""
     return Path(os.environ[PROFILE]) if PROFILE in os.environ else None
 
 
 def faults() -> str | None:
-    """The faults that a test wants to happen in this run, as JSON (``paceline.testing.faults``)."""
+    """Return the fault plan of a test as JSON (``paceline.testing.faults``); None if there is none."""
     return os.environ.get(FAULTS)
 
 
 def inherited() -> dict[str, str]:
-    """A copy of the environment, but for the secret of launchers, for the processes that a launcher starts."""
+    """Return a copy of the environment without the launchers' secret, for processes that a launcher starts."""
     return {name: value for name, value in os.environ.items() if name != SECRET}
 
 
 def secret() -> str | None:
-    """The secret that launchers on several machines share, if it is given by the environment."""
+    """Return the secret that launchers on several machines share, if the environment has it."""
     return os.environ.get(SECRET)
 
 
 def in_indexed_job() -> bool:
-    """Whether this is a pod of an Indexed Job of Kubernetes."""
+    """Return whether this process runs in a pod of a Kubernetes Indexed Job."""
     return "JOB_COMPLETION_INDEX" in os.environ
 
 
 def user_command() -> str | None:
-    """The command, but for the script, by which the user started the run in whose place this launcher is an agent."""
+    """Return the user's command without the script, if this launcher is an agent that another command started."""
     return os.environ.get(USER_COMMAND)
 
 
 def ends_with_parent() -> bool:
-    """Whether this launcher is to be killed when the process that started it has ended."""
+    """Return whether this launcher must be killed when its parent process ends."""
     return END_WITH_PARENT in os.environ
 
 
 def exit_code_file() -> Path | None:
-    """Where this launcher is to write its exit code, which what started it may not pass on."""
+    """Return the file for this launcher's exit code, which its parent process may not pass on; None if not set."""
     return Path(os.environ[EXIT_CODE_FILE]) if EXIT_CODE_FILE in os.environ else None
 
 
 def replace(variables: Mapping[str, str]) -> None:
-    """Put other variables in the place of all: for a copy of a process that becomes a worker."""
+    """Replace the whole environment. Used by a forked process that becomes a worker."""
     os.environ.clear()
     os.environ.update(variables)
 
 
 def set_horovod_identity(who: Identity) -> None:
-    """Set what ``horovodrun`` sets, for scripts that read it."""
+    """Set the variables that ``horovodrun`` sets, for scripts that read them."""
     variables = {
         "RANK": who.rank,
         "SIZE": who.world_size,

@@ -1,4 +1,4 @@
-"""What a worker leaves behind when it fails: one record for the launcher, one clear message for the reader."""
+"""Exception hooks: a failed worker writes a record for the launcher, or prints one message for the user."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from paceline.errors import PacelineError, RunFailed, WorkerLost
 from paceline.system.user_code import locations_in_message, user_frames, without_own_frames
 
 _LONGEST = 20_000
-"""Characters of a message or a traceback that are kept."""
+"""Largest number of characters of a message or traceback to keep."""
 _installed = False
-"""Whether a hook of this module is in place, perhaps below one of another library."""
+"""Whether a hook of this module is installed, possibly wrapped by another library's hook."""
 
 
 def install_early() -> None:
-    """Report Paceline's own errors alike in a process without a session: before ``start``, and around ``launch``.
+    """Install a hook for Paceline errors in a process without a session: before ``start``, and around ``launch``.
 
-    Other exceptions are left to Python, and so is the end of the process. An interactive Python goes on.
+    Other exceptions keep the previous hook, as do all exceptions in an interactive interpreter. The process ends as
+    usual, with the exit code of the error.
     """
     global _installed
     if _installed:
@@ -55,16 +56,16 @@ def install(
     close: Callable[[], None],
     explain: Callable[[str], str],
 ) -> None:
-    """Report an exception that nobody catches, and end the process at once.
+    """Install a hook that reports any uncaught exception and exits immediately.
 
-    The process does not wait for others on its way out, so that they learn of its end immediately.
+    The process exits without waiting for other workers, so that they detect the loss at once.
 
     Args:
-        who: gives the rank of this worker, and the number of workers.
-        path: where to leave the record; the launcher then prints. None: print here.
-        step: the step that was being done.
-        close: called before the end, to write out events.
-        explain: says more of an error that is printed here, if it can.
+        who: function that returns the rank of this worker and the number of workers.
+        path: file to write the failure record to, which the launcher prints. If None, the hook prints the error.
+        step: function that returns the current step.
+        close: function that is called before the process exits, to flush events.
+        explain: function from a printed error to an explanation, empty if it has none.
     """
     global _installed
     _installed = True
@@ -73,18 +74,18 @@ def install(
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if path is None and issubclass(kind, KeyboardInterrupt):
             before(kind, error, trace)
-            return  # Python ends the process by SIGINT then
+            return  # Python then ends the process by SIGINT
         try:
             report(kind, error, trace)
         except Exception:
             sys.__excepthook__(kind, error, trace)
             raise
-        finally:  # whatever goes wrong in a report, such as no memory
+        finally:  # even if the report fails, for example without memory
             os._exit(_code_of(error))
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader process ends meanwhile
-        sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed holds back what its hook's predecessors print
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises if a loader process ends meanwhile
+        sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed's hook captures the output of earlier hooks
         rank, size = who()
         if path is not None:
             _write(path, _record(path, rank, step(), error, trace))
@@ -106,7 +107,7 @@ def install(
 
 def _print(error: PacelineError, trace: TracebackType | None, name: str) -> None:
     message = _message_of(error)
-    if isinstance(error, RunFailed):  # its launcher has printed all of it
+    if isinstance(error, RunFailed):  # the launcher has already printed the rest
         message = message.partition("\n")[0]
     where = f" [{line.replace(':', ', line ')}]" if (line := _line(user_frames(trace))) else ""
     sys.stderr.write(f"paceline: {name}{type(error).__name__}: {message}{where}\n")
@@ -134,14 +135,14 @@ def _record(
 
 
 def _code_of(error: BaseException) -> int:
-    """The exit code of a process that ends by this error; never 0."""
+    """Return the exit code of a process that ends because of this error; never 0."""
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return (isinstance(error, PacelineError) and error.exit_code) or 1
 
 
 def _message_of(error: BaseException) -> str:
-    """What the error says; its own code may fail."""
+    """Return the message of an error, whose ``__str__`` may raise."""
     try:
         return _cut(str(error))
     except Exception as another:  # noqa: BLE001 - it is the user's
@@ -149,19 +150,19 @@ def _message_of(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    """Leave out the middle of a text that nobody can read, and what cannot be written as UTF-8."""
+    """Remove the middle of a long text, and escape what cannot be encoded as UTF-8."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]}\n... {len(text) - _LONGEST} characters ...\n{text[-_LONGEST // 2 :]}"
     return text.encode(errors="backslashreplace").decode()
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:
-    """``train.py:41``; empty if unknown."""
+    """Return the innermost line as ``train.py:41``; empty without frames."""
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def _in_script(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
-    """The traceback of one of our own errors: inside the library it tells the user nothing."""
+    """Return the traceback of a Paceline error with the user's frames only; empty for other errors."""
     if not isinstance(error, PacelineError):
         return ""
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []

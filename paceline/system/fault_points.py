@@ -1,4 +1,4 @@
-"""The points of a step at which tests order faults (``paceline.testing.faults``).
+"""Fault injection points of a step, for tests (``paceline.testing.faults``).
 
 ::
 
@@ -6,14 +6,14 @@
                in the loader         samples of step t are about to be read, by the worker or a loader process
                inside the collective all gradients are sent; the last bucket's mean is not delivered yet
                between reduction and update
-               after update          the model is that of step t + 1, no other worker knows
-    t done     in evaluate           this worker has measured its share; no one else knows
+               after update          the model is that of step t + 1; no other worker has been notified
+    t done     in evaluate           this worker has evaluated its share; no other worker has the results
                inside a save         the tensors are written, the manifest is not
-               writing a part        this rank has written its part of a checkpoint; rank 0 does not know
+               writing a part        this rank has written its shard of a checkpoint; rank 0 is not notified yet
                during recovery       the workers begin to re-form
-               sending the state     a part of the state is on its way to a worker that is behind
+               sending the state     a chunk of the state is about to be sent to a worker that is behind
 
-The code at each point calls :func:`reach`, which does nothing unless the environment ordered faults.
+The code at each point calls :func:`reach`, which does nothing unless the environment variable requests faults.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ Point = Literal[
 
 
 class OrderedFaults(Protocol):
-    """What makes faults happen: ``paceline.testing.ordered_faults.OrderedFaults``."""
+    """Fault injector, implemented by ``paceline.testing.ordered_faults.OrderedFaults``."""
 
     def reach(self, point: Point, step: int) -> None:
-        """Let the faults happen that are due at this point of this step."""
+        """Inject the faults that are planned for this point of this step."""
         ...
 
 
 _ordered: OrderedFaults | None = None
 _rank: Callable[[], int] = lambda: -1  # noqa: E731
-"""The current rank of this process; -1 while it has none."""
+"""Returns the current rank of this process, or -1 while it has none."""
 _step = 0
-"""The step last begun, for code that does not know it."""
+"""Step that was begun last, for callers that do not know the step."""
 
 
 def reach(point: Point, step: int | None = None) -> None:
-    """Let the faults happen that are ordered for this point; without an order, do nothing.
+    """Inject the faults that are planned for this point. Does nothing if no faults are armed.
 
     Args:
-        point: where the caller is.
-        step: the step it is about; none: the one last begun.
+        point: point that the caller has reached.
+        step: step number. Defaults to the step that was begun last.
 
     Raises:
-        RuntimeError: such an error is ordered.
+        RuntimeError: the planned fault is an error.
     """
     global _step
     if _ordered is None:
@@ -72,17 +72,17 @@ def reach(point: Point, step: int | None = None) -> None:
 
 
 def arm(rank: Callable[[], int]) -> None:
-    """Arm the faults that ``PACELINE_FAULTS`` orders, if it is set; later calls in a process only set the rank.
+    """Arm the faults that ``PACELINE_FAULTS`` plans, if it is set. Later calls in a process only replace ``rank``.
 
     Args:
-        rank: gives the current rank of this process; -1 if it has none yet.
+        rank: function that returns the current rank of this process, or -1 before it has one.
 
     Raises:
-        ConfigError: the variable holds no plan, or it is not known where to mark what has happened.
+        ConfigError: the variable does not hold a valid plan, or there is no directory to mark injected faults in.
     """
     global _ordered, _rank
     _rank = rank
     text = env.faults()
     if _ordered is None and text is not None:
-        # By name, so that no module of the runtime imports paceline.testing: it is loaded in a test's workers only.
+        # Imported by name, so that no module of the runtime depends on paceline.testing outside of tests.
         _ordered = import_module("paceline.testing.ordered_faults").from_environment(text, lambda: _rank())

@@ -1,4 +1,4 @@
-"""The kinds of numbers that settings take: pydantic's, without what it takes for them."""
+"""Number types for settings: pydantic's, but without its conversions from bool and float."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pydantic_core import PydanticKnownError
 
 
 def whole(value: object) -> object:
-    """Pydantic accepts True and 1.0 for 1; a string may be that of a number."""
+    """Raise if the value is not an int or str: pydantic would accept True and 1.0 for 1. It parses strings later."""
     if isinstance(value, bool) or not isinstance(value, Integral | str):
         raise PydanticKnownError("int_type")
     return value
 
 
 def number(value: object) -> object:
-    """Pydantic accepts True for 1.0."""
+    """Raise if the value is a bool: pydantic would accept True for 1.0."""
     if isinstance(value, bool):
         raise PydanticKnownError("float_type")
     return value
 
 
 _COUNT = 2**31 - 1
-"""What a step counter, a number of samples or of workers can be at most."""
+"""Largest number of steps, samples or workers."""
 LONGEST_SECONDS = 1_000_000
-"""The longest wait, about 11 days: sockets, locks and torch all can count it in milliseconds."""
+"""Largest timeout, about 11 days, which sockets, locks and torch can all represent in milliseconds."""
 
 PositiveInt = Annotated[int, Field(ge=1, le=_COUNT), BeforeValidator(whole)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_COUNT), BeforeValidator(whole)]

@@ -1,4 +1,4 @@
-"""Open files that others may have put there: a regular file or an error, never a wait for a pipe or a device."""
+"""Opening of files from untrusted folders: only regular files, so that a pipe or device cannot block the process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _NOT_OPENED: dict[int | None, int] = {errno.ELOOP: stat.S_IFLNK, errno.ENXIO: st
 
 
 class NotRegularError(OSError):
-    """There is something else where a regular file should be."""
+    """The path is not a regular file."""
 
 
 def open_regular(path: Path | str, folder: int | None = None, *, links: bool = True) -> BinaryIO:
     """Open a regular file for reading.
 
     Args:
-        path: of the file; relative to ``folder``, the descriptor of a directory, if that is given.
-        folder: see above.
-        links: whether to follow a symbolic link in the last part of the path.
+        path: path of the file, relative to ``folder`` if that is given.
+        folder: file descriptor of a directory. Defaults to the current directory.
+        links: whether to follow a symbolic link in the last component of the path. Defaults to True.
 
     Raises:
-        NotRegularError: it is a pipe, a device, a directory, a socket, or a link that is not followed.
-        OSError: it cannot be opened.
+        NotRegularError: the path is a pipe, device, directory, socket, or a link that is not followed.
+        OSError: the file cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
     descriptor = None
@@ -52,12 +52,12 @@ def open_regular(path: Path | str, folder: int | None = None, *, links: bool = T
 
 
 def read_text(path: Path | str, errors: str = "strict") -> str:
-    """Read a regular file as text.
+    """Read a regular file as UTF-8 text; ``errors`` as in ``bytes.decode``.
 
     Raises:
-        NotRegularError: it is something else.
-        OSError: it cannot be read.
-        UnicodeDecodeError: it is not UTF-8.
+        NotRegularError: the path is not a regular file.
+        OSError: the file cannot be read.
+        UnicodeDecodeError: the file is not UTF-8 and ``errors`` is ``"strict"``.
     """
     with open_regular(path) as file:
         return file.read().decode(errors=errors)

@@ -1,4 +1,4 @@
-"""The user's own code: lines of a traceback or a stack, the script, and the modules beside it."""
+"""Detection of the user's code: frames of a traceback or stack, the script, and the modules in its folder."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ _LIBRARY_STARTS = (*(f"{folder}{os.sep}" for folder in _LIBRARIES), "<")
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a source file is the user's, and not of Python or an installed package."""
+    """Return whether a source file belongs to the user, not to Python, Paceline or an installed package."""
     return not file.startswith(_LIBRARY_STARTS) and "site-packages" not in file
 
 
 @functools.lru_cache(maxsize=1024)
 def is_user_class(kind: type) -> bool:
-    """Whether a class is defined in the user's code: it, or a function of it, as its module may have another file."""
+    """Return whether a class, or one of its methods, is defined in user code. The class's module may name no file."""
     if any(is_user_code(one.__code__.co_filename) for one in vars(kind).values() if inspect.isfunction(one)):
         return True
     try:
         return is_user_code(inspect.getfile(kind))
-    except (TypeError, OSError):  # of C, or of a notebook
+    except (TypeError, OSError):  # defined in C, or in a notebook
         return False
 
 
 def user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Return the frames of a traceback that are in the user's code, the innermost last."""
+    """Return the frames of a traceback that are in user code, innermost last."""
     return [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
 
 
 def in_user_call(error: BaseException, note: str) -> None:
-    """Note on an error of a function of the user in which call it was raised."""
+    """Add a note to an error from a user function, and mark it as raised inside a call of such a function."""
     error.add_note(note)
     setattr(error, _IN_USER_CALL, True)
 
 
 def without_own_frames(error: BaseException, trace: TracebackType | None, where: str) -> str:
-    """Return a traceback without the frames between the line that called Paceline and the function that it called.
+    """Return a traceback without Paceline's frames between the user's call and the user function that it calls.
 
-    An error of Paceline itself keeps all frames.
+    An error that is raised in Paceline itself keeps all frames.
 
     Args:
-        error: that nobody has caught.
-        trace: its traceback.
-        where: says where the frames are that are left out.
+        error: uncaught error.
+        trace: traceback of the error.
+        where: text that says where to find the omitted frames.
 
     Returns:
-        the text; empty if nothing is left out.
+        the formatted traceback; empty if no frames are omitted.
     """
     whole = traceback.TracebackException(type(error), error, trace)
     pending, counts = [whole], []
@@ -77,11 +77,11 @@ def _left_out(where: str, mark: re.Match[str]) -> str:
 
 
 def _leave_out(one: traceback.TracebackException, in_call: bool) -> list[int]:
-    """Replace each run of frames that lies between two of the user's by a mark; return how long they are."""
+    """Replace each run of frames between two user frames with a marker, and return the lengths of the runs."""
     ours = [frame.filename.startswith(_PACKAGE + os.sep) for frame in one.stack]
     users = [is_user_code(frame.filename) for frame in one.stack]
     wanted = [number for number, user in enumerate(users) if user]
-    if in_call:  # perhaps of a library: then nothing of the user's follows
+    if in_call:  # the called function may belong to a library, so that no user frame follows
         wanted.append(max((number + 1 for number, own in enumerate(ours) if own), default=0))
     last = min(max(wanted, default=0), len(ours) - 1)
     kept: list[traceback.FrameSummary] = []
@@ -100,13 +100,13 @@ def _leave_out(one: traceback.TracebackException, in_call: bool) -> list[int]:
 
 
 def locations_in_message(message: str) -> list[str]:
-    """Return the user's lines in the traceback that an error of a loader process has as text, the innermost last."""
+    """Return the user's lines from the traceback text in a loader process's error, as ``file:line``, innermost last."""
     found = _FRAME.findall(message) if "Original Traceback" in message else []
     return [f"{Path(file).name}:{line}" for file, line in found if is_user_code(file)]
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's code on a stack, as ``train.py:41``; empty if there is none."""
+    """Return the innermost line of user code on a stack as ``train.py:41``; empty if there is none."""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_user_code(file):
@@ -116,7 +116,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def script_modules() -> list[ModuleType]:
-    """Return the main module and the modules imported from its folder; in a notebook the main module alone."""
+    """Return the main module and the modules imported from its folder; in a notebook, the main module only."""
     main = sys.modules["__main__"]
     script = getattr(main, "__file__", None)
     if script is None:
@@ -126,14 +126,14 @@ def script_modules() -> list[ModuleType]:
 
 
 def script_files() -> dict[str, Path]:
-    """Return the files of the script and of the modules beside it, by their sorted paths relative to its folder."""
+    """Return the files of the script and of the modules in its folder, keyed by sorted relative path."""
     files = sorted({Path(file).resolve() for module in script_modules() if (file := getattr(module, "__file__", None))})
     home = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent
     return {str(file.relative_to(home)): file for file in files if file.is_file()}
 
 
 def _is_in(module: ModuleType, folder: str) -> bool:
-    """Whether the module's source is below a folder, and not of a package that is installed there."""
+    """Return whether a module's source is inside a folder and not in an installed package."""
     file = getattr(module, "__file__", None)
     if not file or not os.path.isabs(file) or not file.endswith(".py"):
         return False
@@ -143,7 +143,7 @@ def _is_in(module: ModuleType, folder: str) -> bool:
 
 @functools.cache
 def _real_path(path: str) -> str:
-    """Return ``os.path.realpath(path)`` with one look at each folder of the 2,000 modules."""
+    """Return ``os.path.realpath(path)``, with a cache that resolves each folder of about 2,000 modules only once."""
     folder, name = os.path.split(path)
     if folder == path or name in ("", "..") or os.path.islink(path):
         return os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""The threads and the memory of this worker's process."""
+"""Thread count and memory allocator settings of this worker's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.settings import Settings
 
 
 def threads(settings: Settings, who: Identity) -> int:
-    """Return the threads of this worker; they change the bits, so with ``exact`` they do not depend on the workers."""
+    """Return the number of threads. It affects the bits, so with ``exact`` it never depends on the worker count."""
     if settings.threads:
         return settings.threads
     if settings.exact:
@@ -22,24 +22,24 @@ def threads(settings: Settings, who: Identity) -> int:
 
 
 def _cores(process: int) -> int:
-    """On how many cores a process may run; the parent of a worker that its engine has bound to some may run on all."""
+    """Return the number of cores a process may use. An engine may bind a worker to some cores, but not its parent."""
     try:
         return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    except OSError:  # of another user
+    except OSError:  # a process of another user
         return 1
 
 
 def keep_freed_pages() -> None:
-    """Let the C library keep freed memory.
+    """Configure glibc to keep freed memory.
 
-    Otherwise each large tensor is a mapping of its own, which returns to the kernel when freed: every gradient of every
-    step then costs its page faults again, a tenth of a step on the CPU.
+    By default each large tensor has its own mapping, which is returned to the kernel when freed. Every gradient of
+    every step then causes page faults again, which cost a tenth of a step on the CPU.
     """
     if sys.platform != "linux":
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library than glibc
+    except AttributeError:  # not glibc
         return
     trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
     mallopt(trim_threshold, largest)

@@ -1,4 +1,4 @@
-"""Compare what the workers are about to train, before the first step."""
+"""Check that all workers agree on code, versions, settings, data and model before the first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CURES = {
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that decide the numbers."""
+    """Return the versions of Python, torch, NumPy and Paceline, which affect numerical results."""
     return {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "numpy", "paceline")}
 
 
@@ -45,28 +45,32 @@ def _version(package: str) -> str:
 
 
 def code_hashes() -> dict[str, str]:
-    """Return the SHA-256 of the script and of the modules imported from its folder, by file name."""
+    """Return the first 16 hex digits of the SHA-256 of the script and each module from its folder, by relative path."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in user_code.script_files().items()}
 
 
 def check(world: World, facts: Mapping[str, object]) -> None:
-    """Compare facts among all workers; keys start with what they are about, as in ``version torch``.
+    """Gather the facts of all workers and compare them. All workers call this together.
+
+    Args:
+        world: all workers of the run.
+        facts: this worker's values. The first word of a key selects the cure, as in ``version of torch``.
 
     Raises:
-        DisagreementError: names the first fact that differs, the workers and their values, and the cure.
+        DisagreementError: a fact differs. The message names the first one, each rank's value, and the cure.
     """
     compare(world.gather(dict(facts), "start"))
 
 
 def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
-    """Compare the facts of all workers, which are ordered by rank.
+    """Compare the facts of all workers.
 
     Args:
-        everyone: the facts of each rank.
-        where: how the message begins.
+        everyone: the facts of each worker, by rank.
+        where: prefix of the error message.
 
     Raises:
-        DisagreementError: names the first fact that differs, the workers and their values, and the cure.
+        DisagreementError: a fact differs. The message names the first one, each rank's value, and the cure.
     """
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:
