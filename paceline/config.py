@@ -120,8 +120,7 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
 
     Args:
         name: value of the setting ``strategy``.
-        known: strategy names. Defaults to the built-in ones, which are all that a launcher knows; a script may register
-            more.
+        known: strategy names. Defaults to the built-in ones; only the script knows strategies that it registers.
 
     Raises:
         ConfigError: no strategy has this name.

@@ -62,8 +62,7 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
     call this function with the same arguments.
 
     Args:
-        model: model with the same initial weights on every worker; seed before building it. Moved to the worker's
-            device.
+        model: model, built identically on every worker (set the seed first). Moved to the worker's device.
         optimizer: factory that is called with the list of trainable parameters, such as
             ``partial(torch.optim.SGD, lr=0.1)``. If its first parameter is named ``named_parameters``, it receives
             (name, parameter) pairs; if it is named ``model``, the model. It returns a torch optimizer, or several
@@ -191,12 +190,11 @@ class Session:
 
         Args:
             batch: batch from :meth:`batches`.
-            optimizer: name of an optimizer, required in a session with one forward function per optimizer. Call step
-                once per optimizer with the same batch; each call computes and updates only that optimizer's parameters.
+            optimizer: name of an optimizer, if the session has one forward function per optimizer. Call step once for
+                each, with the same batch. Only that optimizer's parameters get gradients and are updated.
 
         Raises:
-            ConfigError: ``optimizer`` is missing, unknown, or given in a session with one forward function; or the call
-                is inside :meth:`averaged`.
+            ConfigError: ``optimizer`` is missing, unknown or not applicable, or the call is inside :meth:`averaged`.
             NonFiniteLoss: a loss is NaN or infinite, unless ``nonfinite`` is ``"skip"``.
             InputError: the batch is out of date; the loss is not a scalar; a parameter gets no gradient from some
                 microbatches, or a sparse one; the forward pass changes a weight; the optimizer or model does not
@@ -224,18 +222,15 @@ class Session:
                 a number, the mean over the given samples, or a pair (sum, count). Alternatively an object with
                 ``update(output, target)``, ``compute()`` and ``reset()``, as in torchmetrics, or a dictionary of
                 metrics by name. Defaults to the loss.
-            forward: ``forward(model, microbatch)``. Returns the arguments for the metrics, such as (output, target).
-                Requires ``metric``.
+            forward: ``forward(model, microbatch)``. Returns the arguments for ``metric``, such as (output, target).
 
         Returns:
-            the mean, or the value of the object's ``compute()``. For a dictionary of metrics, a dictionary with the
-            same keys.
+            the mean or ``compute()`` value of the metric, or a dictionary of them with the keys of ``metric``.
 
         Raises:
             InputError: the data set is empty, a metric does not return a number or changes a weight of the model, or
                 the call failed on another rank, whose error is quoted.
-            DisagreementError: the samples of a stream or, which is checked only with ``exact``, the weights differ
-                between workers.
+            DisagreementError: samples of a stream, or weights (checked only with ``exact``), differ between workers.
             WorkerLost: another worker has exited or has not responded before the timeout.
         """
         metrics = Metrics(self._job, metric, forward, by_loss=self._by_loss)
@@ -289,8 +284,7 @@ class Session:
 
         Args:
             values: numbers, strings, tensors, containers of these, or objects with ``state_dict`` and
-                ``load_state_dict``. All workers must register the same names. The values are copied after each step,
-                so keep them small.
+                ``load_state_dict``. All workers must register the same. Copied after each step, so keep them small.
 
         Returns:
             an object with the values as attributes. To change a plain value, assign to its attribute.
@@ -313,8 +307,7 @@ class Session:
                 session that all workers take part in.
 
         Raises:
-            InputError: the function raised an error, which is quoted (rank 0 raises the error itself), or its result
-                has an unsupported type.
+            InputError: the function raised (rank 0 raises the error itself), or its result has an unsupported type.
             WorkerLost: not enough workers are left.
         """
         return cast("_T", self._evaluations.once(partial(act, *args, **kwargs)))
@@ -338,8 +331,7 @@ class Session:
     def averaged(self) -> AbstractContextManager[None]:
         """Return a context manager in which :meth:`evaluate`, :meth:`model_state` and :meth:`export` use the average.
 
-        The setting ``average`` enables averaged weights. The model keeps the weights in training, and :meth:`step`
-        raises ConfigError inside the block.
+        The setting ``average`` enables averaging. The model keeps the trained weights; :meth:`step` raises ConfigError.
 
         Raises:
             ConfigError: ``average`` is not set.
@@ -367,8 +359,7 @@ class Session:
 
         Args:
             path: path or URL that ends in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a torch state_dict.
-            dtype: floating-point type to which floating-point tensors are converted in the file, such as
-                ``torch.bfloat16``. Defaults to their own types.
+            dtype: type of floating-point tensors in the file, such as ``torch.bfloat16``. Defaults to their own types.
 
         Returns:
             the absolute path, or the URL.

@@ -26,8 +26,7 @@ _installed = False
 def install_early() -> None:
     """Install a hook for Paceline errors in a process without a session: before ``start``, and around ``launch``.
 
-    Other exceptions keep the previous hook, as do all exceptions in an interactive interpreter. The process ends as
-    usual, with the exit code of the error.
+    Other exceptions keep the previous hook, as do all exceptions in an interactive interpreter.
     """
     global _installed
     if _installed:

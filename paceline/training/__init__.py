@@ -1,1 +1,1 @@
-"""Training as one worker takes it: from step to step, through losses, joins and notices."""
+"""Training loop of one worker: steps, recovery from lost workers, and membership changes."""

@@ -1,4 +1,4 @@
-"""The epochs and batches that the script iterates over."""
+"""Iterators over epochs and batches for the script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.step.trials.trial import warn
 from paceline.training.loop import TrainingLoop
 
 _NOT_LOADED = -1
-"""In place of the generation of the workers for which a batch was loaded."""
+"""Generation of a batch without loaded microbatches."""
 _UNUSED = (
     "None of the {count} batches of this loop was given to session.step, so nothing was trained: call "
     "session.step(batch) for each. Weights that the script updates with an optimizer of its own are not synchronized "
@@ -28,23 +28,23 @@ _UNEVEN = (
 
 
 class Batches:
-    """Gives the script the batches from its position on.
+    """Iterators over epochs and batches, from the script's current position.
 
     Args:
-        loop: takes the steps.
+        loop: training loop.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self._job = loop.job
         self._position = loop.position
-        self._last_epoch = 0  # where the epochs of the script end
-        self._left_out = 0  # batches of the present loop that were not given to a step
+        self._last_epoch = 0  # end of the script's epoch loop, exclusive
+        self._left_out = 0  # batches of the current loop that were not passed to a step
         self._running: Generator[Batch, None, None] | None = None
-        self._warned = False  # of samples that a collate function leaves out
+        self._warned = False  # of a collate function that changes the weights of samples
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Iterate over the epochs below ``count`` from the present one on."""
+        """Iterate over the epochs from the current one up to ``count``, exclusive."""
         self._check_count("epochs(0)", count)
         position, order, epoch = self._position, self._job.order, 0
         self._last_epoch = count
@@ -76,17 +76,17 @@ class Batches:
             self._position.move_to(first)
 
     def _next_step(self) -> int:
-        """The step whose batch comes next."""
+        """Return the step of the next batch."""
         progress = self._loop.progress
         again = progress.gives_again(self._position.given)
         return progress.received - 1 if again else self._position.steps
 
     def batches(self, count: int | None, epochs: bool = False) -> Iterator[Batch]:
-        """Iterate over the batches of the next ``count`` steps or epochs; the iterator before ends.
+        """Return an iterator over the batches of the next steps or epochs, and close the previous iterator.
 
         Args:
-            count: of steps or epochs; None: to the end of the present epoch.
-            epochs: whether it counts epochs.
+            count: number of steps or epochs. None continues to the end of the current epoch.
+            epochs: whether ``count`` is a number of epochs. Defaults to False.
         """
         self._check_count(f"batches({'epochs' if epochs else 'steps'}=0)", count)
         position, order = self._position, self._job.order
@@ -104,7 +104,7 @@ class Batches:
         return self._running
 
     def _end(self) -> int:
-        """The step after which no batch follows in this loop."""
+        """Return the step at which the current loop ends, exclusive."""
         return min(self._position.target, self._loop.records.last_step)
 
     def _until_target(self, counted: bool) -> Generator[Batch, None, None]:
@@ -119,9 +119,8 @@ class Batches:
                 position.move_to(progress.steps)
             last = progress.received - 1
             if last < target and progress.gives_again(position.given):
-                # The others may be in the middle of what the script does after this step, such as an evaluation, as
-                # was the run that saved the checkpoint: so this worker gets its batch, too, and step() returns their
-                # result.
+                # The other workers, or the run that saved the checkpoint, may be in code after this step, such as an
+                # evaluation. So this worker's script gets the batch, too, and step() returns the stored result.
                 position.move_to(last, before=True)
                 yield self._batch(last, [], 0.0, _NOT_LOADED)
                 self._loop.end_batch()
@@ -136,7 +135,7 @@ class Batches:
                     return
 
     def _load(self, start: int) -> Iterator[Batch]:
-        """Load the batches of some steps, until the workers change: then this one computes other pieces."""
+        """Yield batches from a step on. Stop when the workers change, because the microbatches are then reassigned."""
         loop, job, position = self._loop, self._job, self._position
         generation, before = job.world.generation, time.perf_counter()
         stop = self._end() if loop.loads_ahead else start + 1
@@ -161,7 +160,7 @@ class Batches:
             job.loop.look()
 
     def _compare_sizes(self) -> None:
-        """Warn once if the collate function changes the weights of samples."""
+        """Warn once if the collate function gives samples unequal weights."""
         sizes = self._job.feed.sizes
         if sizes is not None and sizes.uneven and not self._warned and self._job.compute.counts is False:
             self._warned = True

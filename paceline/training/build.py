@@ -1,4 +1,4 @@
-"""Build the job from the arguments of ``start``, with the facts on which all workers must agree."""
+"""Construction of the job from the arguments of ``start``, and of the facts on which all workers must agree."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from paceline.training.host import keep_freed_pages, threads
 
 _log = logging.getLogger("paceline")
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
-"""Classes of torch, by name: to import all takes longer than to start."""
+"""Wrapper classes of torch, by name, because importing them all takes longer than starting."""
 
 
 @dataclass(frozen=True)
 class Components:
-    """What a script gives besides the settings."""
+    """Arguments of ``start`` other than the settings."""
 
     model: nn.Module
     optimizer: OptimizerFactory
@@ -69,7 +69,7 @@ class Components:
 
 
 def report_config(resolved: Resolved, path: Path) -> None:
-    """Write the settings and where each comes from, for ``paceline config``."""
+    """Write the settings and their sources to a JSON file, for ``paceline config``."""
     path.write_text(json.dumps({"settings": flat(resolved.settings), "sources": resolved.sources}))
 
 
@@ -81,14 +81,14 @@ def build(
     coordinator: CoordinatorClient | None = None,
     largest: int = 0,
 ) -> tuple[Job, dict[str, object]]:
-    """Check the arguments and build everything, before the workers meet.
+    """Validate the arguments and build the job, before the rendezvous. The run never has more than ``largest`` workers.
 
     Returns:
         the job, and the facts on which all workers must agree.
 
     Raises:
-        ConfigError, InputError: an argument cannot be used.
-        StartError: there are too few devices.
+        ConfigError, InputError: an argument is invalid.
+        StartError: this machine has too few devices.
     """
     settings = resolved.settings
     largest = largest or who.world_size
@@ -127,7 +127,7 @@ def build(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
     divides = capabilities.divides_update
-    shared = settings.strategy in ONE_MACHINE  # others change the same memory at any time
+    shared = settings.strategy in ONE_MACHINE  # other workers change the weights in shared memory at any time
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
     loop = _loop_changes(given, update, digests, feed, keeps)
@@ -151,7 +151,7 @@ def _loop_changes(
     feed: Feed,
     keeps: bool,
 ) -> LoopChanges:
-    """Return what finds the changes that the script makes between two steps."""
+    """Return the detector of changes that the script makes between two steps."""
     data = given.data if type(given.data) is TensorDataset else None
     roots = {"model": given.model, "loss": given.loss, "forward": given.forward, "sampler": given.sampler, "data": data}
     known = {id(value) for value in [*given.model.parameters(), *given.model.buffers()]}
@@ -196,13 +196,13 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
 
 
 def conditions(job: Job) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
-    """Return the order, the numerics and the versions for the manifest of a checkpoint."""
+    """Return the sample order, numerics and versions for the manifest of a checkpoint."""
     exact = job.settings.exact
     return job.order.facts(), numerics(bool(exact)) | {"exact": exact}, agreement.versions()
 
 
 def summary(job: Job) -> list[str]:
-    """Return what was applied that the script did not spell out, in sentences."""
+    """Return messages on applied defaults and derived values, such as a scaled learning rate."""
     order, world, settings = job.order, job.world, job.settings
     threads, parts = torch.get_num_threads(), order.microbatches
     sentences = [
@@ -219,7 +219,7 @@ def _spelled(settings: Settings) -> str:
 
 
 def warnings(job: Job) -> list[str]:
-    """Return what the script may not have meant, in sentences."""
+    """Return warnings on arguments and settings that the user may not have intended."""
     found = become.late_variables()
     keys = registry.without_effect(job.settings, job.given)
     if keys:
@@ -244,7 +244,7 @@ def warnings(job: Job) -> list[str]:
 
 
 def _order(given: Components, settings: Settings, workers: int) -> BatchOrder:
-    """The order of the samples; with a state that goes from batch to batch they are not shuffled."""
+    """Return the sample order, which is not shuffled if ``forward`` passes a state from batch to batch."""
     data, sampler, carries = given.data, given.sampler, takes_state(given.forward)
     if carries and sampler is None and isinstance(data, Sized) and not is_stream(data):
         sampler = partial(in_order, data)
@@ -281,7 +281,7 @@ def _no_forward(model: nn.Module, microbatch: Any) -> Any:
 
 
 def _phases(forward: object, update: Update, capabilities: Capabilities, settings: Settings) -> dict[str, Forward]:
-    """The forward passes by the names of optimizers, if a batch has several; each optimizer can have what it needs."""
+    """Return the forward functions by optimizer name, empty if there is only one, and check the optimizers."""
     phases = named_forwards(forward, update, capabilities, settings)
     carries = takes_state(forward)
     able = capabilities.closures and settings.autocast != "float16"
@@ -292,10 +292,10 @@ def _phases(forward: object, update: Update, capabilities: Capabilities, setting
 
 
 def phase_of(job: Job, optimizer: str | None) -> str:
-    """The phase that the script asks for; empty if a batch has only one.
+    """Return the phase that the script requests, empty if the session has one forward function.
 
     Raises:
-        ConfigError: there is no such phase.
+        ConfigError: ``optimizer`` is missing, unknown, or given in a session with one forward function.
     """
     if optimizer is None and not job.phases:
         return ""
@@ -337,6 +337,6 @@ def _facts(
 
 
 def _describe(value: object) -> str:
-    """Return a value as text, the same on equal workers; of an object, whose repr may hold an address, its class."""
+    """Return text that is equal on equal workers: the class name for objects, whose repr may contain an address."""
     plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
     return str(value) if isinstance(value, plain) else type(value).__name__

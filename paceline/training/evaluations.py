@@ -1,8 +1,8 @@
-"""What all workers do together for the script besides steps: evaluations, predictions, the work of one for all.
+"""Collective calls of the script other than steps: ``evaluate``, ``predict`` and ``once``.
 
-If a worker is lost meanwhile, those that are left do it again. The result of ``evaluate`` and of ``once`` is kept for
-resumed runs and for workers that come past it later. Predictions are too large for that: whoever comes past them later
-computes them alone.
+If a worker is lost during a call, the remaining workers repeat it. Results of ``evaluate`` and ``once`` are stored for
+resumed runs and for workers that reach the call later. Predictions are too large to store, so a worker that reaches
+``predict`` later computes them alone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PAST = "predict: the run has gone on after this call, which follows step %d: th
 
 
 class Evaluations:
-    """Measures the model after the steps done, and lets one worker act for all.
+    """Evaluation, prediction and rank-0 calls at the script's current position.
 
     Args:
-        loop: brings the workers to the same state.
+        loop: training loop, which brings all workers to the same state.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
@@ -39,11 +39,11 @@ class Evaluations:
         self._job = loop.job
 
     def evaluate(self, measure: Measure, data: Any) -> Any:
-        """Return the result of a measure; a worker that joined later gets the results of evaluations before that.
+        """Evaluate a measure on a data set. A worker that joined later gets the stored results of earlier evaluations.
 
         Raises:
-            InputError, DisagreementError: see :func:`paceline.evaluation.measure.evaluate`.
-            WorkerLost: there are not enough workers left.
+            InputError, DisagreementError: as for :func:`paceline.evaluation.measure.evaluate`.
+            WorkerLost: not enough workers are left.
         """
         loop = self._loop
 
@@ -57,10 +57,10 @@ class Evaluations:
         return value
 
     def predict(self, measure: Measure, data: Any, everywhere: bool) -> Any:
-        """Return the outputs for all samples; on other ranks than 0 None, unless ``everywhere``.
+        """Return the outputs for all samples, or None on ranks other than 0 unless ``everywhere``.
 
         Raises:
-            InputError, DisagreementError, WorkerLost: as :meth:`evaluate`.
+            InputError, DisagreementError, WorkerLost: as for :meth:`evaluate`.
         """
         loop, job = self._loop, self._job
         found: list[Any] = []
@@ -72,7 +72,7 @@ class Evaluations:
             return None, notice
 
         def come_later(call: Call) -> None:
-            """This worker has come later, or has been another rank."""
+            """Compute the outputs alone, on a worker that joined later or became rank 0 after the call."""
             if not found and (everywhere or job.world.rank == 0):
                 self._warn_of_past(_PAST, call)
                 loop.activity.begin("predicting", busy=True)
@@ -84,7 +84,7 @@ class Evaluations:
         return found[0] if found else None
 
     def once(self, act: Callable[[], Any]) -> Any:
-        """Return what ``act`` gives on rank 0, while all others wait; see :meth:`paceline.Session.once`."""
+        """Call ``act`` on rank 0 and return its result on all workers. See :meth:`paceline.Session.once`."""
         loop = self._loop
 
         def act_alone(_: Call) -> tuple[Any, int]:
@@ -102,13 +102,13 @@ class Evaluations:
 
 
 def _on_rank_0(world: World, act: Callable[[], Any]) -> tuple[Any, int]:
-    """Return what ``act`` gives on rank 0 on all workers, and the notice of the workers (``comm.world``).
+    """Call ``act`` on rank 0. Return its result on all workers, and the largest notice of any worker (``comm.world``).
 
-    If it raises, rank 0 raises its error, and the others one that quotes it: nobody waits for what does not come.
+    If ``act`` raises, rank 0 raises that error and the other ranks raise an error that quotes it.
 
     Raises:
-        InputError: it raised on rank 0, or what it gives cannot be sent or saved.
-        WorkerLost: another worker went away or stayed silent.
+        InputError: ``act`` raised on rank 0, or its result cannot be sent or saved.
+        WorkerLost: another worker has exited or has not responded before the timeout.
     """
     value, failed, error = None, "", None
     if world.rank == 0:
@@ -127,7 +127,7 @@ def _on_rank_0(world: World, act: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def _unsendable(value: Any) -> str:
-    """Why a value cannot go to the others and into a checkpoint; empty if it can."""
+    """Return why a value cannot be sent to other workers or saved in a checkpoint; empty if it can."""
     try:
         encoding.encode(value, {}, "what it returned")
         values.encode(value)

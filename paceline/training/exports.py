@@ -1,4 +1,4 @@
-"""The complete weights for the script, from any strategy: in memory, or in a file that rank 0 writes."""
+"""Export of the complete weights with any strategy: to host memory, or to a file that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _log = logging.getLogger("paceline")
 
 
 class Exports:
-    """Gives the weights after the steps done to the script; all workers ask for them together.
+    """Weights at the script's current position, for calls that all workers make together.
 
-    A worker that joined later comes past what the others asked for before it: it passes over that.
+    A worker that joined later skips exports that the other workers made before.
 
     Args:
-        loop: brings the workers to the same state.
+        loop: training loop, which brings all workers to the same state.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
@@ -33,7 +33,7 @@ class Exports:
         self._job = loop.job
 
     def weights(self, everywhere: bool) -> dict[str, Any]:
-        """The complete weights on the host; on other ranks than 0 nothing, unless ``everywhere``."""
+        """Return the complete weights in host memory; empty on ranks other than 0 unless ``everywhere``."""
         found: dict[str, Any] = {}
 
         def copy() -> None:
@@ -46,7 +46,7 @@ class Exports:
         return found
 
     def export(self, path: Path | str, dtype: torch.dtype | None) -> Path | str:
-        """Write the complete weights to a file; it is there when this returns, on every rank."""
+        """Write the complete weights to a file and return its location. On return the file is complete, on any rank."""
         check_suffix(path)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"export(dtype={dtype!r}): give a floating-point type, such as torch.bfloat16.")
@@ -68,7 +68,7 @@ class Exports:
             return complete_weights(self._job.compute.model, dtype, averages.values() if averages.chosen else None)
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
-        """Do something with the weights; false if it is in the past of a worker that was resumed or has joined."""
+        """Call ``act`` on all workers together. Return False if a resumed or joined worker's run is already past it."""
         loop, acted = self._loop, False
         steps = loop.position.asked
         if loop.position.target and steps < loop.progress.steps:

@@ -1,4 +1,4 @@
-"""Settings go on with the checkpoints: what was said outside of the script need not be said again on resume."""
+"""Settings stored in checkpoints, so that settings from outside of the script need not be repeated on resume."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from paceline.settings import Settings
 
 _log = logging.getLogger("paceline")
 PART = "settings"
-"""Under which name they are a part of the state."""
+"""Name under which the settings are stored in the state."""
 _Saved = dict[str, list[object]]
-"""By dotted key: value, and whether the script has set it."""
+"""Stored settings by dotted key: the value, and whether the script has set it."""
 _NOTHING: tuple[int, _Saved] = 0, {}
 
 
 @dataclass(frozen=True)
 class KeptSettings:
-    """The settings as a part of the state of a run: by dotted key."""
+    """Stored settings as a stateful object of a checkpoint."""
 
     values: _Saved
 
     def state(self, _step: int) -> _Saved:
-        """The same after every step."""
+        """Return the settings, which are equal after every step."""
         return self.values
 
     def load(self, state: object) -> None:
-        """Do nothing: :func:`resolve` has read them already."""
+        """Do nothing, because :func:`resolve` has already read the settings."""
 
 
 def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
-    """Where checkpoints go unless ``checkpoint.directory`` is set.
+    """Return the default checkpoint directory, used unless ``checkpoint.directory`` is set; None to save nothing.
 
     Args:
-        settings: of the session.
-        run: the directory of the run, if it has one.
-        number: of the session in this process, from 1.
+        settings: settings of the session.
+        run: run directory, if there is one. Otherwise the default is checkpoints/<script>.
+        number: number of the session in this process, from 1.
     """
     suffix = "" if number == 1 else f"-{number}"
     if run is not None:
@@ -59,17 +59,17 @@ def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
 
 
 def resolve(given: Mapping[str, Any], run: Path | None, number: int, rank: int) -> Resolved:
-    """Resolve the settings of this process, those in the checkpoint to resume from included.
+    """Resolve the settings of this process, including those stored in the checkpoint to resume from.
 
-    Rank 0 logs what comes from there, and what differs from it.
+    Rank 0 logs which settings come from the checkpoint and which differ from it.
 
     Args:
-        given: the arguments of the script.
+        given: arguments of the script.
         run, number: as for :func:`folder`.
-        rank: of this worker.
+        rank: rank of this worker.
 
     Raises:
-        ConfigError: a setting cannot be used.
+        ConfigError: a setting is invalid.
         CheckpointError: the storage fails for longer than ``checkpoint.retry_seconds``.
     """
     resolved = config.resolve_here(given)
@@ -97,9 +97,9 @@ def _notes(step: int, saved: _Saved, now: Resolved) -> list[str]:
 
 
 def _find(settings: Settings, folder: Path | None) -> tuple[int, _Saved]:
-    """The step of the checkpoint to resume from, and the settings in it; none if it cannot be used.
+    """Return the step and the settings of the checkpoint to resume from, or ``_NOTHING`` if it is unusable.
 
-    What is wrong with one that cannot be used is said when it is loaded.
+    Errors of an unusable checkpoint are reported later, when it is loaded.
     """
     where = settings.resume if settings.resume != "auto" else settings.checkpoint.directory or folder
     assert where is not None
@@ -107,7 +107,7 @@ def _find(settings: Settings, folder: Path | None) -> tuple[int, _Saved]:
     while True:
         try:
             return _look(settings, where)
-        except MissingError as error:  # removed since it was listed, as there is a newer one
+        except MissingError as error:  # removed after it was listed, because a newer one exists
             if settings.resume != "auto" or retries.elapsed > min(MISSING_SECONDS, settings.checkpoint.retry_seconds):
                 return _NOTHING
             retries.wait(str(error))
@@ -138,7 +138,7 @@ def _look(settings: Settings, where: Path | str) -> tuple[int, _Saved]:
 
 
 def _saved_in(manifest: Manifest, key: bytes | None, where: object) -> tuple[int, _Saved]:
-    """Step and settings in a manifest, of which nobody knows yet whether a stranger wrote it."""
+    """Check the signature of an untrusted manifest, and return its step and settings."""
     manifest.check_signature(key, where)
     found = manifest.state
     for name in ("parts", PART):

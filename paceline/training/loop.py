@@ -1,13 +1,13 @@
-"""Training, as one loop: take a step, record it, save if that is due, and follow what was heard in it.
+"""Training loop: take a step, record it, save a checkpoint if one is due, and act on the step's notice.
 
 ::
 
-    step    what did the script change? ─ take (repeat lost steps, compute, update) ─ record ─ save? ─ follow the notice
-              ▲                             │ WorkerLost                                                │
-              └───────────── re-form ◄──────┴───────────────────────────────────────────────────────────┘
+    step    detect changes by the script ─ take (repeat lost steps, compute, update) ─ record ─ save? ─ act on notice
+              ▲                              │ WorkerLost                                               │
+              └───────────── re-form ◄───────┴──────────────────────────────────────────────────────────┘
 
-With a coordinator, a lost worker does not end training: what was under way is dropped, the workers re-form
-(``training.recovery``), and it is done again with other shares.
+With a coordinator, a lost worker does not end training. The interrupted operation is dropped, the workers re-form
+(``training.recovery``), and the operation is repeated with new shares.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _T = TypeVar("_T")
 
 
 class TrainingLoop:
-    """Takes the steps of a run with the present workers; the only owner of the progress of this one.
+    """Training loop with the current workers, and sole owner of this worker's progress.
 
     Args:
-        beginning: what is trained, and with what it begins.
-        script: what the script keeps.
-        build: makes the strategy of a job.
+        beginning: training job and initial state.
+        script: registered values of the script.
+        build: function that builds the strategy of a job.
 
     Attributes:
-        job: what is trained.
-        position: of the script.
-        strategy: of the present workers.
-        records: of the steps.
-        activity: what this worker does, for hang detection.
-        loads_ahead: whether the batches after the next one may be loaded already.
+        job: training job.
+        position: position of the script.
+        strategy: strategy for the current workers.
+        records: recorder of steps.
+        activity: current activity of this worker, for hang detection.
+        loads_ahead: whether batches after the next one may be prefetched.
     """
 
     strategy: Strategy
@@ -73,7 +73,7 @@ class TrainingLoop:
         self.activity = Activity(job.world)
         self.loads_ahead = False
         self._closed = False
-        self._begun = -1  # the step of the last save that was due
+        self._begun = -1  # step of the last automatic save
         self._notice = 0
         self._recovery: Recovery | None = None
         fault_points.arm(lambda: -1 if self._progress is None else job.world.rank)
@@ -90,18 +90,18 @@ class TrainingLoop:
 
     @property
     def progress(self) -> Progress:
-        """How far this worker is: ahead of the script once it has received the state of another one."""
+        """Progress of this worker, which is ahead of its script after it has received another worker's state."""
         assert self._progress is not None
         return self._progress
 
     def step(self, batch: Batch, phase: str = "") -> tuple[StepResult, float]:
-        """Take a step; return its result, and the seconds it took, the loading of the batch included.
+        """Take a step. Return its result and its duration in seconds, including the loading of the batch.
 
-        ``phase`` is the name of an optimizer, if a batch has several phases; then the result is that of this one.
+        If a batch has several phases, ``phase`` is the name of an optimizer and the result is that of its phase.
 
         Raises:
-            WorkerLost: there are not enough workers left.
-            SystemExit: this worker's part is over, or the run's.
+            WorkerLost: not enough workers are left.
+            SystemExit: the run has ended, or this worker leaves it.
         """
         self.check_open()
         job, position = self.job, self.position
@@ -111,19 +111,19 @@ class TrainingLoop:
         check_loop_changes(job.settings, job.world.size, job.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step
-        others_did = self.progress.has_received(batch.step, turn)  # it is in their records
-        if not others_did and (lost := job.loop.not_restored()):  # else the lines behind the step are still to come
+        others_did = self.progress.has_received(batch.step, turn)  # the step is in the records of other workers
+        if not others_did and (lost := job.loop.not_restored()):  # else the code after the step has yet to run
             warn(job, lost)
         if unused := job.loop.without_effect(batch.step):
             warn(job, unused)
         result = self._try_until_done(lambda: self._take(batch, phase, turn))
-        if not turn:  # all phases of the last batch come once more in a resumed script
+        if not turn:  # a resumed script repeats all phases of the last batch
             self._script.keep()
         job.loop.end_step(batch.step)
         position.take(batch.step, turn)
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
-        if not others_did and self.progress.steps == batch.step + 1:  # else the result is that of a later step
+        if not others_did and self.progress.steps == batch.step + 1:  # else the result belongs to a later step
             self.records.add(batch.step, result, seconds, waited, phase, turn)
         self._notice = max(self._notice, result.notice)
         if not phase:
@@ -131,22 +131,22 @@ class TrainingLoop:
         return result, seconds
 
     def end_batch(self) -> None:
-        """The script is done with a batch. Of several phases nobody knows before which one is the last."""
+        """Conclude a batch of several phases when the script has finished it: only then is the last phase known."""
         if self.job.phases:
             self._conclude()
 
     def leave_out(self, step: int) -> None:
-        """Pass over a step whose batch the script did not give to :meth:`step`."""
+        """Skip a step whose batch the script did not pass to :meth:`step`."""
         self.progress.leave_out(step)
         self.position.move_to(step + 1)
 
     def _conclude(self) -> None:
-        """Save if it is time, and follow what was heard in the step."""
+        """Save a checkpoint if one is due, then act on the notice of the step."""
         steps = self.position.steps
         if steps == self.progress.steps and self._due(steps):
             self._begun = -1
             self._together(lambda: self._meet("synchronizing"))
-            if self._begun != steps:  # else it was repeated on the way, and saved then
+            if self._begun != steps:  # else the step was repeated in a recovery, and saved then
                 self._begin_save()
         notice, self._notice = self._notice, 0
         self._follow(notice)
@@ -155,7 +155,7 @@ class TrainingLoop:
         step, progress = batch.step, self.progress
         if progress.has_received(step, turn):
             known = progress.result_of(turn) or StepResult(math.nan, math.nan, math.nan, applied=False)
-            return replace(known, notice=0)  # the workers have re-formed since
+            return replace(known, notice=0)  # the notice is outdated: the workers have re-formed since
         self._repeat_lost_steps(step)
         begin = time.perf_counter()
         pieces = batch.pieces
@@ -184,7 +184,7 @@ class TrainingLoop:
         return result
 
     def _repeat_lost_steps(self, stop: int) -> None:
-        """After going back to a checkpoint, repeat the steps below ``stop`` that the script has seen."""
+        """After a return to a checkpoint, repeat the steps before ``stop`` that the script has already taken."""
         while self.progress.to_repeat(stop):
             step, notice = self.progress.steps, 0
             if step not in self.progress.left_out:
@@ -202,7 +202,7 @@ class TrainingLoop:
             self._follow(notice)
 
     def _due(self, steps: int) -> bool:
-        """Whether to save now; not while the registered values are those of a later step."""
+        """Return whether a save is due. None is due while the registered values are those of a later step."""
         ahead = steps < self.progress.repeat_until and bool(self._script.values)
         return self._checkpointer.due(steps) and not ahead
 
@@ -213,15 +213,16 @@ class TrainingLoop:
         act: Callable[[Call], tuple[Any, int]],
         then: Callable[[Call], None] = lambda _: None,
     ) -> Any:
-        """Return the result of a call of the script that all workers make together.
+        """Run a collective call of the script and return its result.
 
-        A worker that joined later, and a resumed run, get what the others got at this place in the script.
+        A worker that joined later, or a resumed run, returns the stored result of the call at this position.
 
         Args:
-            kind: of the call; see ``training.progress``.
-            doing: what it is, for messages.
-            act: makes it, once all have come to this place; returns the result, and the notice of the workers.
-            then: called when the result is known, whoever has made the call.
+            kind: kind of the call, from ``training.progress``.
+            doing: description of the call, for messages.
+            act: function that makes the call after all workers have reached it. Returns the result and the largest
+                notice of any worker.
+            then: function that is called when the result is known, also if it was stored. Defaults to no action.
         """
         self.check_open()
         call, number = self.position.count(kind)
@@ -239,32 +240,32 @@ class TrainingLoop:
         return self._together(make)
 
     def synchronize(self) -> None:
-        """Bring all workers to the same state; all call this at the same step.
+        """Bring all workers to the same state. All workers call this at the same step.
 
         Raises:
-            DisagreementError: with ``exact``, their states are not the same.
-            WorkerLost: there are not enough workers left.
+            DisagreementError: the states differ, which is checked only with ``exact``.
+            WorkerLost: not enough workers are left.
         """
         self._together(self._synchronize)
         self.activity.begin("in the script")
 
     def _synchronize(self) -> None:
         steps = self.position.asked
-        if steps < self.progress.repeat_until:  # the others repeat the steps up to there
+        if steps < self.progress.repeat_until:  # other workers are repeating steps up to repeat_until
             return
         self._meet("synchronizing")
-        if self.job.settings.exact and self.progress.compared < steps:  # else the others are beyond that
+        if self.job.settings.exact and self.progress.compared < steps:  # else the other workers have compared already
             compare(self.job, "synchronizing")
             self.progress.compared = steps
 
     def _meet(self, doing: str) -> None:
-        """Come to the position of the script, with all others; inside of :meth:`_together`."""
+        """Bring this worker to the position of its script and synchronize with all others. Run in :meth:`_together`."""
         self.activity.begin(doing)
         self._repeat_lost_steps(self.position.steps)
         self.strategy.synchronize(self.progress.steps)
 
     def save(self) -> Path | str:
-        """Save the state after the steps done and wait for it; all call this together."""
+        """Save a checkpoint of the current state, wait for it, and return its location. All workers call this."""
         self.synchronize()
         self.activity.begin("saving a checkpoint", busy=True)
         place = self._checkpointer.save(self._state, self.progress.steps)
@@ -273,17 +274,17 @@ class TrainingLoop:
         return place
 
     def _begin_save(self) -> None:
-        """Save the state in the background, after the workers have been synchronized."""
+        """Start a background save. The workers must be synchronized."""
         self.activity.begin("saving a checkpoint", busy=True)
         self._begun = self.progress.steps
         self._checkpointer.begin_save(self._state, self._begun)
         self.activity.begin("in the script")
 
     def _follow(self, notice: int) -> None:
-        """Act on the notice of a step.
+        """Act on the notice of a step: continue, re-form, or save and stop.
 
         Raises:
-            SystemExit: this worker's part is over, or the run's.
+            SystemExit: the run has ended, or this worker leaves it.
         """
         repeats = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
         action = decide(notice, self._recovery is not None, repeats or self.job.loop.lacks_copies)
@@ -296,12 +297,12 @@ class TrainingLoop:
             world, place = self.job.world, self.save()
             if world.rank == 0:
                 _log.warning("preempted: the state after step %d is in %s", self.progress.steps - 1, place)
-            world.gather(None, "leaving")  # nobody ends before the checkpoint is there
+            world.gather(None, "leaving")  # no worker exits before the checkpoint is complete
             self.job.events.mark("departure", code=PREEMPTED, reason="preempted")
             raise SystemExit(PREEMPTED)
 
     def close(self) -> None:
-        """Leave the others, once all have come so far: another session follows in this process."""
+        """Close this loop after all workers have reached this point, because the script starts another session."""
         world = self.job.world
         self.job.loop.forward_values.end()
         with contextlib.suppress(WorkerLost):
@@ -311,14 +312,14 @@ class TrainingLoop:
         world.end_servers()
         if world.coordinator is not None:
             world.leave()
-            world.coordinator.report(dict)  # the next session has a client of its own
+            world.coordinator.report(dict)  # stops heartbeats; the next session has its own client
         self._closed = world.coordinator is not None or world.size > 1
 
     def check_open(self) -> None:
-        """Refuse to go on once another session has followed.
+        """Check that this session is still open.
 
         Raises:
-            ConfigError: it has.
+            ConfigError: the script has started another session on several workers.
         """
         if self._closed:
             raise ConfigError(
@@ -327,7 +328,7 @@ class TrainingLoop:
             )
 
     def _together(self, act: Callable[[], _T]) -> _T:
-        """Do what all workers do together; again with those that are left if one is lost meanwhile."""
+        """Run a collective action, and repeat it with the remaining workers if one is lost during it."""
         with self.job.loop.not_watched():
             return self._try_until_done(act)
 
@@ -341,9 +342,9 @@ class TrainingLoop:
                 self._re_form(lost=lost)
 
     def _re_form(self, planned: bool = False, lost: WorkerLost | None = None) -> None:
-        """Drop what is under way, and go on with the next members."""
+        """Close the strategy, join the next membership, and set up the strategy for its workers."""
         assert self._recovery is not None
-        self._notice = 0  # it was about the workers there were
+        self._notice = 0  # it concerned the previous membership
         while True:
             ended = self.job.world.worker_ids(lost.ranks) if lost is not None else []
             self.activity.begin(RE_FORMING)
@@ -365,9 +366,9 @@ class TrainingLoop:
     def _set_up_strategy(self) -> None:
         world = self.job.world
         trained = requires_grad_flags(self.job.update.parameters.values())
-        with trained.set_to((True,) * len(self.job.update.parameters)):  # as each may be, at some step
+        with trained.set_to((True,) * len(self.job.update.parameters)):  # each may be trained at some later step
             self.strategy = self._build(self.job)
-        self.loads_ahead = False  # its first step may change how it cuts a share
+        self.loads_ahead = False  # the first step may change how the strategy divides a share
         able = capabilities(self.job.settings, world.size)
         if not able.replicated and not able.cuts_model and world.coordinator is not None:
             self.progress.tie_break = world.coordinator.number + 1
@@ -375,7 +376,7 @@ class TrainingLoop:
         self.job.loop.refresh()
 
     def _await_process_group(self) -> None:
-        """Wait for torch's process group, which the script may use as soon as it goes on."""
+        """Wait for torch's process group, which the script may use as soon as ``start`` returns."""
         while self.job.world.generation == 0:
             try:
                 self.job.world.await_process_group()
@@ -384,5 +385,5 @@ class TrainingLoop:
                 self._re_form(lost=lost)
 
     def _status(self) -> dict[str, Any]:
-        """What the thread of the coordinator's client reports."""
+        """Return the status that the coordinator client's thread reports."""
         return self.activity.status(0 if self._progress is None else self._progress.steps)

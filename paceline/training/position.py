@@ -1,4 +1,4 @@
-"""Where the script is: after how many steps, in which epoch, and at which of its calls."""
+"""Position of the script: its number of steps, epoch and collective calls."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from paceline.training.progress import Call
 
 
 class Position:
-    """The position of the script, with the random numbers that it draws there.
+    """Position of the script, which also seeds the random numbers that the script draws.
 
     Args:
-        seed: of the run.
-        steps: how many steps the script has come past.
+        seed: seed of the run.
+        steps: number of steps that the script has passed.
 
     Attributes:
-        steps: how many steps the script has come past.
-        epoch: the one that ``session.epochs`` has given last; None outside of it.
-        among_batches: whether the script is between a batch and the next one, or has left the loop there.
-        given: the last step whose batch the script got; -1 before the first one.
-        used: how many batches the script has given to a step.
+        steps: number of steps that the script has passed.
+        epoch: epoch that ``session.epochs`` yielded last; None outside of that loop.
+        among_batches: whether the script is in the body of a batch loop, or has left a loop early.
+        given: last step whose batch the script received; -1 before the first one.
+        used: number of batches, or phases of a batch, that the script has passed to ``step``.
     """
 
     def __init__(self, seed: int, steps: int) -> None:
         self._seed = seed
         self._target: Callable[[], int] = lambda: 0
-        self._calls: dict[str, tuple[Call, int]] = {}  # where the script last made a call, and how often there
+        self._calls: dict[str, tuple[Call, int]] = {}  # by kind: position of the last call, number of calls there
         self.epoch: int | None = None
         self.among_batches = False
         self.given = -1
         self.used = 0
-        self._saved = -1  # the position at which the script saved last
-        self._taken = -1, 0  # the step whose batch the script gave last, and how often: its phases
+        self._saved = -1  # position of the script's last save
+        self._taken = -1, 0  # step of the batch passed to step() last, and its number of phases taken
         self.move_to(steps)
 
     @property
     def target(self) -> int:
-        """The position at which the present loop over batches ends; ``UNKNOWN`` while that is not known."""
+        """Position at which the current batch loop ends; ``UNKNOWN`` until the end is known."""
         return self._target()
 
     @property
     def asked(self) -> int:
-        """The position, but none that the script has not asked for yet: a resumed one is behind what is done."""
+        """Number of steps, limited to the loops that a resumed script has reached: the run may be further."""
         return min(self.steps, self.target)
 
     def aim_at(self, target: Callable[[], int]) -> None:
-        """Set where the present loop over batches ends."""
+        """Set the function that returns the end of the current batch loop."""
         self._target = target
 
     def count(self, kind: str) -> tuple[Call, int]:
-        """Return where in the script this call is, and how many of its kind were made there before it."""
+        """Return the position of a call in the script, and the number of earlier calls of its kind at this position."""
         call = self.asked, -1 if self.epoch is None else self.epoch, int(self.among_batches)
         before, count = self._calls.get(kind, (call, 0))
         number = count if before == call else 0
@@ -60,39 +60,40 @@ class Position:
         return call, number
 
     def move_to(self, steps: int, before: bool = False, turn: int = 0) -> None:
-        """Set the position, and with it the random numbers that the script draws now.
+        """Set the position, and seed the global random number generators for it.
 
         Args:
-            steps: that the script has come past.
-            before: whether it is about to take the step of this number; otherwise it has taken the one before.
-            turn: of the phase after which the numbers are drawn, if a batch has several.
+            steps: number of steps that the script has passed.
+            before: whether the script has received the batch of step ``steps``. Defaults to False: it has taken the
+                step before.
+            turn: index of the phase just taken, if a batch has several.
         """
         self.steps = steps
         seed_all(seed_of(LOOP, self._seed, steps, turn + 1 if turn else before))
 
     def stay(self) -> None:
-        """Let the script draw the random numbers of its position again, which others may have used."""
+        """Reseed the random number generators for the current position, after a collective call that may use them."""
         self.move_to(self.steps)
 
     def take(self, step: int, turn: int) -> None:
-        """The script has taken a step, or a phase of it."""
+        """Record that the script has taken a step, or a phase of a step."""
         self._taken = step, turn + 1
         self.used += 1
         self.move_to(step + 1, turn=turn)
 
     def save(self, steps: int) -> None:
-        """The script has saved after so many steps."""
+        """Record that the script has saved a checkpoint after this number of steps."""
         self._saved = steps
 
     def check(self, batch: object, is_phase: bool) -> int:
-        """Refuse a batch that is over; return how many phases of it the script has taken.
+        """Check that a batch can still be passed to ``step``, and return the number of its phases already taken.
 
         Args:
-            batch: what the script has given to a step.
-            is_phase: whether it takes a phase of it.
+            batch: argument that the script has passed to ``step``.
+            is_phase: whether the call takes one phase of the batch.
 
         Raises:
-            InputError: it is over, or is no batch.
+            InputError: the argument is not a batch, or the batch is out of date.
         """
         if not isinstance(batch, Batch):
             raise InputError(f"session.step takes a batch from session.batches(), not a {type(batch).__name__}.")

@@ -1,4 +1,4 @@
-"""How far a worker is, and what follows from that: pure, so that it is tested without workers."""
+"""Progress of workers, and the decisions that depend on it: pure functions, testable without workers."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from paceline.comm.world import LEAVING
 from paceline.step.job import StepResult
 
 _MOST_CALLS = 1 << 32
-"""Evaluations and exports of a run; more than any has."""
+"""Upper bound on the number of collective calls of a run."""
 EVALUATE, ONCE, PREDICT, WEIGHTS = "evaluate", "once", "predict", "weights"
-"""The kinds of calls that all workers make together. The results of the first two are kept."""
+"""Kinds of collective calls. Checkpoints store the results of the first two."""
 Call = tuple[int, int, int]
-"""Where in the script a call is: after how many steps; in which epoch of ``session.epochs``, or -1; whether (1 or 0)
-among the batches, where a resumed script does not come."""
+"""Position of a call in the script: number of steps; epoch of ``session.epochs``, or -1; and 1 inside a batch loop,
+which a resumed script does not enter for completed batches, else 0."""
 BEFORE_TRAINING: Call = (0, -1, 0)
 
 
 @sendable
 @dataclass
 class Progress:
-    """How far a worker is, and what those that are behind need besides the tensors.
+    """Progress of a worker: the state besides tensors that workers which are behind need.
 
     Attributes:
-        steps: steps done.
-        results_of: by the kind of a call where in the script it was made, and its results there, in order.
-        result: of the last step.
-        tie_break: different on each worker where workers that are equally far have different states: then all but one
-            take the state of that one.
-        holds: where each worker has a part of the state, the parameters and buffers whose newest values are this
-            worker's; none: it has the whole state.
-        repeat_until: steps below this number were done before the workers went back to a checkpoint.
-        left_out: steps whose batch the script did not give to ``step``.
-        received: steps done in the state that this worker last received from another one or a checkpoint; 0 if it
-            never has. The others may be in the middle of what the script does after the last of them, as was the run
-            that saved the checkpoint.
-        turns: how many phases of the last batch were done, if a batch has several; :attr:`phases` are their results.
-        received_turns: of the last batch in the state that this worker last received.
-        compared: the position in the script at which the workers last compared their states; the same on all after
-            they have re-formed, as each of them compares then, or none.
-        entered: the step that the script has begun last.
-        again: whether a script that has received this gets the batch of the last step once more: not if it received
-            the state of workers that had begun the next one.
-        changes: what the loop has changed between steps, by name.
+        steps: number of completed steps.
+        results_of: results of collective calls, in order, by kind of call and position in the script.
+        result: result of the last step.
+        tie_break: distinct number per worker if equally advanced workers have different states, so that all workers
+            take the state of the one with the largest number.
+        holds: names of the parameters and buffers whose newest values this worker has, if the state is sharded. None if
+            the worker has the whole state.
+        repeat_until: steps before this number were completed before the workers went back to a checkpoint.
+        left_out: steps whose batch the script did not pass to ``step``.
+        received: number of completed steps in the state that this worker last received from another worker or a
+            checkpoint; 0 if never. The sender, or the run that saved the checkpoint, may have been in code after the
+            last of these steps.
+        turns: number of completed phases of the last batch, if a batch has several.
+        phases: results of these phases.
+        received_turns: ``turns`` in the state that this worker last received.
+        compared: position in the script at which the workers last compared their states. Equal on all workers after
+            re-forming, so that either all or none of them compare again.
+        entered: step that the script has begun last.
+        again: whether a script that receives this progress gets the batch of the last step again. False if the senders
+            had already begun the next step.
+        changes: names of the values that the script's loop has changed between steps.
     """
 
     steps: int = 0
@@ -69,62 +70,62 @@ class Progress:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Return what orders workers: the one with the largest key is the furthest."""
+        """Sort key: the worker with the largest key is the most advanced."""
         calls = sum(len(results) for made in self.results_of.values() for results in made.values())
         return self.steps, self.turns * _MOST_CALLS + calls, self.tie_break
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the script has begun the next step: nothing that it does behind the last one is still to come."""
+        """Whether the script has begun the next step, so that no code after the last step is pending."""
         return self.entered == self.steps
 
     def has_script_at(self, steps: int) -> bool:
-        """Whether the script has begun the last of so many steps, so that its own values are those to keep."""
+        """Return whether the script has begun step ``steps - 1``, so that its own registered values are current."""
         return self.entered >= steps - 1
 
     def has_received(self, step: int, turn: int = 0) -> bool:
-        """Whether others took this step, or this phase of it, before this worker received their state."""
+        """Return whether the state that this worker has received already includes this step, or this phase of it."""
         return step < self.received - 1 or (step == self.received - 1 and turn < max(self.received_turns, 1))
 
     def gives_again(self, given: int) -> bool:
-        """Whether the script gets the batch of the last step once more that this worker has received.
+        """Return whether the script must get the batch of the last received step again.
 
         Args:
-            given: the last step whose batch the script got.
+            given: last step whose batch the script received.
         """
         return given < self.received - 1 and self.result is not None and self.again
 
     def to_repeat(self, stop: int) -> bool:
-        """Whether the next step is one below ``stop`` that was done before the workers went back to a checkpoint."""
+        """Return whether the next step is before ``stop`` and was completed before the return to a checkpoint."""
         return self.steps < min(stop, self.repeat_until)
 
     def results(self, kind: str, call: Call) -> list[Any]:
-        """The results so far of the calls of a kind at a place in the script."""
+        """Return the results of the calls of this kind at this position in the script, in order."""
         return self.results_of.get(kind, {}).get(call, [])
 
     def add_result(self, kind: str, call: Call, result: Any) -> None:
-        """Another call of a kind was made at a place in the script."""
+        """Add the result of a call of this kind at this position in the script."""
         self.results_of.setdefault(kind, {}).setdefault(call, []).append(result)
 
     def take(self, step: int, result: StepResult, turn: int | None = None) -> None:
-        """A step is done, or a phase of it."""
+        """Record a completed step, or a completed phase of it."""
         self.steps, self.result = step + 1, result
         if turn is not None:
             self.turns, self.phases = turn + 1, [*self.phases[:turn], result]
 
     def leave_out(self, step: int) -> None:
-        """The script has left a step out."""
+        """Record that the script has left out a step."""
         self.left_out.add(step)
         self.entered = max(self.entered, step)
         if self.steps == step:
             self.steps = step + 1
 
     def result_of(self, turn: int) -> StepResult | None:
-        """The result of a phase of the last batch, or of the last step."""
+        """Return the result of a phase of the last batch, or of the last step if there is no such phase."""
         return self.phases[turn] if turn < len(self.phases) else self.result
 
     def history(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: what the script was told so far."""
+        """Return the results to store in a checkpoint: those that the session has returned to the script."""
         results = [] if self.result is None else [self.result, *self.phases[: self.turns]]
         once = self.results_of.get(ONCE, {})
         return {
@@ -135,8 +136,8 @@ class Progress:
 
     @classmethod
     def resumed(cls, steps: int, history: dict[str, Any]) -> Progress:
-        """The progress of a run that goes on from a checkpoint."""
-        if not history.get("results"):  # nothing was trained before, or by an older version
+        """Create the progress of a run that resumes from a checkpoint."""
+        if not history.get("results"):  # no step was trained, or an older version wrote the checkpoint
             return cls(steps)
         known = {one.name for one in fields(StepResult)}
         given = [{key: value for key, value in one.items() if key in known} for one in history["results"]]
@@ -148,7 +149,7 @@ class Progress:
 
 
 class Action(Enum):
-    """What a worker does about a notice."""
+    """Reaction of a worker to a notice."""
 
     GO_ON = "go on"
     RE_FORM = "re-form"
@@ -156,13 +157,13 @@ class Action(Enum):
 
 
 def decide(notice: int, elastic: bool, joiners_wait: bool) -> Action:
-    """Return what all workers do after a step in which they heard a notice.
+    """Return the action of all workers after a step with this notice.
 
     Args:
-        notice: the largest of all workers (``comm.rendezvous.coordinator_client``).
-        elastic: whether a coordinator forms another membership.
-        joiners_wait: whether nobody has all of the state as it was when this step returned: the loop has changed a
-            tensor for the first time, or lost steps are repeated. Then joiners wait for a later step.
+        notice: largest notice of any worker (``comm.world``), 0 if there is none.
+        elastic: whether the run has a coordinator, which forms the next membership.
+        joiners_wait: whether joining workers wait for a later step, because no worker has a copy of the state as of the
+            return of this step: the loop has changed a tensor for the first time, or lost steps are being repeated.
     """
     if not notice or (notice < LEAVING and (joiners_wait or not elastic)):
         return Action.GO_ON
@@ -171,12 +172,12 @@ def decide(notice: int, elastic: bool, joiners_wait: bool) -> Action:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """How workers come to the same state.
+    """Plan of the state transfer that brings all workers to the same state.
 
     Attributes:
-        senders: the ranks that are furthest; the others get their state.
-        in_step: whether all senders have begun the next step, and none of the others has a state: so these begin with
-            that step, too. Otherwise they get the state with which the last step returned.
+        senders: most advanced ranks, whose state the other ranks receive.
+        in_step: whether all senders have begun the next step and no receiver has a state, so that the receivers begin
+            with that step. Otherwise they receive the state as of the return of the last step.
     """
 
     senders: list[int]
@@ -184,7 +185,7 @@ class CatchUp:
 
 
 def plan_catch_up(everyone: Sequence[Progress | None]) -> CatchUp:
-    """Return who sends the state, by the progress of each rank; None: it has no state yet."""
+    """Return the plan of the state transfer, given the progress of each rank; None for ranks without a state."""
     keys = [None if one is None else one.key for one in everyone]
     furthest = max(key for key in keys if key is not None)
     senders = [rank for rank, key in enumerate(keys) if key == furthest]
@@ -195,21 +196,21 @@ def plan_catch_up(everyone: Sequence[Progress | None]) -> CatchUp:
 
 
 def furthest_of(everyone: Sequence[Progress | None]) -> Progress:
-    """Return the progress of the worker that is furthest."""
+    """Return the progress of the most advanced worker."""
     return max((one for one in everyone if one is not None), key=lambda one: one.key)
 
 
 def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, history: dict[str, Any]) -> Progress:
-    """Return the progress of a rank after all have taken a checkpoint, as a part of the state is lost.
+    """Return the progress of a rank after all ranks have loaded a checkpoint because some state was lost.
 
     Args:
-        everyone: the progress of each rank; None: it had no state.
-        rank: the rank.
-        steps: of the checkpoint.
-        history: what the checkpoint keeps of the progress.
+        everyone: progress of each rank before the loss; None for ranks without a state.
+        rank: rank whose progress to return.
+        steps: number of steps of the checkpoint.
+        history: results stored in the checkpoint (:meth:`Progress.history`).
     """
     own, known = everyone[rank], [one for one in everyone if one is not None]
-    # some may have gone back before: they have fewer steps than the furthest, and know of more calls
+    # workers that have gone back before may have fewer steps than the most advanced worker, but more results of calls
     repeat_until = max(max(one.repeat_until, one.steps) for one in known)
     results_of = _all_results(known)
     back = replace(furthest_of(everyone), steps=steps, repeat_until=repeat_until, holds=None, results_of=results_of)
@@ -220,7 +221,7 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
 
 
 def _all_results(known: Sequence[Progress]) -> dict[str, dict[Call, list[Any]]]:
-    """Return what any of them knows of the calls of the script; those of one call are alike on all."""
+    """Return the union of all known results of collective calls, which are equal on all workers that have them."""
     found: dict[str, dict[Call, list[Any]]] = {}
     for one in known:
         for kind, calls in one.results_of.items():

@@ -1,4 +1,4 @@
-"""What is recorded of each step."""
+"""Step records."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.step.job import Job, StepResult
 
 
 class Records:
-    """Records steps as events, and for ``paceline verify`` in a trace.
+    """Recorder of steps: as events, and in a trace for ``paceline verify``.
 
     Args:
-        job: what is trained.
-        state: of the training.
+        job: training job.
+        state: training state.
     """
 
     def __init__(self, job: Job, state: TrainingState) -> None:
@@ -24,7 +24,7 @@ class Records:
 
     @property
     def last_step(self) -> int:
-        """The number of steps after which a traced run ends; ``UNKNOWN`` for any other."""
+        """Number of steps after which a traced run ends; ``UNKNOWN`` for other runs."""
         return UNKNOWN if self._trace is None else self._trace.steps
 
     def add(
@@ -37,16 +37,16 @@ class Records:
         turn: int = 0,
         again: bool = False,
     ) -> None:
-        """Record a step; of a batch with several phases each has a record, but the first one is the step's.
+        """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases.
 
         Args:
-            step: its number.
-            result: of it.
-            seconds: that it took.
-            waited: seconds of these for which it waited for data.
-            phase: the name of an optimizer, if the batch has several phases.
-            turn: of the phase.
-            again: whether it is repeated, and so is in the trace already.
+            step: step number.
+            result: result of the step or phase.
+            seconds: duration in seconds.
+            waited: part of the duration spent waiting for data, in seconds.
+            phase: name of an optimizer, if the batch has several phases.
+            turn: index of the phase.
+            again: whether the step is a repetition, which is not traced again.
         """
         job = self._job
         samples = job.order.samples_of(step)

@@ -1,4 +1,4 @@
-"""What a step tells the script, and what ``paceline profile`` is told."""
+"""Reports: the result of a step for the script, and layer costs for ``paceline profile``."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from paceline.step.job import Batch, Job, StepResult
 
 @dataclass(frozen=True)
 class Report:
-    """What one step did; the same on every worker but for the times.
+    """Result of one step, equal on all workers except for the times.
 
-    With an asynchronous strategy the result is that of the newest step that this worker knows of (it waits for the
-    first), with local SGD, between two averages, that of this worker's share, and with PipeDream that of what came back
-    to this worker.
+    Asynchronous strategies report the newest step that this worker knows of, and wait for the first step. Between two
+    averages, local SGD reports this worker's share of the batch. PipeDream reports the microbatches whose results have
+    returned to this worker.
 
     Attributes:
-        step: the number of the step, from 0.
-        loss: the mean loss over the whole batch, before the update.
-        samples: samples seen since the beginning of training, this step's included.
-        seconds: time for loading the batch and for the step.
-        samples_per_second: samples of this batch, over all workers, per second.
-        gradient_norm: the global 2-norm of the mean gradient, before clipping.
-        learning_rate: what the update used (first parameter group).
-        applied: false if no update was made, because the loss, or a gradient in float16, was not finite.
-        metrics: the means over the whole batch of the metrics that ``forward`` or ``loss`` returns, by name.
-        notes: what was applied that the script did not spell out, such as a scaled learning rate, and why.
+        step: step number, from 0.
+        loss: mean loss over the whole batch, before the update.
+        samples: number of samples since the beginning of training, including this step.
+        seconds: time to load the batch and run the step, in seconds.
+        samples_per_second: throughput of this step over all workers.
+        gradient_norm: global 2-norm of the mean gradient, before clipping.
+        learning_rate: learning rate of the update, from the first parameter group.
+        applied: whether the update was applied. False if the loss, or a gradient in float16, was not finite.
+        metrics: means over the whole batch of the metrics that ``forward`` or ``loss`` returns, by name.
+        notes: messages on behavior that the script did not request explicitly, such as a scaled learning rate.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Report:
 
     @classmethod
     def of(cls, job: Job, batch: Batch, result: StepResult, seconds: float, notes: tuple[str, ...]) -> Report:
-        """What is told of the result of a step."""
+        """Build the report of a step."""
         return cls(
             step=batch.step,
             loss=result.loss,
@@ -60,9 +60,9 @@ class Report:
 
 
 def report_profile(job: Job, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
-    """Write what the model costs, for ``paceline profile``."""
+    """Measure the costs of the model's layers and write them to a file on rank 0, for ``paceline profile``."""
     from paceline.planning import costs
-    from paceline.planning.profile import profile  # what traces models takes seconds to import
+    from paceline.planning.profile import profile  # takes seconds to import
 
     found = profile(job, loss)
     if job.world.rank == 0:

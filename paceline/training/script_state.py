@@ -1,7 +1,7 @@
-"""What a script keeps besides the model: its registered values, and the results that it was given.
+"""State of the script besides the model: registered values, and results that the session has returned to the script.
 
-A checkpoint and a joiner get the registered values as they were when the last step returned, as that is where a script
-goes on: it gets the batch of that step once more, ``step`` returns the known result, and the lines behind it run.
+Checkpoints and joining workers get the registered values as of the return of the last step, because a script resumes at
+that point: it gets the batch of that step again, ``step`` returns the stored result, and the code after it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IN_PLACE = (list, dict, set)
 
 
 class ScriptState:
-    """The registered values of a script, and a copy of them after the last step."""
+    """Registered values of a script, with a copy of their state after the last step."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -28,14 +28,14 @@ class ScriptState:
         self._kept: dict[str, Any] = {}
 
     def follow(self, progress: Progress) -> None:
-        """Save the results from now on that this progress has."""
+        """Take the results to save from this progress from now on."""
         self._progress = progress
 
     def register(self, values: Mapping[str, Any]) -> None:
-        """Keep values from now on; those that were restored get their old content.
+        """Register values, and restore the content of those that a checkpoint or another worker has provided.
 
         Raises:
-            InputError: a name is taken, or a value can neither be saved nor sent.
+            InputError: a name is already registered, a value cannot be saved, or restored content has another type.
         """
         for name, value in values.items():
             if name in self.values:
@@ -48,18 +48,18 @@ class ScriptState:
                 self._kept[name] = copy.deepcopy(_content(value))
 
     def assign(self, name: str, value: Any) -> None:
-        """Set a plain value."""
+        """Set a plain registered value."""
         self._check(name, _content(value))
         self.values[name] = value
 
     def keep(self) -> None:
-        """Copy the values: a step has ended."""
+        """Copy the current values. Called when a step ends."""
         for name, value in self.values.items():
             self._kept[name] = copy.deepcopy(_content(value))
 
     @contextmanager
     def of_now(self) -> Iterator[None]:
-        """In which :meth:`saved` returns the values as they are now."""
+        """Make :meth:`saved` return the current values inside the block."""
         before = self._kept
         self._kept = dict(before)
         self.keep()
@@ -69,11 +69,11 @@ class ScriptState:
             self._kept = before
 
     def saved(self) -> dict[str, Any]:
-        """What belongs to a checkpoint or goes to a joiner."""
+        """Return the state for a checkpoint or a joining worker."""
         return {"registered": dict(self._kept), **({} if self._progress is None else self._progress.history())}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over what :meth:`saved` gave; values that are registered later get their content then."""
+        """Restore the state from :meth:`saved`. Values that are registered later are restored on registration."""
         self._kept = dict(saved.get("registered", {}))
         for name, value in self.values.items():
             if name in self._kept:
@@ -91,7 +91,7 @@ class ScriptState:
 
 
 class Registered:
-    """Values that a script has registered, as attributes; plain ones are assigned as usual."""
+    """Registered values of a script as attributes. Plain values can be assigned."""
 
     def __init__(self, state: ScriptState, names: tuple[str, ...]) -> None:
         object.__setattr__(self, "_state", state)
@@ -119,12 +119,12 @@ def _is_object(value: Any) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """What is saved of a value."""
+    """Return the part of a value to save: its ``state_dict()`` if it has one, otherwise the value."""
     return value.state_dict() if _is_object(value) else value
 
 
 def _restored(name: str, value: Any, content: Any) -> Any:
-    """The value with its old content; a container that the script may hold elsewhere stays the same object."""
+    """Return the value with its saved content. Containers are filled in place, as the script may reference them."""
     if _is_object(value):
         value.load_state_dict(content)
         return value

@@ -1,4 +1,4 @@
-"""Set up a run in this process: who it is, its settings and records, its coordinator, its state, its loop."""
+"""Set-up of a run in this process: identity, settings, event log, coordinator, state and training loop."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from paceline.training.script_state import ScriptState
 _log = logging.getLogger("paceline")
 _LAST_SAVE_SECONDS = 5.0
 _current: TrainingLoop | None = None
-"""The loop of the newest session; those before it have closed."""
+"""Loop of the newest session. Earlier sessions are closed."""
 _count = 0
-"""How often a run was set up."""
+"""Number of runs set up in this process."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a session works with.
+    """Objects that a session works with.
 
     Attributes:
-        job: what is trained.
-        loop: takes its steps.
-        state: of the training.
-        script: what the script keeps.
-        tracking: records what the script logs.
-        notes: what was applied that the script did not spell out, and what it may not have meant, in sentences.
+        job: training job.
+        loop: training loop.
+        state: training state.
+        script: registered values of the script.
+        tracking: recorder of the script's values and evaluations.
+        notes: messages on applied defaults, and warnings.
     """
 
     job: Job
@@ -63,7 +63,7 @@ class Run:
 
 
 def set_up(given: build.Components, arguments: Arguments) -> Run:
-    """Bring the workers together, and everything that they need; see :func:`paceline.start`."""
+    """Build the job, run the rendezvous, and return the objects of a session. See :func:`paceline.start`."""
     global _count, _current
     who = env.identity()
     folder = env.run_directory()
@@ -93,7 +93,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
         atexit.register(coordinator.end_script)
     job, facts = build.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)
-    _count = number  # also if it fails: the others have heard of it
+    _count = number  # also if start fails from now on, because the coordinator knows this session number
     run = _begin(job, facts, folder, number, tracking)
     if (profile_to := env.profile_report()) is not None:
         report_profile(job, given.loss, profile_to)
@@ -102,7 +102,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
 
 
 def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int, tracking: Tracking) -> Run:
-    """Let the workers meet, and take the state with which training begins."""
+    """Run the rendezvous, and load the initial state or a checkpoint."""
     global _current
     settings, script = job.settings, ScriptState()
     job.loop.forward_values.tell = partial(warn, job)
@@ -115,7 +115,7 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     if job.compute.carried is not None:
         state.parts["carried"] = job.compute.carried
     saves, resume = settings.checkpoint, settings.resume
-    if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing
+    if env.trace() is not None:  # a traced run starts from the beginning and saves nothing
         saves, resume = CheckpointSettings(), None
     state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
     place = kept_settings.folder(settings, folder, number)
@@ -133,15 +133,15 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
 
 
 def _tell_other_names(job: Job, leaves: bool, text: str) -> None:
-    """Refuse a model with other parameters or buffers than at the start; only warn if its state stays here.
+    """Report that the model's parameter or buffer names have changed since the start.
 
     Args:
-        job: what is trained.
-        leaves: whether the state is saved or sent to joiners.
-        text: what has changed.
+        job: training job.
+        leaves: whether the state may be saved or sent to joining workers. If not, only warn.
+        text: description of the change.
 
     Raises:
-        InputError: the state is saved or sent.
+        InputError: ``leaves`` is true.
     """
     if leaves:
         raise InputError(text)
@@ -159,13 +159,13 @@ def _noted(job: Job) -> tuple[str, ...]:
 
 
 def _position() -> int:
-    """The step that the run is at, for the report of a failure."""
+    """Return the current step for a failure report."""
     return 0 if _current is None else _current.position.steps
 
 
 def _close(log: EventLog, coordinator: CoordinatorClient | None) -> None:
-    """Before a failed process ends: let a save under way end, if that takes not long, and write out the events."""
+    """Clean up before a failed process exits: wait at most 5 seconds for running saves, then write out the events."""
     join_all(_LAST_SAVE_SECONDS)
     log.close()
     if coordinator is not None:
-        coordinator.end_script()  # its launcher reports how it ended: the closed connection is no loss
+        coordinator.end_script()  # the launcher reports the exit code, so the closed connection is not a loss

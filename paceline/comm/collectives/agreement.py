@@ -50,11 +50,7 @@ def code_hashes() -> dict[str, str]:
 
 
 def check(world: World, facts: Mapping[str, object]) -> None:
-    """Gather the facts of all workers and compare them. All workers call this together.
-
-    Args:
-        world: all workers of the run.
-        facts: this worker's values. The first word of a key selects the cure, as in ``version of torch``.
+    """Compare the facts of all workers. The first word of a key selects the cure, as in ``version of torch``.
 
     Raises:
         DisagreementError: a fact differs. The message names the first one, each rank's value, and the cure.

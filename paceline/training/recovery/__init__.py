@@ -1,1 +1,1 @@
-"""In a worker: go on after losses, joins and notices."""
+"""Recovery of a worker's training after losses, joins and notices."""

@@ -1,4 +1,4 @@
-"""What this worker does now, for hang detection."""
+"""Current activity of this worker, for hang detection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _RECENT_STEPS = 20
 
 
 class Activity:
-    """What this worker does now, and since when; reported to the coordinator by the thread of its client."""
+    """Current activity of this worker and its start time. The coordinator client's thread reports it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -21,15 +21,15 @@ class Activity:
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def begin(self, what: str, busy: bool = False) -> None:
-        """Begin something else; ``busy`` if it may well take long."""
+        """Begin an activity. A ``busy`` one may take long, and is not a hang as long as heartbeats arrive."""
         self._now = what, self._world.clock(), busy
 
     def step_done(self, seconds: float) -> None:
-        """Count a step that took so long."""
+        """Record the duration of a completed step, in seconds."""
         self._step_seconds.append(seconds)
 
     def status(self, step: int) -> dict[str, Any]:
-        """Return what the coordinator needs for hang detection."""
+        """Return the status of a heartbeat, which the coordinator needs for hang detection."""
         what, since, busy = self._now
         awaited = self._world.awaited
         if awaited.ranks:

@@ -1,4 +1,4 @@
-"""How training begins where nobody has a state yet: from a checkpoint, from weights on disk, or from the script's."""
+"""Start of training when no worker has a state: from a checkpoint, from weights on disk, or from the script's model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _log = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class Beginning:
-    """What is trained, and what training begins with.
+    """Training job with its initial state.
 
     Attributes:
-        job: what is trained; its workers have not met yet.
-        facts: on which all workers must agree.
-        state: of the training.
-        checkpointer: saves and loads checkpoints.
-        resume: the checkpoint to start from, if any.
+        job: training job, before the rendezvous.
+        facts: facts on which all workers must agree.
+        state: training state.
+        checkpointer: checkpointer of the run.
+        resume: checkpoint to start from: a path, ``auto`` for the newest complete one, or None.
     """
 
     job: Job
@@ -39,9 +39,9 @@ class Beginning:
     resume: str | None
 
     def begin(self) -> Progress:
-        """Load the checkpoint to go on from, if any, or initial weights; all workers call this together."""
+        """Check the facts, load the checkpoint or initial weights, and return the progress. All workers call this."""
         check(self.job.world, self.facts)
-        # In a later generation all that had a state are lost.
+        # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
         again = self.resume is None and self.job.world.generation > 0 and self.checkpointer.enabled
         steps = self.checkpointer.resume(self.state, "auto" if again else self.resume)
         if self.job.settings.weights.path is not None and self.checkpointer.last is None:
@@ -50,11 +50,11 @@ class Beginning:
 
 
 def load_initial(job: Job) -> None:
-    """Give the model of each worker the weights that the settings name; all workers call this together.
+    """Read the weights that the settings name on rank 0, and load them on all workers. All workers call this.
 
     Raises:
-        CheckpointError: they cannot be read, or do not fit; on all workers alike.
-        WorkerLost: a worker was lost meanwhile.
+        CheckpointError: the weights cannot be read or do not match the model. Raised on all workers.
+        WorkerLost: a worker was lost during the call.
     """
     world, model, settings = job.world, job.compute.model, job.settings.weights
     assert settings.path is not None

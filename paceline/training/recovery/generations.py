@@ -1,4 +1,4 @@
-"""The workers of an elastic run, one generation after the other, as the coordinator of ``paceline run`` forms them.
+"""Generations of workers in an elastic Horovod run, as the coordinator of ``paceline run`` forms them.
 
 ::
 
@@ -6,7 +6,7 @@
     lost           commit 7 †
     replacement    ............. init: ready ...  membership 2 ─ process group ─ sync ─ commit 9
 
-A worker that holds no state yet is never rank 0, if another one holds it: scripts take the state of rank 0.
+A worker without a state is never rank 0 if another worker has one, because scripts take the state of rank 0.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from paceline.errors import PREEMPTED, WorkerLost
 
 
 class Generations:
-    """Takes this worker from one generation to the next.
+    """Membership of this worker from one generation to the next.
 
     Args:
-        launched: how the launcher has started this worker.
-        seconds: to wait for another worker.
+        launched: launch parameters of this worker.
+        seconds: timeout for other workers, in seconds.
 
     Attributes:
-        commits: how often the state was committed that this worker holds; None before it has one.
-        furthest: the most commits of a worker when this generation was formed.
-        on_lost: called, on another thread, when a worker was lost.
-        on_change: called, on another thread, with the number of a generation that is about to be formed.
-        is_waiting: whether the script waits for other workers now.
+        commits: number of commits in this worker's state; None before it has a state.
+        furthest: largest number of commits of any worker when this generation was formed.
+        on_lost: callback for the loss of a worker, called on another thread.
+        on_change: callback with the number of the next generation when it is announced, called on another thread.
+        is_waiting: function that returns whether the script is waiting for other workers.
     """
 
     def __init__(self, launched: env.LaunchInfo, seconds: float) -> None:
@@ -62,30 +62,30 @@ class Generations:
 
     @property
     def address(self) -> str:
-        """Where the others reach this machine."""
+        """Address at which other workers reach this machine."""
         return self._client.address
 
     @property
     def number(self) -> int:
-        """Of the generation that this worker is in."""
+        """Number of the current generation."""
         return self._client.generation
 
     @property
     def alarmed(self) -> bool:
-        """Whether somebody was lost since this generation was formed."""
+        """Whether a worker was lost since this generation was formed."""
         return self._client.alarmed
 
     @property
     def pending(self) -> int:
-        """The number of the generation that is about to be formed; this one's if there is none."""
+        """Number of the next generation if it has been announced, otherwise of the current generation."""
         return max(self._client.pending, self.number)
 
     def next(self) -> Identity:
-        """Wait for the next generation, and connect its workers.
+        """Wait for the next generation and connect to its workers. Return this worker's new identity.
 
         Raises:
-            SystemExit: the run is over.
-            WorkerLost: the run cannot go on, or the coordinator is gone.
+            SystemExit: the run has ended.
+            WorkerLost: the run cannot continue, or the coordinator is lost.
         """
         if not self._began:
             self._began = True
@@ -120,14 +120,14 @@ class Generations:
             if size > 1:
                 self._group.enter(store, rank, size)
                 self._group.join()
-            if self.alarmed:  # it came while the connections were made
+            if self.alarmed:  # the alarm came while the connections were made
                 raise WorkerLost(f"Rank {rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {rank}: could not reach the others: {reason_of(error)}.") from error
         return Identity(rank, size, near.index(membership.rank_of(self._client.number)), len(near), self.number)
 
     def cut(self) -> None:
-        """End every call of torch's process group that waits for others."""
+        """Abort every pending call of torch's process group that waits for other workers."""
         self._group.cut()
 
     def _interrupt(self) -> None:
@@ -144,6 +144,6 @@ class Generations:
         return {"step": step, "doing": doing, "waiting": waiting, "busy": True, "since": since, "step_seconds": None}
 
     def _end(self) -> None:
-        """Report that the script has ended, unless by an error: then the others go on without this worker."""
+        """Report that the script has ended, unless an exception ended it: that is a loss, and the others continue."""
         if not hasattr(sys, "last_type"):
             self._client.end_script()

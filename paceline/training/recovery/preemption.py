@@ -1,6 +1,6 @@
-"""The notice that a machine is about to be taken away: finish the step and leave.
+"""Preemption notices: on a signal, a worker finishes its step and leaves the run.
 
-Spot machines, Slurm and Kubernetes send SIGTERM, or SIGUSR1 if asked to, some time before they kill.
+Spot machines, Slurm and Kubernetes send SIGTERM, or SIGUSR1 if configured, some time before they kill a process.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def catch_notices(world: World) -> None:
-    """Let such a signal make this worker leave after its step.
+    """Install handlers for SIGTERM and SIGUSR1 that make this worker leave after its current step.
 
-    Signals often come twice, to all processes of a machine and from the launcher that passes its own on; the second
-    changes nothing. Signals that the script handles itself stay as they are.
+    A second signal has no effect; signals often come twice, from the machine and from the launcher. Handlers of the
+    script are kept. Does nothing outside of the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -1,4 +1,4 @@
-"""How a worker goes on when the world has changed: re-form, catch up, repeat the step.
+"""Recovery of a worker after a membership change: re-form, catch up, repeat the step.
 
 ::
 
@@ -6,9 +6,9 @@
     lost           step 7 †
     spare          ........... ready ─ membership 1 ─ rendezvous ─ catch up ─ step 7 ─ step 8
 
-All processes and their states stay. *Catch up*: the furthest workers send their state, each a part of it, to those
-that are behind them, to joiners above all. A step counts as done on a worker when its update has been applied; a worker
-that is one step behind gets the state after it, so no step is lost, and none is applied twice.
+Surviving processes keep running with their state. *Catch up*: the most advanced workers each send a part of their state
+to the workers which are behind, mainly joiners. A step is complete on a worker when its update has been applied. A
+worker that is one step behind receives the state after that step, so no step is lost and none is applied twice.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _log = logging.getLogger("paceline")
 
 
 class Recovery:
-    """Takes this worker from one membership to the next.
+    """Transition of this worker from one membership to the next.
 
     Args:
-        coordinator: tells who the members are.
-        beginning: what is trained, and how that begins when nobody has a state yet.
+        coordinator: client of the coordinator, which decides the membership.
+        beginning: training job, and its initial state for when no worker has a state.
     """
 
     def __init__(self, coordinator: CoordinatorClient, beginning: Beginning) -> None:
@@ -53,10 +53,10 @@ class Recovery:
         self._undo_warm_up: Callable[[], None] = lambda: None
 
     def register(self, status: Callable[[], dict[str, Any]]) -> None:
-        """Tell the coordinator that this worker is there; a spare warms up first.
+        """Register this worker with the coordinator. A spare warms up first.
 
         Args:
-            status: gives what this worker does, for hang detection; called by another thread.
+            status: function that returns this worker's activity for hang detection. Called on another thread.
         """
         launched, coordinator = env.launch_info(), self._coordinator
         assert launched is not None
@@ -73,19 +73,19 @@ class Recovery:
         coordinator.register(about, known, self._job.settings.hang_seconds, fits)
 
     def re_form(self, progress: Progress | None, planned: bool = False, ended: Sequence[int] = ()) -> Progress:
-        """Join the next membership, with the state of its furthest workers.
+        """Join the next membership and bring this worker to the state of its most advanced workers.
 
         Args:
-            progress: of this worker; none if it has no state yet.
-            planned: whether the workers agreed on it at the end of a step.
-            ended: the numbers of worker processes that are known to have ended.
+            progress: progress of this worker; None if it has no state yet.
+            planned: whether the workers agreed on the change at the end of a step. Defaults to False.
+            ended: numbers of worker processes that are known to have ended.
 
         Returns:
-            the progress of this worker now.
+            the new progress of this worker.
 
         Raises:
-            SystemExit: this worker's part is over.
-            WorkerLost: the run cannot go on, or the coordinator is gone.
+            SystemExit: this worker leaves the run, or the run has ended.
+            WorkerLost: the run cannot continue, or the coordinator is lost.
         """
         world, begin = self._job.world, time.perf_counter()
         lost: list[int] = []
@@ -98,7 +98,7 @@ class Recovery:
             if isinstance(answer, Departure):
                 self._depart(answer, progress)
             agreed = time.perf_counter()
-            lost += answer.lost  # a membership that could not be joined has lost them too
+            lost += answer.lost  # includes losses of memberships that could not be joined
             try:
                 before = world.device
                 world.join(answer)
@@ -127,7 +127,7 @@ class Recovery:
     def _record(self, membership: Membership, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
         launched, count = env.launch_info(), len(lost)
         if count and launched is not None and launched.ulfm and self._job.world.rank == 0:
-            # there is no launcher to say it
+            # no launcher reports the loss
             left = len(membership.members)
             _log.warning("lost %d of %d workers; %d go on from step %d", count, left + count, left, step)
         self._job.events.mark(
@@ -141,11 +141,11 @@ class Recovery:
         )
 
     def _same_state(self, progress: Progress | None) -> Progress:
-        """Bring all members to the state of the furthest, or if it is lost to a checkpoint; return the progress."""
+        """Bring all members to the most advanced state, or to a checkpoint if that is lost; return the progress."""
         if progress is not None:
             progress.changes = self._job.loop.needed
         everyone = self._job.world.gather(progress, RE_FORMING)
-        # the script has come further since then, unless it is more than a step behind, or has yet to begin
+        # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if assemble(self._job, everyone):
             progress = None if progress is None else replace(progress, holds=None)
@@ -156,7 +156,7 @@ class Recovery:
         return progress
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
-        """Send the state of the furthest workers to those behind them; return the progress of this worker."""
+        """Send the state of the most advanced workers to the others, and return this worker's progress."""
         plan, world = plan_catch_up(everyone), self._job.world
         if len(plan.senders) < len(everyone):
             sends = world.rank in plan.senders
@@ -167,7 +167,7 @@ class Recovery:
         return progress
 
     def _to_send(self, progress: Progress | None, in_step: bool) -> StateBytes:
-        """What those get that are behind: the state of now, or that with which the last step returned."""
+        """Return the state to send: the current one if ``in_step``, otherwise as of the return of the last step."""
         assert progress is not None
         self._job.loop.now = in_step
         try:
@@ -184,7 +184,7 @@ class Recovery:
         return replace(progress, received=progress.steps, received_turns=progress.turns, entered=entered)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
-        """Take the newest checkpoint on all workers, as there is no whole state any more."""
+        """Load the newest checkpoint on all workers, because a part of the state is lost; return the progress."""
         furthest, own = furthest_of(everyone), everyone[self._job.world.rank]
         self._state.keeps_script = own is not None
         steps = go_back(self._job, self._checkpointer, self._state, everyone)
@@ -201,9 +201,9 @@ class Recovery:
         return gone_back(everyone, self._job.world.rank, steps, self._state.loaded_script)
 
     def _share_findings(self) -> None:
-        """Share what the first step finds out, which decides who sends what: all must know it, or none.
+        """Share the findings of the first step, on which communication depends, so that all workers have the same.
 
-        Also how this launch is called as a writer of checkpoints.
+        Also share the launch number that checkpoint names contain.
         """
         compute = self._job.compute
         buffers = compute.buffers
@@ -221,23 +221,23 @@ class Recovery:
             buffers.fix(name for names in known for name in names)
 
     def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:
-        """End this worker's part; with a last checkpoint if it is to write one for all."""
+        """Save a final checkpoint if the coordinator has chosen this worker to, then raise SystemExit or WorkerLost."""
         self._job.world.become_single()
         self._job.events.mark("departure", code=departure.code, reason=departure.reason)
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
             if progress.holds is None:
                 self._checkpointer.save(self._state, progress.steps)
-            else:  # a part of the model would be taken for the whole
+            else:  # a checkpoint of a part of the model would be mistaken for a complete one
                 self._job.events.mark("not saved", step=progress.steps)
         if departure.code in (0, PREEMPTED):
             raise SystemExit(departure.code)
         raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
 
     def prepare_to_leave(self) -> None:
-        """Before a planned :meth:`re_form`: end what others or a later writer of checkpoints would miss."""
+        """Finish pending communication, and a running save if this worker leaves, before a planned :meth:`re_form`."""
         world = self._job.world
         if world.size > 1 and world.shared_memory is None and not world.alarmed:
-            with contextlib.suppress(WorkerLost):  # a closed connection may take with it what a peer has yet to read
+            with contextlib.suppress(WorkerLost):  # closing a connection may discard data that a peer has not read
                 world.gather(None, "leaving")
         if world.leaving:
             self._checkpointer.finish()  # another worker writes the next checkpoint

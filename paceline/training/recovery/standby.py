@@ -1,4 +1,4 @@
-"""What a spare worker does before it joins, and when it does: it gets its device then."""
+"""Spare workers: warm-up before joining, and the move to the device that they get when they join."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log = logging.getLogger("paceline")
 
 
 def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
-    """Take a step whose result is dropped, so that the others need not wait for what a process does only once.
+    """Take a step and discard its result, so that other workers do not wait for one-time costs of this process.
 
     Returns:
-        puts the optimizer's state back; to be called if nobody has a state to give.
+        a function that restores the optimizer's state, to be called if no worker has a state to send.
     """
     compute, parameters, optimizer = job.compute, job.update.parameters, job.update.optimizer
     before = {name: value.detach().clone() for name, value in parameters.items()}
@@ -33,14 +33,14 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
         compute.forward_pass(piece, 0).total.backward()
         with updating:
             optimizer.step()
-    except Exception as error:  # noqa: BLE001 - what the script's functions use may not exist before start() returns
+    except Exception as error:  # noqa: BLE001 - the script's functions may use names defined after start() returns
         _log.info("the spare worker could not warm up: %s", error)
     compute.buffers.reset()
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(before[name])
             parameter.grad = None
-    torch.zeros(state.snapshot(0).bytes, dtype=torch.uint8)  # the allocator keeps it for the state to come
+    torch.zeros(state.snapshot(0).bytes, dtype=torch.uint8)  # the allocator keeps this memory for the received state
 
     def undo() -> None:
         optimizer.state.clear()
@@ -51,18 +51,18 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
 
 
 def move_to_device(job: Job) -> None:
-    """Move what a spare has built on the CPU to the device that it has got; every tensor stays the same object."""
+    """Move the model, optimizer state and feed from the CPU to this worker's device. Tensors keep their identity."""
     device, model = job.world.device, job.compute.model
     for tensor in (*model.parameters(), *model.buffers()):
         put(tensor, tensor.data.to(device))
     for parameter, state in job.update.optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # others count, on the host
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # step counters stay on the host
                 state[key] = value.to(device)
     job.compute.buffers.move_to(device)
     job.feed.move_to(device)
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a tensor have a value of another device."""
+    """Replace the data of a tensor with a value that may be on another device."""
     tensor.data = value

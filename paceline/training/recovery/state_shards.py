@@ -1,4 +1,4 @@
-"""After a loss, where each worker has a shard of the state: bring the shards together, or go back to a checkpoint."""
+"""Recovery of sharded state after a loss: gather the shards on all workers, or go back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.training.progress import Progress
 
 
 def assemble(job: Job, everyone: Sequence[Progress | None]) -> bool:
-    """Give all workers the whole state; all call this together.
+    """Gather the whole state on all workers, if it is sharded. All workers call this together.
 
     Args:
-        job: what is trained.
-        everyone: the progress of each worker; none if it has no state yet.
+        job: training job.
+        everyone: progress of each worker; None for workers without a state.
 
     Returns:
-        whether there is a whole state now; else something is lost, or the shards belong to different steps, which only
-        a strategy without the bits of the reference can accept.
+        whether the state is complete. False if a shard is lost, or if shards belong to different steps and the strategy
+        must reproduce the reference bit for bit.
 
     Raises:
-        WorkerLost: another worker was lost meanwhile.
+        WorkerLost: another worker was lost during the call.
     """
     if all(one is None or one.holds is None for one in everyone):
         return True
@@ -41,7 +41,7 @@ def assemble(job: Job, everyone: Sequence[Progress | None]) -> bool:
 
 
 def missing(job: Job, everyone: Sequence[Progress | None]) -> list[str]:
-    """The parameters and buffers whose newest values nobody has."""
+    """Return the names of parameters and buffers whose newest values no worker has."""
     held = [one.holds for one in everyone if one is not None]
     if None in held:
         return []
@@ -50,16 +50,16 @@ def missing(job: Job, everyone: Sequence[Progress | None]) -> list[str]:
 
 
 def go_back(job: Job, checkpointer: Checkpointer, state: TrainingState, everyone: Sequence[Progress | None]) -> int:
-    """Take the newest checkpoint on all workers; returns its step.
+    """Load the newest checkpoint on all workers and return its number of steps.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     modes, trained = training_flags(job.compute.model), requires_grad_flags(job.compute.model.parameters())
     with (
         modes.set_to(modes.current()),
         trained.set_to(trained.current()),
-    ):  # the scripts are beyond the checkpoint, and have set them meanwhile
+    ):  # keep the current modes and flags: the scripts have passed the checkpoint and may have changed them
         steps = checkpointer.resume(state, "auto") if checkpointer.enabled else 0
     if steps == 0:
         lost = missing(job, everyone)

@@ -1,6 +1,6 @@
-"""How a worker that is behind gets the state of those that are further: a joiner, or one that missed a step.
+"""State transfer to workers which are behind: joiners, and workers that missed a step.
 
-All workers that are furthest have the same state. Each sends a part of it, of the same size.
+All most advanced workers have the same state. Each sends a part of it, and the parts have equal size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.system import fault_points
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What is sent: tensors by name, everything else, and after how many steps that is the state."""
+    """State to send: tensors by name, all other values, and its number of completed steps."""
 
     tensors: Mapping[str, torch.Tensor]
     rest: Any
@@ -28,18 +28,18 @@ class StateBytes:
 
 
 def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> StateBytes | None:
-    """Send the state of some workers to all others; all workers call this together.
+    """Send the state of the senders to all other workers. All workers call this together.
 
     Args:
-        world: the workers.
-        senders: the ranks that have the state, the same on all of them. The first one describes it.
-        state: of a sender; none on the others.
+        world: all workers of the run.
+        senders: ranks that have the state. The first sender also sends its layout.
+        state: state of a sender; None on receivers.
 
     Returns:
-        the state on those that did not have it.
+        the received state on receivers, otherwise None.
 
     Raises:
-        WorkerLost: a worker was lost meanwhile; nothing has been changed.
+        WorkerLost: a worker was lost during the transfer. No state has been changed.
     """
     layout = None
     if state is not None:
@@ -48,7 +48,7 @@ def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> 
         layout = digest, (kinds, state.rest) if world.rank == senders[0] else None
     layouts = world.gather(layout, "transferring the state")
     agreed, (kinds, rest) = layouts[senders[0]]
-    senders = [rank for rank in senders if layouts[rank][0] == agreed]  # one may lack what a step would have added
+    senders = [rank for rank in senders if layouts[rank][0] == agreed]  # a sender may lack tensors that a step adds
     behind = [rank for rank, one in enumerate(layouts) if one is None]
     inner = fill_from(() if state is None else state.tensors.values())
 
