@@ -1,1 +1,1 @@
-"""Who trains: membership, its server, hang detection, agents of machines. No torch."""
+"""Coordinator of a run: membership protocol, server, hang detection, and machine agents. No torch."""

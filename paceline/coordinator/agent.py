@@ -1,7 +1,7 @@
-"""The agent of a machine: replaces its workers, and reports to the coordinator what becomes of them.
+"""Agents: each supervises the workers of its machine, replaces lost workers, and reports to the coordinator.
 
-Both kinds supervise the workers of their machine (:class:`paceline.launchers.workers.Supervisor`): one holds the
-coordinator, the other reports to it over the network.
+Both classes implement :class:`paceline.launchers.workers.Supervisor`. The agent of the first machine owns the
+coordinator; the others report to it over the network.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.launchers.base import Launch, Request, WorkerExit
 from paceline.launchers.clusters.discovery import SlotsHere
 
 _RESTARTS = 100
-"""Workers started anew in one run, at most."""
+"""Largest number of replacement workers that an agent starts in one run."""
 _RESTART_DELAY_SECONDS = 2.0
-"""A new worker keeps a core busy for seconds; the others recover and take their step first."""
+"""Delay before a replacement starts. It keeps a core busy for seconds, so survivors recover and take a step first."""
 _GRACE_BEFORE_TRAINING = 1.0, 3.0
 _GRACE = 3.0, 10.0
 _LAST_SECONDS = 10.0
 
 
 def bounds_of(request: Request) -> Bounds:
-    """Find how many workers a run must and may have."""
+    """Return the bounds on the number of workers for a launch request."""
     here = request.workers
     fewest, most = request.nodes or (1, 1)
     patience = request.patience_seconds if request.elastic else 0.0
@@ -45,14 +45,14 @@ def bounds_of(request: Request) -> Bounds:
 
 
 class CoordinatorAgent:
-    """The agent on the coordinator's machine.
+    """Agent on the coordinator's machine.
 
     Args:
-        launch: what was started.
-        request: what was asked for.
-        coordinator: of the run.
-        discovery: says how many workers there may be on this machine now; None: as many as were asked for.
-        clock: the seconds in which delays are counted.
+        launch: launch on this machine.
+        request: launch request.
+        coordinator: coordinator of the run.
+        discovery: source of the current number of slots on this machine. Defaults to the requested number of workers.
+        clock: clock for delays, in seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CoordinatorAgent:
         self._standby = request.standby
         self._discovery, self._wanted, self._running = discovery, request.workers, 0
         self._bounds = bounds_of(request)
-        self._last = math.inf  # until when to wait for the agents of other machines to leave
+        self._last = math.inf  # deadline for the agents of other machines to leave
 
     def started(self, number: int, pid: int) -> None:
         self._running += 1
@@ -89,9 +89,9 @@ class CoordinatorAgent:
             self._coordinator.announce_start()
 
     def _follow(self, slots: int) -> None:
-        """Start more workers if there is room for more."""
+        """Schedule more workers if the number of slots has grown, and notify the coordinator of the wanted number."""
         wanted = max(self._bounds.least, min(self._bounds.most, slots))
-        here = self._running + len(self._due) - self._standby  # none is ended where the script wants fewer
+        here = self._running + len(self._due) - self._standby  # no worker is stopped if fewer are wanted
         more = wanted - max(self._wanted, here)
         if wanted != self._wanted:
             self._wanted = wanted
@@ -131,12 +131,12 @@ class CoordinatorAgent:
 
 
 class RemoteAgent:
-    """The agent of any other machine.
+    """Agent on any other machine.
 
     Args:
-        launch: what was started.
-        request: what was asked for.
-        client: the connection to the coordinator.
+        launch: launch on this machine.
+        request: launch request.
+        client: connection to the coordinator.
     """
 
     def __init__(self, launch: Launch, request: Request, client: AgentClient) -> None:
@@ -178,7 +178,7 @@ class RemoteAgent:
         return False
 
     def interrupted(self) -> None:
-        """Its workers report that they leave."""
+        """Do nothing: the workers of this machine report themselves that they leave."""
 
     def grace(self) -> tuple[float, float]:
         return _GRACE if self._client.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)

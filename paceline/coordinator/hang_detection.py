@@ -1,4 +1,4 @@
-"""Who is late: what each worker reports that it is doing, and what follows from it. No sockets, no clock."""
+"""Hang detection: find late workers from the status that each worker reports. No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _HEARTBEAT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """What one worker was doing at its last heartbeat.
+    """Status of a worker at its last heartbeat.
 
     Attributes:
-        rank: of the worker.
-        step: the step it was at.
-        doing: such as ``in the all-reduce of bucket 2``.
-        waiting: whether it waited for other workers.
-        since: seconds it had been doing that.
-        silent: seconds since the heartbeat.
-        line: the line of the user's code it was at, ``train.py:41``; empty if unknown.
-        step_seconds: how long its recent steps took; None before the first one.
-        busy: whether it does something that may well take long, such as writing a checkpoint.
+        rank: rank of the worker.
+        step: current step.
+        doing: current activity, such as ``in the all-reduce of bucket 2``.
+        waiting: whether the worker was waiting for other workers.
+        since: duration of the activity at the heartbeat, in seconds.
+        silent: time since the heartbeat, in seconds.
+        line: current line of the user's code, such as ``train.py:41``; empty if unknown.
+        step_seconds: median duration of recent steps, in seconds; None before the first step.
+        busy: whether the activity may take long, such as writing a checkpoint.
     """
 
     rank: int
@@ -40,12 +40,12 @@ class WorkerStatus:
 
 
 def deadline(statuses: Sequence[WorkerStatus], given: float | None, first: float) -> float:
-    """Decide how long the others wait for a worker: as given, else 30 s or ten steps, whichever is longer.
+    """Return the time after which a worker is late: as configured, otherwise the longer of 30 s and ten steps.
 
     Args:
-        statuses: of all workers.
-        given: the setting.
-        first: the deadline until all have done a step: they may be compiling.
+        statuses: statuses of all workers.
+        given: setting ``hang_seconds``, if it is set.
+        first: time in seconds to allow until all workers have completed a step, as they may be compiling.
     """
     known = [one.step_seconds for one in statuses if one.step_seconds is not None]
     if given is not None:
@@ -56,9 +56,9 @@ def deadline(statuses: Sequence[WorkerStatus], given: float | None, first: float
 
 
 def late_workers(statuses: Sequence[WorkerStatus], limit: float) -> list[WorkerStatus]:
-    """Find the workers that others have waited for longer than the limit; none if nobody waits that long.
+    """Return the late workers, empty if no worker has waited for others for longer than the limit.
 
-    What a worker did at its last heartbeat may have ended since; only its silence is known to go on.
+    An activity may have ended since the last heartbeat, so the time since then counts only as silence.
     """
     anybody_waits = any(one.waiting and one.since > limit for one in statuses)
     return [one for one in statuses if _is_late(one, limit)] if anybody_waits else []
@@ -69,7 +69,7 @@ def _is_late(one: WorkerStatus, limit: float) -> bool:
 
 
 def describe(statuses: Sequence[WorkerStatus]) -> str:
-    """Say in one sentence who waits where for how long, and where the others are."""
+    """Describe in one sentence which workers wait, where and for how long, and what the other workers do."""
     parts = []
     groups: dict[tuple[bool, int, str, str], list[WorkerStatus]] = {}
     for one in sorted(statuses, key=lambda one: (not one.waiting, one.rank)):
@@ -92,5 +92,5 @@ def describe(statuses: Sequence[WorkerStatus]) -> str:
 
 
 def statuses_of(members: Sequence[int], heard: Mapping[int, WorkerStatus]) -> list[WorkerStatus]:
-    """The statuses of those members that were heard of."""
+    """Return the statuses of the members that have sent a heartbeat."""
     return [heard[number] for number in members if number in heard]

@@ -1,6 +1,6 @@
-"""What the workers of one generation must know of each other to connect, such as where gloo listens.
+"""Key-value store for the rendezvous of one generation, for example for the addresses on which gloo listens.
 
-The coordinator keeps it: so it comes over connections of workers that are known, and nothing else has to listen.
+The coordinator holds the store, so that values travel over authenticated connections and no other port is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_WAITING = 1 << 12
 
 
 class _Question(NamedTuple):
-    """A worker waits for keys, and perhaps wants their values."""
+    """Request of a worker which waits for keys, and possibly wants their values."""
 
     worker: int
     call: int
@@ -26,10 +26,10 @@ class _Question(NamedTuple):
 
 
 class KeyValues:
-    """Texts by keys; values are base64.
+    """Store of base64 values by key.
 
     Args:
-        send: called with the number of a worker and the answer to it.
+        send: function that sends a message to a worker, given its number.
     """
 
     def __init__(self, send: Callable[[int, Message], None]) -> None:
@@ -37,17 +37,17 @@ class KeyValues:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a generation: nobody of an earlier one asks any more."""
+        """Remove all values and pending requests, because a new generation begins."""
         self._values: dict[str, str] = {}
         self._waiting: dict[str, list[_Question]] = {}
         self._asked = 0
         self._bytes = 0
 
     def handle(self, worker: int, message: Message) -> None:
-        """Do what ``comm.rendezvous.coordinator_store`` of a worker asks for.
+        """Handle a request of a worker's ``comm.rendezvous.coordinator_store``.
 
         Raises:
-            ValueError: no worker of ours would ask for it.
+            ValueError: the request is invalid or exceeds a limit.
         """
         do, call, keys = message["do"], message["call"], message["keys"]
         if do in ("take", "wait"):
@@ -63,7 +63,7 @@ class KeyValues:
             self._send(worker, {"type": "store", "call": call, "value": answer})
 
     def _change(self, do: str, key: str, message: Message) -> object:
-        """Change the value of one key."""
+        """Change the value of one key and return the answer."""
         before = b64decode(self._values.get(key, ""), validate=True)
         if do == "set":
             self._set(key, message["value"])
@@ -92,7 +92,7 @@ class KeyValues:
             self._await(question)
 
     def _swap(self, key: str, expected: str, value: str) -> str:
-        """Set a value if the present one is as expected, or is missing and nothing is expected; returns that of now."""
+        """Set a value if the current one (empty if missing) equals ``expected``. Return the current value."""
         if self._values.get(key, "") == expected:
             self._set(key, value)
         return self._values.get(key, expected)
@@ -103,7 +103,7 @@ class KeyValues:
         return value is not None
 
     def _await(self, question: _Question) -> None:
-        """Answer as soon as all keys are there; until then look again only when the first that is missing has come."""
+        """Answer when all keys are set. Until then, check again only when the first missing key is set."""
         missing = next((key for key in question.keys if key not in self._values), None)
         if missing is None:
             values = [self._values[key] for key in question.keys] if question.wants_values else None

@@ -1,4 +1,4 @@
-"""What the coordinator does about workers that are late: report them, drop them, or end the run."""
+"""Policy for late workers: report them, drop them, or end the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_STEP_SECONDS = 600.0
 
 
 class LatenessPolicy:
-    """Compares the heartbeats of a generation with the deadlines. Called with the coordinator's lock held."""
+    """Comparison of a generation's heartbeats with deadlines. All methods need the coordinator's lock."""
 
     def __init__(
         self, membership: MembershipProtocol, monitor: RunMonitor, clock: Callable[[], float] = time.monotonic
@@ -27,20 +27,20 @@ class LatenessPolicy:
         self._formed_at = self._clock()
 
     def heartbeat(self, number: int, status: WorkerStatus) -> None:
-        """Take the heartbeat of a worker."""
+        """Store the heartbeat of a worker."""
         self._heartbeats[number] = self._clock(), status
 
     def forget(self, number: int) -> None:
-        """Drop the last heartbeat of a worker: it does something else now."""
+        """Drop the last heartbeat of a worker, because its activity has ended."""
         self._heartbeats.pop(number, None)
 
     def reset(self) -> None:
-        """Begin anew: a generation has formed."""
+        """Drop all heartbeats, because a generation has formed."""
         self._formed_at = self._clock()
         self._heartbeats.clear()
 
     def statuses(self, now: float) -> list[WorkerStatus]:
-        """What each member does, as far as it is known."""
+        """Return the known statuses of the members."""
         membership = self._membership
         heard = {
             number: replace(status, rank=membership.rank_of(number) or 0, silent=max(0.0, now - at))
@@ -54,7 +54,7 @@ class LatenessPolicy:
         return statuses_of(membership.members, heard)
 
     def check(self, now: float) -> None:
-        """Act on workers that are late by now."""
+        """Act on workers that are late at this time: report them, drop them, or end the run."""
         if self._membership.generation < 0:
             self._check_start(now)
         elif self._monitor.late_workers and self._others_gave_up():
@@ -76,7 +76,7 @@ class LatenessPolicy:
             self._membership.end(StartError.exit_code, text, now, kind="not-started", workers=numbers)
 
     def _others_gave_up(self) -> bool:
-        """Whether all others have waited for the late workers until their own deadline."""
+        """Return whether all other workers have given up waiting for the late workers, at their own timeout."""
         late = self._monitor.late_workers
         states = {number: self._membership.workers[number].state for number in self._membership.members}
         others = [state for number, state in states.items() if number not in late]
@@ -117,6 +117,6 @@ class LatenessPolicy:
             membership.end(WorkerLost.exit_code, gone[-1].reason, now, save=True)
             return
         for number in monitor.late_workers:
-            membership.workers[number].state = "gone"  # the others save without it
+            membership.workers[number].state = "gone"  # the other workers save without this one
         late, text = monitor.late_workers, monitor.hang_report
         membership.end(DEADLINE_PASSED, text, now, save=True, kind="hang", workers=late)

@@ -1,8 +1,8 @@
-"""Several machines: where they meet, which one holds the coordinator, and how the others join.
+"""Runs on several machines: rendezvous address, location of the coordinator, and joining of other machines.
 
-Each machine runs the same command. The one that has the address of ``--rendezvous`` holds the coordinator; the agents
-of the others connect to it, now or later, and start their workers. When the coordinator's machine is gone, nobody knows
-any more who trains: the other agents end their workers and wait until it is back.
+Each machine runs the same command. The machine with the address of ``--rendezvous`` holds the coordinator. The agents
+of the other machines connect to it at any time and start their workers. If the coordinator's machine is lost, the
+membership is unknown: the other agents end their workers and wait until that machine is back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the machines of a run meet; ``address`` is that of the name."""
+    """Rendezvous of the machines of a run: host name, its resolved address, and port."""
 
     name: str
     address: str
@@ -48,14 +48,14 @@ class Rendezvous:
 
 
 def parse_rendezvous(text: str, patience_seconds: float = 0.0) -> Rendezvous:
-    """Resolve ``host:port``.
+    """Parse ``host:port`` and resolve the host.
 
     Args:
-        text: as given.
-        patience_seconds: to wait for the name to have an address.
+        text: value of ``--rendezvous``.
+        patience_seconds: time in seconds to wait until the name has an address. Defaults to a single try.
 
     Raises:
-        ConfigError: it is no such pair.
+        ConfigError: the text is not a host and a port from 1 to 65535.
         StartError: the name has no address.
     """
     name, _, port = text.rpartition(":")
@@ -65,7 +65,7 @@ def parse_rendezvous(text: str, patience_seconds: float = 0.0) -> Rendezvous:
     while True:
         try:
             return Rendezvous(name, _address_of(name), int(port))
-        except (socket.gaierror, UnicodeError) as error:  # the latter: a name that cannot be one
+        except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an invalid host name
             why = getattr(error, "strerror", None) or error
         if time.monotonic() >= deadline:
             raise StartError(
@@ -76,7 +76,7 @@ def parse_rendezvous(text: str, patience_seconds: float = 0.0) -> Rendezvous:
 
 
 def _address_of(name: str) -> str:
-    """The address of a machine; its own one it knows before the name service does, and after a change."""
+    """Return the IPv4 address of a host. For this host, prefer its own, which the name service may not know yet."""
     own = socket.gethostname()
     if name.partition(".")[0] == own:
         with contextlib.suppress(socket.gaierror):
@@ -91,12 +91,12 @@ def _resolve(name: str) -> str:
 
 
 def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
-    """Find what the machines that meet there share: the secret in a file, or that of the environment.
+    """Return the secret that the machines share, or its file if the secret is read from one.
 
-    On a loopback address all launchers are those of one user, who has a file for it.
+    On a loopback address, all launchers belong to one user, and the secret defaults to the user's own file.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: no secret is given and the address is not loopback.
     """
     given = env.secret()
     if file is None and given is not None:
@@ -113,7 +113,7 @@ def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
 
 
 def is_here(address: str) -> bool:
-    """Whether this machine has an address."""
+    """Return whether an address belongs to this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
@@ -123,21 +123,21 @@ def is_here(address: str) -> bool:
 
 
 def listen_if_here(where: Rendezvous) -> socket.socket | None:
-    """Open the coordinator's socket if this is its machine and no other process has it; else None.
+    """Open the coordinator's socket. Return None if the address is not this machine's or the port is in use.
 
-    Of two processes that ask for a port in the same microsecond Linux may refuse both; so who is refused asks again.
+    If two processes bind the port in the same microsecond, Linux may refuse both, so this tries up to 5 times.
     """
     if not is_here(where.address):
         return None
     for _ in range(_LISTEN_TRIES):
         with contextlib.suppress(StartError):
             return listen((where.address, where.port))
-        time.sleep(SystemRandom().uniform(0.0, _LOOK_SECONDS))  # forked processes share the state of the other one
+        time.sleep(SystemRandom().uniform(0.0, _LOOK_SECONDS))  # forked processes share the state of ``random``
     return None
 
 
 def interface_of(address: str) -> str | None:
-    """Find the network interface that has an address; None if there is none."""
+    """Return the name of the network interface that has an address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -150,18 +150,18 @@ def interface_of(address: str) -> str | None:
 
 
 class AgentClient:
-    """The connection of another machine's agent to the coordinator.
+    """Connection of a remote agent to the coordinator.
 
     Attributes:
-        first: the number of its first worker.
-        name: of the run.
-        id: tells the run from all others.
-        resume: the checkpoint to start from.
-        address: of this machine, as the coordinator reaches it.
-        coordinator: its ``host:port``.
-        shown: the worker whose output is shown, on whatever machine.
-        over: how the run ended, if it has: ``code`` and ``reason``.
-        not_joined: whether a worker of this machine has failed before it took part.
+        first: number of the agent's first worker.
+        name: name of the run.
+        id: unique identifier of the run.
+        resume: checkpoint to start from, if any.
+        address: address at which the coordinator reaches this machine.
+        coordinator: ``host:port`` of the coordinator.
+        shown: number of the worker whose output is shown, on any machine; -1 if unknown.
+        over: message with the ``code`` and ``reason`` of the run's end; None while it runs.
+        not_joined: whether a worker of this machine has failed before it joined.
     """
 
     def __init__(self, connection: Connection, run_info: Message, more: Sequence[bytes]) -> None:
@@ -184,22 +184,22 @@ class AgentClient:
         return self._connection.broken
 
     def send(self, message: Message) -> None:
-        """Send a message to the coordinator, now or when :meth:`receive` is called next; any thread may."""
+        """Send a message to the coordinator without blocking. :meth:`receive` sends the rest. Thread-safe."""
         with self._sending:
             self._connection.send(encode(message))
 
     def show(self, stream: str, line: str) -> None:
-        """Let the coordinator's launcher show a line of rank 0."""
+        """Send a line of rank 0's output to the coordinator's launcher, which shows it."""
         self.send({"type": "output", "stream": stream, "line": line[:LONGEST_TEXT]})
 
     def receive(self) -> None:
-        """Take the messages that have come since."""
+        """Send pending data, and handle all messages that have arrived."""
         with self._sending:
             self._connection.flush()
         try:
             while lines := self._connection.receive():
                 self._take(lines)
-        except ValueError:  # it has proven that it is the coordinator; so it is a broken one
+        except ValueError:  # the authenticated coordinator sent an invalid message: treat the connection as broken
             self._connection.broken = True
 
     def _take(self, lines: Sequence[bytes]) -> None:
@@ -212,25 +212,25 @@ class AgentClient:
                 self.shown = int(message["worker"])
 
     def await_end(self) -> None:
-        """Wait until the coordinator has said how the run ended, or is gone."""
+        """Wait until the coordinator has reported the end of the run, or the connection has ended."""
         while (self.over is None or self._connection.unsent) and not self.broken:
             self.receive()
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
 @dataclass(frozen=True)
 class Applicant:
-    """What a launcher that joins says of itself.
+    """Description of a launcher that joins a run.
 
     Attributes:
-        workers: how many it starts.
-        script: the name of the script's file.
-        name: of the run, if it was given.
-        about: what is compared with the coordinator's machine.
+        workers: number of workers that it starts.
+        script: file name of the script.
+        name: name of the run, if one was given.
+        about: properties of the machine that are compared with those of the coordinator's machine.
     """
 
     workers: int
@@ -240,19 +240,19 @@ class Applicant:
 
 
 def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float) -> tuple[AgentClient, Secret]:
-    """Connect to the coordinator of another machine, which may yet have to start.
+    """Connect to the coordinator on another machine, and retry until it has started.
 
     Args:
-        where: the coordinator is.
-        applicant: this launcher.
-        shared: where the secret is found, as soon as its file is there.
-        seconds: to try.
+        where: rendezvous address of the coordinator.
+        applicant: description of this launcher.
+        shared: shared secret, or the file that will contain it.
+        seconds: timeout in seconds.
 
     Returns:
-        the connection, and the secret.
+        the connection and the secret.
 
     Raises:
-        StartError: nobody answers there in time, or it is another run.
+        StartError: the coordinator cannot be reached in time, or belongs to another run.
     """
     deadline = time.monotonic() + seconds
     reason = "no answer"
@@ -289,7 +289,7 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
 
 
 def _register(connection: Connection, applicant: Applicant, where: Rendezvous) -> tuple[Message, list[bytes]]:
-    """Ask to join; gives what the coordinator says of the run, and what has come with it."""
+    """Request to join the run, and return the coordinator's answer and any lines received after it."""
     about = {**applicant.about, "time": time.time()}
     connection.send(encode({"type": "agent", "host": socket.gethostname(), **vars(applicant), "about": about}))
     deadline = time.monotonic() + _ANSWER_SECONDS

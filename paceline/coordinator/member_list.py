@@ -1,4 +1,4 @@
-"""The members of a generation as they are sent: as changes to those of the generation before.
+"""Delta encoding of the members of a generation, relative to the previous generation.
 
 ::
 
@@ -6,8 +6,8 @@
     rank 2 lost   [0, 1], [3, 7]
     one joins     [0, 6], {machine c: 1 worker}
 
-So a view change costs each member what has changed, not the whole list; who does not know the generation before gets
-changes to an empty one. All that get the same get the same bytes.
+The size of a message grows with the number of changes, not of members. Workers that do not know the previous generation
+get the changes to an empty one. All workers that get the same changes get the same bytes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from paceline.coordinator.types import Member, Message, Worker
 
 _Machine = tuple[str, str, bool]
 Runs = list[Any]
-"""A pair of whole numbers: the first and the last rank of members of the generation before; or a machine's new ones."""
+"""List of runs: each is the first and last rank of a range of previous members, or the new members of a machine."""
 
 
 class MemberList:
-    """The members that were sent last."""
+    """Members of the last generation that was sent."""
 
     def __init__(self) -> None:
         self._members: tuple[Member, ...] = ()
 
     def changes(self, workers: Sequence[Worker], generation: int) -> list[tuple[list[int], Message]]:
-        """Advance to a generation; returns who is to be sent what: the changes, or the whole list.
+        """Advance to a generation, and return its messages, each with the numbers of the workers to send it to.
 
         Args:
-            workers: the members, by rank.
-            generation: of them.
+            workers: members by rank.
+            generation: number of the new generation.
         """
         before, self._members = self._members, _members_of(workers)
         follows = [generation > 0 and one.knows == generation - 1 for one in workers]
@@ -50,10 +50,10 @@ class MemberList:
 
 
 def _members_of(workers: Sequence[Worker]) -> tuple[Member, ...]:
-    """The members of a generation, by rank.
+    """Return the members of a generation, by rank.
 
-    What leads to the shared memory of a worker is left out where not all are on one machine: it would be of use to the
-    few workers of the same machine alone, which tell each other when they have come together.
+    Shared-memory handles are omitted unless all workers are on one machine. Otherwise they would be useful only to the
+    few workers of the same machine, which exchange them after the rendezvous.
     """
     abouts = [worker.about for worker in workers]
     one_machine = len({(about.get("host"), about.get("address")) for about in abouts}) == 1
@@ -70,7 +70,7 @@ def _members_of(workers: Sequence[Worker]) -> tuple[Member, ...]:
 
 
 def written(before: Sequence[Member], after: Sequence[Member]) -> Runs:
-    """Write the members of a generation as changes to those of the one before."""
+    """Encode the members of a generation as changes to the previous members."""
     ranks = {member: rank for rank, member in enumerate(before)}
     runs: Runs = []
     for key, group in groupby(enumerate(after), lambda one: _run_of(one, ranks)):
@@ -86,17 +86,17 @@ def written(before: Sequence[Member], after: Sequence[Member]) -> Runs:
 
 
 def _run_of(one: tuple[int, Member], ranks: dict[Member, int]) -> int | _Machine:
-    """What neighbours of the same run have in common: by how much the rank has changed, or the machine."""
+    """Return the grouping key of a run: the change in rank of a previous member, or the machine of a new member."""
     rank, member = one
     known = ranks.get(member)
     return rank - known if known is not None else (member.host, member.address, member.arena is not None)
 
 
 def read(before: Sequence[Member], runs: Runs) -> tuple[Member, ...]:
-    """Read what :func:`written` has written.
+    """Decode the result of :func:`written`.
 
     Raises:
-        ValueError: it is not about these members.
+        ValueError: the changes do not apply to these previous members.
     """
     members: list[Member] = []
     for run in runs:

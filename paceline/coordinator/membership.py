@@ -1,13 +1,13 @@
-"""Who trains: the decisions, without sockets, processes or a clock.
+"""Membership protocol: which workers train, decided without sockets, processes or a clock.
 
-The *members* are the workers of one generation in the order of their ranks. They change like this::
+The *members* are the workers of one generation in the order of their ranks. They change as follows::
 
-    a member is lost      the others are notified at once, abort what they do, and report ready
+    a member is lost      the others are notified at once, abort their operations, and report ready
     a spare is ready      the members are notified, finish their step, and report ready
-    all are ready         the next generation: the members in their order, spares in place of those that are missing
+    all are ready         the next generation: the members in their order, then spares in place of missing members
 
-There is no vote: the coordinator alone decides. Every message carries its generation, so a worker that was stopped and
-comes back late learns that training went on without it.
+There is no vote: the coordinator alone decides. Each message carries its generation, so a worker that was stopped and
+resumes late detects that training has continued without it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
 Send = Callable[[Sequence[int], Message], None]
 
-_MAX_LOSSES_WITHOUT_STEP = 10  # more than that is no accident
+_MAX_LOSSES_WITHOUT_STEP = 10  # more losses than this have a common cause
 _LAST_SAVE_SECONDS = 5.0
-_FIRST_WAIT_SECONDS = 30.0  # of the first generation for the rest, once the minimum is there
+_FIRST_WAIT_SECONDS = 30.0  # time to wait for more workers before the first generation, once the minimum is ready
 
 
 class MembershipProtocol:
-    """The workers of a run, and which of them are members.
+    """State machine of the workers of a run and their membership.
 
     Args:
-        bounds: how many workers there must and may be, and how many are wanted.
-        send: called with the numbers of workers and a message for all of them.
-        record: called with each event.
+        bounds: bounds on the number of workers.
+        send: function that sends a message to workers, given their numbers.
+        record: function that records an event.
     """
 
     def __init__(self, bounds: Bounds, send: Send, record: Callable[..., None]) -> None:
@@ -46,11 +46,11 @@ class MembershipProtocol:
         self.lost: list[Lost] = []
         self._send = send
         self._record = record
-        self.changing = False  # the members are on their way into the next generation
+        self.changing = False  # whether a change is announced and the next generation has not formed
         self._shortage_noted = False
-        self.fenced = False  # whether one that was lost since the last generation may still run
+        self.fenced = False  # whether a worker that was lost since the last generation may still run
         self._pending_starts = 0
-        self._unconfirmed: set[int] = set()  # reported as ended by workers; their launcher has not seen it yet
+        self._unconfirmed: set[int] = set()  # reported as ended by other workers, but not yet by their launcher
         self._since: float | None = None
         self._losses_since_step = 0
         self._session = 1
@@ -58,11 +58,11 @@ class MembershipProtocol:
         self._facts: Mapping[str, Any] | None = None
 
     def rank_of(self, number: int) -> int | None:
-        """Return the rank of a worker; None if it is no member."""
+        """Return the rank of a worker, or None if it is not a member."""
         return self._ranks.get(number)
 
     def name(self, number: int) -> str:
-        """Name a worker by its rank, or that which it had when it was lost, and by its process and machine."""
+        """Name a worker by its current or last rank, or else its number, and by its process and machine."""
         rank = self.rank_of(number)
         worker = self.workers.get(number)
         if rank is None and worker is not None and worker.state == "gone":
@@ -72,11 +72,11 @@ class MembershipProtocol:
         return (f"rank {rank}" if rank is not None else f"worker {number}") + where
 
     def announce_start(self) -> None:
-        """Expect a worker process that is yet to be started."""
+        """Expect a worker process that will be started."""
         self._pending_starts += 1
 
     def started(self, number: int) -> None:
-        """Expect a worker process that was started."""
+        """Add a worker process that has been started."""
         self._pending_starts = max(0, self._pending_starts - 1)
         self.workers.setdefault(number, Worker(number))
 
@@ -88,14 +88,14 @@ class MembershipProtocol:
         session: int = 1,
         fits: Sequence[int] = (),
     ) -> None:
-        """Register a worker that has built its model, or refuse it.
+        """Register a worker that has built its model, or refuse it if its facts differ from those of the members.
 
         Args:
-            number: of the worker.
-            about: its host, process and address.
-            facts: what all workers must agree on.
-            session: how often its script has called ``paceline.start``.
-            fits: how many workers can train together; empty: any number.
+            number: number of the worker.
+            about: host, process and address of the worker.
+            facts: facts on which all workers must agree.
+            session: number of ``paceline.start`` calls of the worker's script.
+            fits: supported numbers of workers. Defaults to any number.
         """
         worker = self.workers.setdefault(number, Worker(number))
         worker.about, worker.facts, worker.session, worker.knows = about, facts, session, -1
@@ -111,19 +111,19 @@ class MembershipProtocol:
     def ready(
         self, number: int, progress: tuple[int, ...] | None, now: float, leaving: bool = False, planned: bool = False
     ) -> None:
-        """Take note that a worker waits for the next generation; ``planned``: at the end of a step, like all others."""
+        """Record that a worker waits for the next generation. ``planned``: all members left at the end of a step."""
         worker = self.workers[number]
-        if worker.refused:  # it was ready before it heard that
+        if worker.refused:  # it reported ready before it received the refusal
             return
         if worker.state == "gone" and number not in self._ranks:
-            worker.state = "starting"  # it was dropped, and is back
+            worker.state = "starting"  # it was dropped, and has returned
         worker.progress, worker.leaving, worker.ready_since = progress, leaving, now
         worker.state = "ready"
         if self.over is not None:
             self.advance(now)
             return
         if worker.session > self._session and not self.changing:
-            self.changing, self._since = True, now  # all members come on their own
+            self.changing, self._since = True, now  # all members start the next session without a notice
         if number in self._ranks and not self.changing:
             self._announce_change(urgent=not planned, now=now, why=f"worker {number} left its generation")
         if progress is not None and progress[:2] > self._furthest:
@@ -131,7 +131,7 @@ class MembershipProtocol:
         self.advance(now)
 
     def leave(self, number: int, now: float) -> None:
-        """Take note that a worker has ended in order, to be resumed."""
+        """Record that a worker was preempted and has ended in order."""
         self._unconfirmed.discard(number)
         worker = self.workers.get(number)
         if worker is not None and worker.state == "training":
@@ -141,14 +141,14 @@ class MembershipProtocol:
             self.advance(now)
 
     def lose(self, number: int, reason: str, now: float, may_run: bool = False, confirmed: bool = True) -> None:
-        """Drop a worker whose process has ended, or that was silent for too long.
+        """Drop a worker whose process has ended or which has not responded in time.
 
         Args:
-            number: of the worker.
-            reason: who, and what happened.
-            now: seconds of the clock that the caller uses.
-            may_run: whether its process may still run.
-            confirmed: whether more than other workers' word is known.
+            number: number of the worker.
+            reason: sentence that names the worker and what happened.
+            now: current time on the caller's clock, in seconds.
+            may_run: whether the process may still run. Defaults to False.
+            confirmed: whether there is more evidence than reports of other workers. Defaults to True.
         """
         worker = self.workers.get(number)
         if confirmed and number in self._unconfirmed:
@@ -177,14 +177,14 @@ class MembershipProtocol:
         self.advance(now)
 
     def needs(self, number: int) -> bool:
-        """Whether the failure of a worker is that of the run; it is not if the worker never joined."""
+        """Return whether the failure of a worker ends the run. It does not if the worker has never joined."""
         return self.generation < 0 or self.workers[number].joined
 
     def finish(self, number: int, now: float) -> None:
-        """Take note that a worker's process has ended with exit code 0."""
+        """Record that a worker's process has ended with exit code 0."""
         worker = self.workers.get(number)
         self._unconfirmed.discard(number)
-        if any(lost.worker == number and not lost.may_run for lost in self.lost):  # others waited for it, and noticed
+        if any(lost.worker == number and not lost.may_run for lost in self.lost):  # others were waiting for this worker
             self._end_early([number], now)
         if worker is None or worker.state == "gone":
             self.advance(now)
@@ -198,9 +198,9 @@ class MembershipProtocol:
             self.advance(now)
 
     def _finish(self, now: float) -> None:
-        """End the run when nobody trains any more and somebody's script came to its end.
+        """End the run after the last member has ended and at least one script has finished.
 
-        Where lost workers are replaced, any but rank 0 may be lost then: it may have had results to write.
+        If the run drops lost workers, it succeeds unless rank 0 was lost, which may have had results to write.
         """
         unfinished = [number for number in self.members if not self.workers[number].finished]
         if not unfinished or (self.bounds.drops and self.members[0] not in unfinished):
@@ -214,14 +214,14 @@ class MembershipProtocol:
         self.end(1, reason, now, save=True, kind="ended-early", workers=workers)
 
     def end(self, code: int, reason: str, now: float, save: bool = False, **about: Any) -> None:
-        """End the run; with ``save`` the members come together once more, and the most advanced one saves.
+        """End the run. With ``save``, the members report ready once more and the most advanced one saves a checkpoint.
 
         Args:
-            code: the exit code of the run.
-            reason: in words.
-            now: seconds of the clock that the caller uses.
-            save: whether to save first.
-            about: ``kind`` and ``workers`` of what only the coordinator knows (``failure.coordinator_report``).
+            code: exit code of the run.
+            reason: reason in words.
+            now: current time on the caller's clock, in seconds.
+            save: whether to save a checkpoint first. Defaults to False.
+            about: ``kind`` and ``workers`` of a failure that only the coordinator detects, for the report.
         """
         if self.over is not None:
             return
@@ -233,7 +233,7 @@ class MembershipProtocol:
         self.advance(now)
 
     def _send_end(self, now: float) -> None:
-        """Tell the workers that the run is over; before a save wait for those that may still come."""
+        """Notify the workers of the end of the run. Before a save, wait at most 5 seconds for training members."""
         assert self.over is not None
         if self.over["save"]:
             members = map(self.workers.__getitem__, self.members)
@@ -250,12 +250,12 @@ class MembershipProtocol:
             worker.end_sent = True
 
     def resize(self, bounds: Bounds, now: float) -> None:
-        """Change how many workers are wanted: a machine came or went."""
+        """Change the bounds, because a machine has joined or left or its slots have changed."""
         self.bounds = bounds
         self.advance(now)
 
     def advance(self, now: float) -> None:
-        """Form the next generation if possible; else announce it if it is due."""
+        """Form the next generation if possible, or announce one if spares can join."""
         if self.over is not None:
             self._send_end(now)
         elif self.generation < 0:
@@ -269,7 +269,7 @@ class MembershipProtocol:
 
     @property
     def _fits(self) -> Sequence[int]:
-        """How many can train together, by the members, or the first to be ready; empty: any number."""
+        """Numbers of workers that can train together, from a member or else a spare; empty for any number."""
         known = [*(self.workers[number] for number in self.members), *self._spares()]
         return next((one.fits for one in known if one.state in ("ready", "training")), ())
 
@@ -282,7 +282,7 @@ class MembershipProtocol:
         ]
 
     def _latest(self) -> int:
-        """The session that the members are in, or about to enter."""
+        """Return the session that the members are in or are about to enter."""
         there = (self.workers[member] for member in self.members)
         return max((one.session for one in there if one.state == "ready"), default=self._session)
 
@@ -301,7 +301,7 @@ class MembershipProtocol:
             return self._end_early(finished, now)
         if finished and not alive and not self._pending_starts:
             return self.end(0, "no worker has called paceline.start", now)
-        waits = ready or not (alive or self._pending_starts)  # patience counts when nobody is on the way, too
+        waits = ready or not (alive or self._pending_starts)  # the patience also runs if no worker is starting
         self._since = (now if self._since is None else self._since) if waits else None
         most = largest_fit(self._fits, self.bounds.wanted)
         there = largest_fit(self._fits, min(len(ready), most))
@@ -331,15 +331,15 @@ class MembershipProtocol:
             return
         if finished and len(finished) == sum(member.state == "gone" for member in members):
             self._end_early(finished, now)
-            return  # otherwise one was lost in the last step of those that have finished: the rest only complete it
+            return  # otherwise a worker was lost in the last step, and the remaining workers only complete that step
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]
         spares = [one.number for one in self._spares() if not one.leaving]
         chosen = [*left, *spares[: max(0, self.bounds.wanted - len(left))]]
         holders = [number for number in [*left, *leaving] if self.workers[number].progress is not None]
-        count = largest_fit(self._fits, len(chosen))  # fewer spares if need be
+        count = largest_fit(self._fits, len(chosen))  # with fewer spares if necessary
         kept = not holders or any(self.workers[number].progress is not None for number in chosen[:count])
-        needed = 0 if leaving else len(left)  # a leaving worker has given its part of the state to the others before
+        needed = 0 if leaving else len(left)  # a leaving worker has sent its part of the state to the others before
         if count >= max(1 if finished else self.bounds.least, needed) and kept:
             self._publish(chosen[:count], dismissed=leaving)
         elif leaving:
@@ -353,14 +353,14 @@ class MembershipProtocol:
             self._record("short", text=f"{self.bounds.shortage(len(chosen), self._fits)}; waiting for more")
 
     def overdue(self, now: float, seconds: float) -> list[int]:
-        """Find the members that others have waited for that long, to come together."""
+        """Return the members that are still training after others have been ready for this number of seconds."""
         members = [self.workers[number] for number in self.members]
         since = min((one.ready_since for one in members if one.state == "ready"), default=now)
         late = self.changing and now - since >= seconds
         return [one.number for one in members if one.state == "training" and late]
 
     def _may_grow(self) -> bool:
-        """Whether a worker is on the way, or may be started."""
+        """Return whether a worker is starting or may be started."""
         starting = any(one.state == "starting" for one in self.workers.values())
         return self.bounds.replaces or self._pending_starts > 0 or starting or bool(self._unconfirmed)
 
@@ -382,7 +382,7 @@ class MembershipProtocol:
         self._since = None
         for number in chosen:
             worker = self.workers[number]
-            if worker.joined and number not in before:  # it was dropped: who was with it may still run, too
+            if worker.joined and number not in before:  # a returned worker: others dropped with it may still run, too
                 self.fenced = True
             worker.state, worker.joined = "training", True
         if self._facts is None or self._session < self.workers[chosen[0]].session:

@@ -1,4 +1,4 @@
-"""What a person should know while a run goes on; and what is kept of it for the report at the end.
+"""Alerts for the user during a run, and the data for the report at its end.
 
 ::
 
@@ -25,14 +25,14 @@ from paceline.launchers.local.kernel import STOPPED, state_of
 
 _START_SECONDS = 30.0
 _SILENT_SECONDS = 3.0
-"""An older heartbeat says nothing about where a worker is now."""
+"""Largest age of a heartbeat that still shows what a worker is doing."""
 _NAMED = 8
-"""Workers named in one line, at most."""
+"""Largest number of workers to name in one line."""
 
 
 @dataclass(frozen=True)
 class Alert:
-    """What happened: ``late``, ``absent``, ``lost``, ``short``, ``joined``, ``unlike`` (a machine); to whom."""
+    """Alert of kind ``late``, ``absent``, ``lost``, ``short``, ``joined`` or ``unlike`` (a machine), with workers."""
 
     kind: str
     text: str
@@ -41,17 +41,17 @@ class Alert:
 
 
 class RunMonitor:
-    """Observes a run for its coordinator.
+    """Monitor of a run for its coordinator.
 
     Attributes:
-        alerts: not shown yet; the launcher takes them from the left.
-        late_workers: the workers for which others wait too long now.
-        hang_report: what every worker does, in words; empty when nobody is late.
-        hang_seconds: the deadline that the script set, if any.
-        timeout_seconds: after which a worker gives up waiting.
-        reports: the failure reports of workers of other machines.
-        exits: how the workers of other machines ended.
-        exit_texts: how lost workers of this machine ended, in words; other workers may notice before that.
+        alerts: alerts that are not shown yet. The launcher takes them from the left.
+        late_workers: numbers of the workers that are late now.
+        hang_report: description of what every worker is doing; empty if no worker is late.
+        hang_seconds: setting ``hang_seconds`` of the script, if set.
+        timeout_seconds: timeout after which a worker gives up waiting, in seconds; None until a worker has registered.
+        reports: failure reports of workers, by number.
+        exits: exits of workers on other machines.
+        exit_texts: descriptions of how lost workers ended, by number. Other workers may detect a loss earlier.
     """
 
     def __init__(self, record: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,15 +72,15 @@ class RunMonitor:
         self._next_alert = 0.0
 
     def started(self, number: int, pid: int) -> None:
-        """A process was started on this machine."""
+        """Record the process id of a worker on this machine."""
         self._pids[number] = pid
 
     def pid_of(self, number: int) -> int:
-        """Return the process of a worker; 0 if it is on another machine."""
+        """Return the process id of a worker, or 0 if it runs on another machine."""
         return self._pids.get(number, 0)
 
     def record(self, event: str, statuses: Sequence[WorkerStatus], **fields: Any) -> None:
-        """Record an event of the membership, and keep what the report needs."""
+        """Record a membership event, add an alert for it, and store data for the report."""
         self._record(event, **fields)
         if event == "lost":
             number = fields["worker"]
@@ -100,7 +100,7 @@ class RunMonitor:
     def report_late(
         self, statuses: Sequence[WorkerStatus], members: Sequence[int], late: Sequence[WorkerStatus], limit: float
     ) -> None:
-        """Report late workers at once, and again whenever the deadline has passed again."""
+        """Report late workers at once, and again after each further ``limit`` seconds."""
         numbers, now = tuple(members[one.rank] for one in late), self._clock()
         self.hang_report = describe(statuses)
         stopped = [number for number in numbers if state_of(self._pids.get(number, 0)) == STOPPED]
@@ -115,14 +115,14 @@ class RunMonitor:
             self.late_workers, self._next_alert = numbers, now + limit
 
     def clear_late(self) -> None:
-        """Forget who was late: nobody is any more."""
+        """Reset the hang report, because no worker is late any more."""
         self.late_workers, self.hang_report = (), ""
 
     def check_absent(self, membership: MembershipProtocol, now: float) -> tuple[tuple[int, ...], str] | None:
-        """Find who has not reached ``paceline.start`` at the beginning, while others wait there.
+        """Alert about workers that have not reached their first ``paceline.start`` while others wait.
 
         Returns:
-            their numbers and a sentence, once ``timeout_seconds`` have passed; before that only an alert is kept.
+            numbers of the absent workers and a sentence about them once ``timeout_seconds`` have passed, else None.
         """
         ready = [one.number for one in membership.workers.values() if one.state == "ready"]
         missing = tuple(one.number for one in membership.workers.values() if one.state == "starting" and not one.about)
@@ -153,7 +153,7 @@ class RunMonitor:
     def report(
         self, membership: MembershipProtocol, statuses: Sequence[WorkerStatus], elastic: bool
     ) -> CoordinatorReport:
-        """Report what is known when the run has ended."""
+        """Return the report of the run after its end."""
         over = membership.over or {}
         steps = [one.step for one in statuses]
         steps += [one.progress[0] for one in membership.workers.values() if one.progress is not None]
@@ -180,7 +180,7 @@ class RunMonitor:
 
 
 def last_seen_of(statuses: Sequence[WorkerStatus], rank: int) -> LastSeen:
-    """Where a worker was, and who waited for it."""
+    """Return what a worker was doing, and which workers were waiting."""
     own = next((one for one in statuses if one.rank == rank), None)
     waiting = [one for one in statuses if one.waiting and one.rank != rank]
     seconds = max((one.since + one.silent for one in waiting), default=0.0)

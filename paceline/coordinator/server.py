@@ -1,8 +1,8 @@
-"""The coordinator: the one place that knows who trains. A thread of the first launcher, so that it survives any worker.
+"""Coordinator: the single authority on the membership. It is a thread of the first launcher, so it survives any worker.
 
-Workers and the agents of other machines keep a connection to it (:mod:`paceline.coordinator.wire.connections`). A
-connection that ends proves nothing about a worker of the coordinator's own machine, where the agent sees the process
-end; of a worker elsewhere it is the evidence. A worker speaks for itself, and an agent for the workers that it started.
+Workers and remote agents keep a connection to it (:mod:`paceline.coordinator.wire.connections`). A closed connection does
+not prove the loss of a worker on the coordinator's machine, where the agent sees the process end, but it does for other
+machines. Workers may report only about themselves, agents only about the workers that they have started.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.coordinator.failure.coordinator_report import CoordinatorReport
-from paceline.coordinator.failure.worker_report import describe_exit
+from paceline.coordinator.wire.authentication import AGENT
+from paceline.coordinator.wire.connections import TICK_SECONDS, Connections, Peer
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.coordinator.types import Bounds, Message, RunInfo
-from paceline.coordinator.wire.authentication import AGENT
-from paceline.coordinator.wire.connections import TICK_SECONDS, Connections, Peer
 from paceline.coordinator.wire.validation import BLOCK
 from paceline.errors import PREEMPTED
+from paceline.coordinator.failure.coordinator_report import CoordinatorReport
+from paceline.coordinator.failure.worker_report import describe_exit
 from paceline.launchers.base import WorkerExit
 from paceline.launchers.local.kernel import is_ending
 from paceline.launchers.output import Show
@@ -35,14 +35,14 @@ _AGENTS_SECONDS = 60.0
 
 @dataclass
 class Agent:
-    """The agent of another machine.
+    """Agent of another machine.
 
     Attributes:
-        peer: its connection.
-        number: of the machine; its workers are numbered from ``BLOCK`` times that on.
-        workers: how many it started with.
-        running: the workers that it has started and that have not ended, as it says.
-        end_sent: the end of the run was sent to it.
+        peer: connection of the agent.
+        number: number of the machine. Its workers are numbered from ``number * BLOCK``.
+        workers: number of workers that it started with.
+        running: numbers of its workers that are running, as reported by the agent.
+        end_sent: whether the end of the run has been sent to the agent.
     """
 
     peer: Peer
@@ -57,9 +57,9 @@ class System:
     """Connections, clock and process checks of a coordinator. The simulator replaces them.
 
     Attributes:
-        connect: opens the connections.
-        clock: the seconds in which deadlines are counted.
-        is_ending: tells whether a process has ended, or is about to.
+        connect: function that creates the connections.
+        clock: clock for deadlines, in seconds.
+        is_ending: function that returns whether a process has ended or is about to end.
     """
 
     connect: Callable[..., Connections] = Connections
@@ -68,16 +68,16 @@ class System:
 
 
 class Coordinator:
-    """Receives what workers and agents report, and lets :class:`MembershipProtocol` decide.
+    """Server that receives the reports of workers and agents. :class:`MembershipProtocol` makes the decisions.
 
     Args:
-        listener: see :func:`paceline.coordinator.wire.messages.listen`.
-        bounds: how many workers there must and may be.
-        record: called with each event.
-        run: what the launchers of a run have in common.
-        local_workers: how many start on this machine.
-        show: called with a line that rank 0 prints on another machine.
-        system: what it uses of its machine.
+        listener: listening socket from :func:`paceline.coordinator.wire.messages.listen`.
+        bounds: bounds on the number of workers.
+        record: function that records an event.
+        run: properties that all launchers of the run share.
+        local_workers: number of workers that start on this machine. Defaults to 0.
+        show: function that shows a line of output that rank 0 prints on another machine.
+        system: connections, clock and process checks. Defaults to the real ones.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Coordinator:
         self._record = record
         self._run = run
         self._workers: dict[int, Peer] = {}
-        self._ended: set[int] = set()  # what they said before may still be on its way
+        self._ended: set[int] = set()  # their earlier messages may still arrive, and are ignored
         self._agents: dict[int, Agent] = {}
         system = system or System()
         self._clock, self._is_ending = system.clock, system.is_ending
@@ -109,33 +109,33 @@ class Coordinator:
         self._connections.start()
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._connections.close()
 
     def _key(self, role: str) -> bytes:
-        """The key of a role; that of a worker is good for this run alone."""
+        """Return the key of a role. A worker's key is valid for this run only."""
         secret = self._run.secret
         return secret.key(role) if role == AGENT else secret.of_run(self._run.id).key(role)
 
     def started(self, number: int, pid: int) -> None:
-        """Expect a worker that was started on this machine."""
+        """Add a worker process that has been started on this machine."""
         with self._lock:
             self.monitor.started(number, pid)
             self.membership.started(number)
 
     def announce_start(self) -> None:
-        """Expect a worker that is yet to be started."""
+        """Expect a worker that will be started."""
         with self._lock:
             self.membership.announce_start()
 
     def ended(self, number: int, code: int, report: Message, replace: Callable[[], None]) -> bool:
-        """Take note of how a worker's process ended, which only its agent knows; false if that is how the run ends.
+        """Handle the end of a worker's process, as its agent reports. Return False if this failure ends the run.
 
         Args:
-            number: of the worker.
-            code: its exit code; negative: the signal that killed it.
-            report: what the worker wrote down of its failure; empty if nothing.
-            replace: called before the worker counts as lost.
+            number: number of the worker.
+            code: exit code, or the negative number of the signal that killed the process.
+            report: failure record that the worker has written; empty if there is none.
+            replace: function that is called before the worker counts as lost, to schedule a replacement.
         """
         with self._lock:
             now, membership = self._clock(), self.membership
@@ -157,12 +157,12 @@ class Coordinator:
             return True
 
     def _by_script(self, number: int) -> bool:
-        """Whether a worker that ended with an exit code of its own would end with it again if it were replaced."""
+        """Return whether a replacement would fail alike: the script had ended, or the worker had never joined."""
         worker = self.membership.workers[number]
         return worker.ending or not worker.joined
 
     def _fail(self, number: int, code: int, reason: str, report: Message) -> bool:
-        """Take note that a worker's script has failed; true if that ends the run."""
+        """Handle the failure of a worker's script. Return whether it ends the run."""
         now = self._clock()
         if not self.membership.needs(number):
             self._record("not-joined", worker=number, reason=reason)
@@ -176,29 +176,29 @@ class Coordinator:
         return True
 
     def want(self, workers: int) -> None:
-        """Change how many workers are wanted on this machine."""
+        """Change the wanted number of workers on this machine."""
         with self._lock:
             self._local_workers = workers
             self._count_machines()
 
     def report(self, elastic: bool) -> CoordinatorReport:
-        """Report how the run ended."""
+        """Return the report of the run after its end."""
         with self._lock:
             return self.monitor.report(self.membership, self._lateness.statuses(self._clock()), elastic)
 
     @property
     def members(self) -> list[int]:
-        """The workers in the order of their ranks."""
+        """Numbers of the members, in the order of their ranks."""
         return list(self.membership.members)
 
     @property
     def shown(self) -> int:
-        """The worker whose output is shown: rank 0, or the one that is likely to be."""
+        """Number of the worker whose output is shown: rank 0, or before the start the worker expected to become it."""
         members = self.membership.members
         return members[0] if members else 0 if self._local_workers else BLOCK
 
     def preempt(self) -> None:
-        """End the run if it does not end with the workers here: the coordinator goes away with this machine."""
+        """End the run as preempted if it has workers elsewhere, because the coordinator is lost with this machine."""
         with self._lock:
             if self._agents or not self._local_workers:
                 self.membership.end(PREEMPTED, "preempted", self._clock(), save=True)
@@ -210,16 +210,16 @@ class Coordinator:
 
     @property
     def has_agents(self) -> bool:
-        """Whether other machines take part."""
+        """Whether agents of other machines are connected."""
         return bool(self._agents)
 
     @property
     def over(self) -> Message | None:
-        """How the run ended, if it has."""
+        """Message on the end of the run; None while it continues."""
         return self.membership.over
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Take a message of a worker or an agent, which has been checked."""
+        """Handle a validated message of a worker or an agent."""
         number, agent = peer.worker, self._agent(peer)
         if number is not None:
             if number not in self._ended:
@@ -238,7 +238,7 @@ class Coordinator:
             self.monitor.hang_seconds = message["hang_seconds"]
             self.monitor.timeout_seconds = message["timeout_seconds"]
             self.membership.register(number, message["about"], message["facts"], message["session"], message["fits"])
-        elif self._workers.get(number) is not peer:  # not yet, or no longer: its script has started again
+        elif self._workers.get(number) is not peer:  # before hello, or after the script has connected again
             return
         elif kind == "ready":
             progress = message["progress"]
@@ -266,7 +266,7 @@ class Coordinator:
         return next((agent for agent in self._agents.values() if agent.peer is peer), None)
 
     def _handle_agent(self, agent: Agent, message: Message) -> None:
-        """Take an agent's word for what becomes of the workers that it started."""
+        """Handle an agent's report about workers that it has started, or a line of output."""
         if message["type"] == "output":
             self._show(message["stream"], message["line"])
             return
@@ -281,11 +281,12 @@ class Coordinator:
             self._connections.refuse(agent.peer, f"worker {number} is not on its machine")
 
     def disconnected(self, peer: Peer) -> None:
-        """Take note that the connection of a worker or an agent has ended."""
+        """Handle the end of the connection of a worker or an agent."""
         number = peer.worker
         if number is not None and self._workers.get(number) is peer:
             del self._workers[number]
-            if number >= BLOCK and not (self.membership.workers[number].ending and self._reports_exit(number)):
+            told = self.membership.workers[number].ending and number // BLOCK in self._agents
+            if number >= BLOCK and not told:  # else its agent will report how it ended
                 self._cut_off(number)
         if agent := self._agent(peer):
             del self._agents[agent.number]
@@ -295,17 +296,13 @@ class Coordinator:
                     self._cut_off(number)
             self._count_machines()
 
-    def _reports_exit(self, number: int) -> bool:
-        """Return whether the exit code of a worker whose script has ended will be reported: by its machine's agent."""
-        return number // BLOCK in self._agents
-
     def _cut_off(self, number: int) -> None:
-        """Lose a worker of another machine: nobody can say any more how it is."""
+        """Drop a worker of another machine that cannot be reached. Its process may still run."""
         self.membership.fenced = True
         self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", self._clock())
 
     def _check_reported_exits(self, ended: list[int], now: float) -> None:
-        """Check a worker's word that others have ended; on this machine that shows before their agent sees it."""
+        """Verify a worker's report that others have ended, which this machine shows before their agent sees it."""
         for number in ended:
             worker = self.membership.workers.get(number)
             if worker is None or worker.ending or number >= BLOCK or not worker.about:
@@ -314,7 +311,7 @@ class Coordinator:
                 self.membership.lose(number, f"{self.membership.name(number)} ended", now, confirmed=False)
 
     def _handle_exit(self, message: Message) -> None:
-        """Take note of how a worker of another machine ended, as its agent reports."""
+        """Handle the end of a worker's process on another machine, as its agent reports."""
         number = message["worker"]
         self.monitor.exits.append(
             WorkerExit(number, message["code"], time.time(), False, out_of_memory=message["out_of_memory"])
@@ -322,7 +319,7 @@ class Coordinator:
         self.ended(number, message["code"], message["report"], lambda: None)  # its agent replaces it
 
     def _register_agent(self, peer: Peer, message: Message) -> None:
-        """Let a machine join, if what it starts is the same run."""
+        """Admit the agent of another machine if it starts the same run, otherwise refuse it."""
         if other := self._run.difference(message["script"], message["name"]):
             self._connections.send([peer], {"type": "refused", "reason": other})
             self._connections.refuse(peer, other)
@@ -348,7 +345,7 @@ class Coordinator:
         self._connections.send([self._workers[number] for number in numbers if number in self._workers], message)
 
     def wait_for_agents(self) -> None:
-        """Wait until the other machines know that the run is over, if it is; a minute at most."""
+        """Wait at most 60 seconds until the end of the run, if it has ended, is sent to all agents."""
         deadline = time.monotonic() + _AGENTS_SECONDS
         while time.monotonic() < deadline:
             with self._lock:
@@ -357,7 +354,7 @@ class Coordinator:
             time.sleep(TICK_SECONDS / 5)
 
     def _send_end_to_agents(self) -> None:
-        """Tell the agents of the other machines that the run is over."""
+        """Send the end of the run to all agents that have not been notified."""
         untold = [agent for agent in self._agents.values() if not agent.end_sent]
         for agent in untold:
             agent.end_sent = True
@@ -369,7 +366,7 @@ class Coordinator:
             return self.membership.name(number)
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Advance the membership and check for late workers, or notify agents if the run has ended."""
         self.membership.advance(now)
         if self.membership.over is not None:
             self._send_end_to_agents()

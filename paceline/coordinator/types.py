@@ -1,4 +1,4 @@
-"""The plain data of membership, shared by the coordinator and the workers."""
+"""Plain data of the membership, shared by the coordinator and the workers."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 from paceline.system.secret import Secret
 
 Message = dict[str, Any]
-"""What goes over a connection to the coordinator: a JSON object."""
+"""Message on a connection to the coordinator: a JSON object."""
 LONGEST_TEXT = 1 << 20
-"""Characters of a text in a message."""
+"""Largest number of characters of a text in a message."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the launchers of one run have in common.
+    """Properties that all launchers of a run share.
 
     Attributes:
-        id: tells this run from all others; no secret.
-        secret: known to all its launchers.
-        script: the name of the script's file.
-        name: of the run.
-        resume: the checkpoint to start from.
-        differences: says in a line each how a machine that joins, of this name, is unlike that of the coordinator.
+        id: unique identifier of the run; not secret.
+        secret: secret that all launchers of the run share.
+        script: file name of the script.
+        name: name of the run.
+        resume: checkpoint to start from, if any.
+        differences: function that describes, in one line each, how a joining machine differs from the coordinator's.
     """
 
     id: str
@@ -35,7 +35,7 @@ class RunInfo:
     differences: Callable[[str, Message], list[str]] = lambda *_: []
 
     def difference(self, script: str, name: str | None) -> str:
-        """Say why a launcher with this script, and this name if it was given one, starts another run; else empty."""
+        """Return why a launcher with this script and optional name belongs to another run; empty if it does not."""
         if script != self.script:
             return f"it is the run {self.name} of {self.script}, not one of {script}"
         return f"it is the run {self.name}, not {name}" if name not in (None, self.name) else ""
@@ -43,14 +43,14 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many workers there must be, may be, and are wanted now.
+    """Bounds on the number of workers.
 
     Attributes:
-        least: training waits below this number.
-        most: no more are admitted.
-        wanted: lost workers are replaced up to this number.
-        replaces: whether lost workers are started anew.
-        patience: seconds to wait for replacements below ``least``.
+        least: smallest number of workers to train with.
+        most: largest number of workers to admit.
+        wanted: number of workers wanted now. Lost workers are replaced up to this number.
+        replaces: whether more machines may join, so that a shortage of workers is waited out.
+        patience: time to wait for workers if there are fewer than ``least``, in seconds.
         drops: whether late workers are dropped.
     """
 
@@ -62,7 +62,7 @@ class Bounds:
     drops: bool = False
 
     def shortage(self, there: int, fits: Sequence[int]) -> str:
-        """Say why that many workers cannot go on; ``fits`` as in :class:`Worker`."""
+        """Describe why training cannot continue with ``there`` workers; ``fits`` as in :class:`Worker`."""
         if there >= self.least and fits and there not in fits:
             counts = [str(count) for count in fits if self.least <= count <= self.most]
             return f"these settings are for {' or '.join(counts)} workers, and {there} are left"
@@ -71,13 +71,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that was lost.
+    """Lost worker.
 
     Attributes:
-        worker: the number of the process.
-        rank: its rank; None if it was no member.
-        reason: who, and what happened.
-        may_run: whether its process may still run.
+        worker: number of the worker process.
+        rank: rank of the worker; None if it was not a member.
+        reason: sentence that names the worker and what happened.
+        may_run: whether the process may still run.
     """
 
     worker: int
@@ -88,25 +88,25 @@ class Lost:
 
 @dataclass
 class Worker:
-    """What the coordinator knows of one worker process.
+    """Coordinator's record of a worker process.
 
     Attributes:
-        number: of the process.
+        number: number of the worker process.
         state: ``starting``, ``ready`` (waits for the next generation), ``training``, or ``gone``.
-        progress: the steps and evaluations whose result it holds, and what distinguishes its state from that of equally
-            far workers (``recovery.Progress``); None before it has a state.
-        session: how often its script has called ``paceline.start``; all members are in the same session.
-        ready_since: when it reported that it waits for the next generation.
-        leaving: it was asked to end.
-        ending: its script has ended; how, its agent will say.
-        finished: its process has ended with exit code 0.
-        refused: it does not match the others.
-        joined: it has been a member.
-        end_sent: the end of the run was sent to it.
-        knows: the last generation whose members were sent to it.
-        about: its host, process and address.
-        facts: what all workers must agree on.
-        fits: how many workers can train together with its settings; empty: any number.
+        progress: key of its progress, which orders workers (``training.progress.Progress.key``): steps, calls, and
+            tie-break. None before it has a state.
+        session: number of ``paceline.start`` calls of its script. All members are in the same session.
+        ready_since: time at which it reported ready.
+        leaving: whether it was asked to leave.
+        ending: whether its script has ended. Its agent will report the exit code.
+        finished: whether its process has ended with exit code 0.
+        refused: whether it was refused because its facts differ.
+        joined: whether it has ever been a member.
+        end_sent: whether the end of the run was sent to it.
+        knows: last generation whose members were sent to it.
+        about: host, process and address.
+        facts: facts on which all workers must agree.
+        fits: numbers of workers that its settings support; empty for any number.
     """
 
     number: int
@@ -128,7 +128,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Member:
-    """One worker of a membership: how to reach it, and its shared memory if all are on one machine."""
+    """Member of a generation: how to reach it, and its shared-memory handle if all workers are on one machine."""
 
     worker: int
     host: str
@@ -138,22 +138,22 @@ class Member:
 
 
 def neighbours(members: Sequence[Member], rank: int) -> list[int]:
-    """The ranks of the workers on the machine of one of them."""
+    """Return the ranks of all workers on the same machine as a rank, including that rank."""
     machines = [(one.host, one.address) for one in members]
     return [other for other, machine in enumerate(machines) if machine == machines[rank]]
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The workers of one generation, by rank.
+    """Workers of one generation.
 
     Attributes:
-        generation: how often the workers have changed.
-        members: by rank.
-        joined: the numbers of the workers that were not in the generation before.
-        lost: the numbers of those that were, and no longer are.
-        fenced: whether a dropped one may still run.
-        fresh: whether none of them has a state yet.
+        generation: number of membership changes.
+        members: members by rank.
+        joined: numbers of the workers that were not in the previous generation.
+        lost: numbers of the workers that were in the previous generation only.
+        fenced: whether a dropped worker may still run.
+        fresh: whether no member has a state yet.
     """
 
     generation: int
@@ -170,7 +170,7 @@ class Membership:
 
 @dataclass(frozen=True)
 class Departure:
-    """How a worker leaves the run: its exit code, why, and whether it saves a checkpoint for all first."""
+    """Departure of a worker from the run: exit code, reason, and whether it writes the final checkpoint first."""
 
     code: int
     reason: str
@@ -178,15 +178,14 @@ class Departure:
 
 
 def largest_fit(fits: Sequence[int], count: int) -> int:
-    """The largest number up to ``count`` that can train together; 0 if there is none."""
+    """Return the largest supported number of workers up to ``count``, or 0 if there is none."""
     return max((fit for fit in fits if fit <= count), default=0) if fits else count
 
 
 def by_machine(numbers: Sequence[int], workers: Mapping[int, Worker]) -> list[int]:
-    """Put workers of the same machine next to each other, machines in the order of their first worker.
+    """Group workers by machine. Machines are in the order of their first worker.
 
-    Neighbours compute neighbouring microbatches, so the workers of a machine have few whole nodes of the canonical
-    tree together.
+    Adjacent ranks compute adjacent microbatches, so a machine's gradients form few nodes of the canonical tree.
     """
     machines = {number: (workers[number].about.get("host"), workers[number].about.get("address")) for number in numbers}
     order = list(dict.fromkeys(machines.values()))
@@ -194,7 +193,7 @@ def by_machine(numbers: Sequence[int], workers: Mapping[int, Worker]) -> list[in
 
 
 def saver_of(members: Sequence[int], workers: Mapping[int, Worker]) -> int | None:
-    """Choose who writes the last checkpoint: the first of the most advanced workers that are ready."""
+    """Return the worker that writes the final checkpoint: the first of the most advanced ready workers, or None."""
     ranks = {number: rank for rank, number in enumerate(members)}
     holders = [one for one in workers.values() if one.state == "ready" and one.progress is not None]
     holders.sort(key=lambda one: ranks.get(one.number, len(ranks)))

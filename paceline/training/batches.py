@@ -120,7 +120,7 @@ class Batches:
             last = progress.received - 1
             if last < target and progress.gives_again(position.given):
                 # The other workers, or the run that saved the checkpoint, may be in code after this step, such as an
-                # evaluation. So this worker's script gets the batch, too, and step() returns the stored result.
+                # evaluation. So this worker's script gets the batch, too, and step() returns their result.
                 position.move_to(last, before=True)
                 yield self._batch(last, [], 0.0, _NOT_LOADED)
                 self._loop.end_batch()

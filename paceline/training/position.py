@@ -64,8 +64,7 @@ class Position:
 
         Args:
             steps: number of steps that the script has passed.
-            before: whether the script has received the batch of step ``steps``. Defaults to False: it has taken the
-                step before.
+            before: whether the script has received the batch of step ``steps`` without having taken the step.
             turn: index of the phase just taken, if a batch has several.
         """
         self.steps = steps

@@ -1,4 +1,4 @@
-"""How both ends of a connection prove that they belong to one run, before either believes the other.
+"""Mutual authentication of the two ends of a connection, before either trusts the other.
 
 Challenge and response, in lines of text::
 
@@ -6,10 +6,9 @@ Challenge and response, in lines of text::
     client       worker 3 <nonce> <proof>
     coordinator  welcome <proof>             or: refused
 
-A proof is the HMAC-SHA256, by the key of the role, of the protocol, who proves, the role, and both nonces: it is good
-for this connection, this direction and this role alone, so that it can be neither replayed nor reflected. The key of a
-worker is bound to its number and to the run (:mod:`paceline.system.secret`). Whoever has no key learns nothing but
-that something of Paceline listens.
+A proof is the HMAC-SHA256, with the role's key, of the protocol, the proving end, the role and both nonces. It is valid
+for this connection, direction and role only, so it cannot be replayed or reflected. A worker's key is bound to its
+number and the run (:mod:`paceline.system.secret`). A peer without a key learns only that Paceline is listening.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 from collections.abc import Callable
 
 LONGEST_LINE = 256
-"""Bytes of a line before the proof."""
+"""Largest length of a line before authentication, in bytes."""
 AGENT = "agent"
 _PROTOCOL = "paceline 1"
 _CHALLENGE = re.compile(rb"paceline 1 ([0-9a-f]{64})")
@@ -31,41 +30,41 @@ _WELCOME = re.compile(rb"welcome ([0-9a-f]{64})")
 _REFUSED = b"refused"
 
 Keys = Callable[[str], bytes]
-"""The key of a role."""
+"""Function from a role to its key."""
 
 
 class NotAuthenticated(ConnectionError):
-    """The other end could not prove that it belongs to this run, or did not accept this end's proof."""
+    """The other end could not prove that it belongs to this run, or has not accepted this end's proof."""
 
 
 class Refused(NotAuthenticated):
-    """The coordinator did not accept this end's proof: it belongs to another run."""
+    """The coordinator has not accepted this end's proof, because it belongs to another run."""
 
 
 def worker(number: int) -> str:
-    """The role of a worker."""
+    """Return the role of a worker."""
     return f"worker {number}"
 
 
 class Challenge:
-    """The coordinator's end of one connection that has yet to be authenticated."""
+    """Coordinator's side of the authentication of one connection."""
 
     refusal = _REFUSED + b"\n"
-    """What it sends to whoever is refused."""
+    """Line to send to a refused client."""
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(32)
 
     @property
     def line(self) -> bytes:
-        """What it sends first."""
+        """First line to send: the protocol and the coordinator's nonce."""
         return f"{_PROTOCOL} {self._nonce}\n".encode()
 
     def check(self, answer: bytes, keys: Keys) -> tuple[str, bytes]:
-        """Check a client's answer; gives its role, and the line to send in return.
+        """Check a client's answer, and return its role and the welcome line to send.
 
         Raises:
-            NotAuthenticated: it does not know the key of the role that it claims.
+            NotAuthenticated: the answer is malformed, or the client does not have the key of the role it claims.
         """
         found = _ANSWER.fullmatch(answer)
         if found is None:
@@ -78,17 +77,17 @@ class Challenge:
 
 
 def authenticate(connection: socket.socket, role: str, key: bytes, seconds: float) -> None:
-    """Prove to a coordinator who this is, and have it prove that it is the run's.
+    """Authenticate to a coordinator, and verify that it belongs to this run.
 
     Args:
-        connection: just opened; nothing was read from it or written to it.
-        role: ``AGENT``, or that of :func:`worker`.
-        key: of the role.
-        seconds: to wait for the other end at most.
+        connection: new connection, on which nothing has been read or written.
+        role: ``AGENT``, or the result of :func:`worker`.
+        key: key of the role.
+        seconds: timeout in seconds.
 
     Raises:
-        Refused: it does not accept this key.
-        NotAuthenticated: it is not the coordinator of this run, or does not answer in time.
+        Refused: the coordinator does not accept the key.
+        NotAuthenticated: the other end is not the coordinator of this run, or does not answer in time.
         OSError: the connection has ended.
     """
     try:
@@ -98,11 +97,11 @@ def authenticate(connection: socket.socket, role: str, key: bytes, seconds: floa
 
 
 def admit(connection: socket.socket, keys: Keys, seconds: float) -> str:
-    """Have whoever has just connected prove who it is, and prove it to it; gives its role.
+    """Authenticate a client that has just connected, within a timeout in seconds, and return its role.
 
     Raises:
-        NotAuthenticated: it does not know the key of the role that it claims.
-        OSError: the connection has ended, or nothing came in time.
+        NotAuthenticated: the client does not have the key of the role it claims.
+        OSError: the connection has ended, or the client has not answered in time.
     """
     challenge = Challenge()
     connection.settimeout(seconds)

@@ -1,9 +1,8 @@
-"""The coordinator's sockets: who may speak, and how much.
+"""Connections of the coordinator: authentication, message limits, and the thread that serves them.
 
-Whoever connects proves first that it belongs to the run (:mod:`paceline.coordinator.wire.authentication`), in one
-short line and soon. After that its messages are checked (:mod:`paceline.coordinator.wire.validation`). What is wrong
-with a connection ends that one alone. One thread serves them all and waits for none: what a peer does not read stays in
-its buffer.
+A client first authenticates (:mod:`paceline.coordinator.wire.authentication`), in one line of at most 256 bytes and within
+10 seconds. Its messages are then validated (:mod:`paceline.coordinator.wire.validation`). An error on a connection closes
+only that connection. One thread serves all connections and never blocks: data that a peer does not read is buffered.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.coordinator.types import Message
 from paceline.coordinator.wire.authentication import LONGEST_LINE, Challenge, Keys, NotAuthenticated
 from paceline.coordinator.wire.messages import LONGEST_MESSAGE, Connection, decode, encode, keep_alive
+from paceline.coordinator.types import Message
 from paceline.coordinator.wire.validation import KINDS, Kind, check
 
 TICK_SECONDS = 0.5
@@ -35,14 +34,14 @@ _LONGEST_REASON = 200
 
 @dataclass(eq=False)
 class Peer:
-    """One connection, from a stranger's to that of a worker or an agent.
+    """Client of the coordinator: a worker, an agent, or not yet authenticated.
 
     Attributes:
-        connection: its end here.
-        host: its address.
-        since: when it came.
-        challenge: to a stranger; None once it has proven who it is.
-        role: that it has proven, such as ``worker 3``; empty of a stranger.
+        connection: coordinator's end of the connection.
+        host: address of the client.
+        since: time of the connection, on the monotonic clock.
+        challenge: pending challenge; None after authentication.
+        role: authenticated role, such as ``worker 3``; empty before authentication.
     """
 
     connection: Connection
@@ -53,32 +52,32 @@ class Peer:
 
     @property
     def worker(self) -> int | None:
-        """The number of the worker that it is; None of others."""
+        """Number of the worker; None if the client is not an authenticated worker."""
         kind, _, number = self.role.partition(" ")
         return int(number) if kind == "worker" else None
 
 
 class Receiver(Protocol):
-    """What the messages mean; all is called with the lock held."""
+    """Handler of messages. All methods are called with the lock held."""
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Take a message that is as it should be."""
+        """Handle a validated message of an authenticated client."""
         ...
 
     def disconnected(self, peer: Peer) -> None:
-        """Take note that the connection of a worker or an agent has ended."""
+        """Handle the end of an authenticated client's connection."""
         ...
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Run periodic work. Called about every ``TICK_SECONDS``."""
         ...
 
 
 class Refusals:
-    """Records whom the coordinator refuses; when the same happens often, only how often.
+    """Recorder of refused connections, which aggregates frequent repetitions into counts.
 
     Args:
-        record: called with each event.
+        record: function that records an event.
     """
 
     def __init__(self, record: Callable[..., None]) -> None:
@@ -86,7 +85,7 @@ class Refusals:
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def add(self, host: str, reason: str, now: float) -> None:
-        """Take note of one; a peer may have chosen a part of the reason."""
+        """Record a refusal. The reason is sanitized and shortened, because a client may control a part of it."""
         reason = "".join(one if one.isprintable() else "?" for one in reason[:_LONGEST_REASON])
         if (host, reason) not in self._seen and len(self._seen) >= _MOST_REASONS:
             host, reason = "others", "too many to tell apart"
@@ -96,7 +95,7 @@ class Refusals:
             self._record("refused", address=host, reason=reason, count=1)
 
     def write(self, before: float) -> None:
-        """Record how often it happened since then, for what was first seen before a time."""
+        """Record the counts of repeated refusals that were first seen at or before this time, and reset them."""
         for (host, reason), (since, count) in list(self._seen.items()):
             if since <= before:
                 del self._seen[host, reason]
@@ -105,15 +104,15 @@ class Refusals:
 
 
 class Connections:
-    """Serves the connections in a thread.
+    """Thread that serves all connections.
 
     Args:
-        listener: see :func:`paceline.coordinator.wire.messages.listen`.
-        keys: the key of each role.
-        receiver: what the messages mean.
-        lock: held whenever the receiver is called, or a peer is sent something.
-        record: called with each event.
-        kinds: the messages that peers may send.
+        listener: listening socket from :func:`paceline.coordinator.wire.messages.listen`.
+        keys: function from a role to its key.
+        receiver: handler of messages.
+        lock: lock that is held during calls of the receiver and while sending.
+        record: function that records an event.
+        kinds: kinds of messages that clients may send. Defaults to those of a run.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class Connections:
         self._lock = lock
         self._refusals = Refusals(record)
         self._strangers: dict[Peer, None] = {}  # the oldest first
-        self._touched: set[Peer] = set()  # that were sent something, or have sent something, since the last look
+        self._touched: set[Peer] = set()  # with traffic since the last call of _settle
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._closed = False
@@ -145,20 +144,17 @@ class Connections:
         self._thread = threading.Thread(target=self._serve, name="paceline-coordinator", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on."""
+        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections."""
+        """Stop the thread and close all connections."""
         self._closed = True
         self._wake_up()
         self._thread.join(2 * TICK_SECONDS + 1)
 
     def send(self, peers: Sequence[Peer], message: Message) -> None:
-        """Send all of them a message, now or when they read again; any thread may, with the lock held.
-
-        It is encoded once, however many there are.
-        """
+        """Send a message, encoded once, to all peers without blocking. Any thread may call this with the lock held."""
         line = encode(message) if peers else b""
         for peer in peers:
             peer.connection.send(line)
@@ -167,12 +163,12 @@ class Connections:
             self._wake_up()
 
     def refuse(self, peer: Peer, reason: str) -> None:
-        """End a connection, and record why."""
+        """Close a connection and record the reason."""
         self._refusals.add(peer.host, f"{peer.role}: {reason}" if peer.role else reason, time.monotonic())
         self._drop(peer)
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # it is awake, or has ended
+        with contextlib.suppress(OSError):  # the thread is already awake, or has ended
             self._wake.send(b"x")
 
     def _serve(self) -> None:
@@ -191,7 +187,7 @@ class Connections:
                         ticked = now
                         self._tick(now)
                     self._settle()
-        finally:  # also after a bug here: the workers must not wait for ever
+        finally:  # also after a bug in this thread: workers must not wait forever
             self._refusals.write(time.monotonic())
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -208,9 +204,9 @@ class Connections:
                 connection, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # it has gone again
+            except ConnectionError:  # the client has already disconnected
                 continue
-            except OSError:  # too many files are open: try again when some may have been closed
+            except OSError:  # too many open files: retry later, when some may have been closed
                 self._selector.unregister(self._listener)
                 self._accepts_at = now + TICK_SECONDS
                 return
@@ -223,7 +219,7 @@ class Connections:
             self.refuse(oldest, f"more than {_MOST_STRANGERS} connections without a proof")
         try:
             keep_alive(connection)
-        except OSError:  # it has gone again
+        except OSError:  # the client has already disconnected
             connection.close()
             return
         challenge = Challenge()
@@ -237,7 +233,7 @@ class Connections:
         self._touched.add(peer)
         if mask & selectors.EVENT_WRITE:
             peer.connection.flush()
-        if not mask & selectors.EVENT_READ or peer.connection.broken:  # another peer's message may have ended it
+        if not mask & selectors.EVENT_READ or peer.connection.broken:  # another peer's message may have closed it
             return
         try:
             for line in peer.connection.receive():
@@ -252,7 +248,7 @@ class Connections:
             self.refuse(peer, str(error))
         except ValueError as error:
             self.refuse(peer, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever a peer sends ends that peer only; the reason is recorded
+        except Exception as error:  # noqa: BLE001 - a bad message must end its sender only; the reason is recorded
             self.refuse(peer, f"{type(error).__name__}: {error}")
 
     def _authenticate(self, peer: Peer, line: bytes) -> None:
@@ -273,7 +269,7 @@ class Connections:
         self._receiver.tick(now)
 
     def _settle(self) -> None:
-        """Let go of connections that have ended, and watch those that have yet to take what was sent."""
+        """Drop connections that have ended, and poll connections with unsent data for writing."""
         while self._touched:
             peer = self._touched.pop()
             connection = peer.connection

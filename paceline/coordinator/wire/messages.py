@@ -1,6 +1,6 @@
-"""Connections to the coordinator: messages are JSON objects, one a line.
+"""Message connections to the coordinator: JSON objects, one per line.
 
-No end ever blocks the other: what cannot be sent at once waits in a buffer, and who does not read loses the connection.
+Neither end blocks the other: unsent data is buffered, and a peer that does not read loses the connection.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import json
 import os
 import socket
 
-from paceline.coordinator.types import Message
 from paceline.coordinator.wire.authentication import authenticate
+from paceline.coordinator.types import Message
 from paceline.errors import StartError
 
 LONGEST_MESSAGE = 1 << 24
-"""Bytes; the largest are the facts of a worker, about 100 for each parameter, and memberships, 200 for each worker."""
+"""Largest message in bytes. Facts of a worker take about 100 bytes per parameter, memberships 200 per worker."""
 _MOST_UNSENT = 2 * LONGEST_MESSAGE
 _READ = 1 << 16
 
 
 class Connection:
-    """One end of a connection, which never blocks.
+    """Non-blocking end of a connection.
 
     Attributes:
-        socket: of the connection.
-        longest: bytes that one line from the other end may have.
-        broken: whether the connection has ended, or the other end does not read.
-        closed: whether this end has let go of it.
+        socket: socket of the connection.
+        longest: largest length of a received line, in bytes.
+        broken: whether the connection has ended, or too much data is unsent because the other end does not read.
+        closed: whether this end has closed the connection.
     """
 
     def __init__(self, connection: socket.socket, longest: int = LONGEST_MESSAGE) -> None:
@@ -39,11 +39,11 @@ class Connection:
 
     @property
     def unsent(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether data is waiting to be sent."""
         return bool(self._unsent) and not self.broken
 
     def send(self, line: bytes) -> None:
-        """Send what can be sent at once of a line, or of what waits before it; see :meth:`flush`."""
+        """Append a line to the send buffer, and send what is possible without blocking."""
         if len(self._unsent) + len(line) > _MOST_UNSENT:
             self.broken = True
         if not self.broken:
@@ -51,7 +51,7 @@ class Connection:
             self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now."""
+        """Send buffered data, as much as possible without blocking."""
         try:
             while self._unsent and not self.broken:
                 del self._unsent[: self.socket.send(self._unsent)]
@@ -61,10 +61,10 @@ class Connection:
             self.broken = True
 
     def receive(self) -> list[bytes]:
-        """Take the lines that have come; a connection that ends is ``broken`` after its last one.
+        """Return the complete lines that have arrived. Sets ``broken`` when the connection has ended.
 
         Raises:
-            ValueError: a line is too long.
+            ValueError: a line is longer than ``longest``.
         """
         try:
             data = self.socket.recv(_READ)
@@ -85,21 +85,21 @@ class Connection:
         return lines
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self.broken = self.closed = True
         self.socket.close()
 
 
 def encode(message: Message) -> bytes:
-    """Write a message as it goes over a connection."""
+    """Encode a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """Read a message.
+    """Decode a line.
 
     Raises:
-        ValueError: it is not a JSON object with a type.
+        ValueError: the line is not a JSON object with a ``type``.
     """
     try:
         message = json.loads(line)
@@ -113,7 +113,7 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Send small messages at once, and end the connection when the other machine is silent for long."""
+    """Configure a socket to send small messages at once, and to fail if the other machine is silent for 30 seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_USER_TIMEOUT", 30_000), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -122,10 +122,10 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """Open a socket on which a coordinator can listen; port 0 for a free one.
+    """Open a listening socket. Port 0 selects a free port.
 
     Raises:
-        StartError: the port is in use.
+        StartError: the address cannot be used, for example because the port is in use.
     """
     try:
         return socket.create_server(address, backlog=1024)
@@ -138,17 +138,17 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 def connect(address: tuple[str, int], role: str, key: bytes, seconds: float) -> Connection:
-    """Connect to a coordinator; the connection ends when the other machine is silent for long.
+    """Connect and authenticate to a coordinator.
 
     Args:
-        address: of the coordinator.
-        role: of this end, and ...
-        key: its key (:mod:`paceline.coordinator.wire.authentication`).
-        seconds: to wait at most.
+        address: host and port of the coordinator.
+        role: role of this end.
+        key: key of the role (:mod:`paceline.coordinator.wire.authentication`).
+        seconds: timeout in seconds for the connection, and again for the authentication.
 
     Raises:
-        NotAuthenticated: it is not the coordinator of this run, or does not accept this key.
-        OSError: nobody answers there.
+        NotAuthenticated: the other end is not the coordinator of this run, or does not accept the key.
+        OSError: the coordinator cannot be reached.
     """
     connection = socket.create_connection(address, timeout=seconds)
     try:

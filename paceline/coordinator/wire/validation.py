@@ -1,6 +1,6 @@
-"""What the coordinator accepts: for each kind of message who may send it, and what its fields may be.
+"""Validation of messages to the coordinator: the allowed sender and fields of each kind of message.
 
-Nothing else gets past the connection, so who reads a message need not doubt its types and sizes.
+Invalid messages close the connection, so handlers can rely on the types and sizes of fields.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
 from paceline.coordinator.types import LONGEST_TEXT, Message
 
 BLOCK = 1000
-"""Each agent numbers its workers within a range of this size."""
+"""Size of the range of worker numbers of each agent."""
 _MOST_WORKERS = 10**9
 _LARGEST = 2**63
 _HEX = re.compile(r"[0-9a-f]{0,128}")
@@ -68,7 +68,7 @@ def _fields(checks: Mapping[str, Check]) -> Check:
 
 
 def _report(value: Any) -> bool:
-    """What a worker reported of its failure; the fields that only people read may be any text or number."""
+    """Return whether a value is a valid failure report. Fields that only people read may be any text or number."""
     plain = isinstance(value, dict) and all(one is None or _text(one) or _scalar(one) for one in value.values())
     return plain and not _wrong(_REPORT, _OF_REPORT | {name: one for name, one in value.items() if name in _REPORT})
 
@@ -79,7 +79,7 @@ def _scalar(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of message: the role that may send it, and its fields."""
+    """Kind of message: the role that may send it, and the checks of its fields."""
 
     sender: str
     fields: Mapping[str, Check]
@@ -169,14 +169,14 @@ DOCTOR_KINDS: Mapping[str, Kind] = {
     "machine": Kind("agent", {"host": _text}),
     "answer": Kind("agent", {"value": _mapping}),
 }
-"""What the machines say to the one that holds the doctor."""
+"""Kinds of messages that machines send to the coordinator of ``paceline doctor``."""
 
 
 def check(message: Message, role: str, kinds: Mapping[str, Kind] = KINDS) -> None:
-    """Check a message of a worker or an agent.
+    """Validate a message of a worker or an agent.
 
     Raises:
-        ValueError: it may not send that, or a field is missing, superfluous or wrong.
+        ValueError: the role may not send this kind of message, or a field is missing, unexpected or invalid.
     """
     kind = kinds.get(message["type"])
     if kind is None or kind.sender != role:
@@ -187,6 +187,6 @@ def check(message: Message, role: str, kinds: Mapping[str, Kind] = KINDS) -> Non
 
 
 def _wrong(checks: Mapping[str, Check], values: Mapping[str, Any]) -> list[str]:
-    """The fields that are missing, or not as they should be; those that should not be there have no name."""
+    """Return the names of missing or invalid fields, and ``fields`` if there are unexpected ones."""
     wrong = [name for name, check in checks.items() if name not in values or not check(values[name])]
     return wrong if values.keys() <= checks.keys() else [*wrong, "fields"]
