@@ -70,7 +70,7 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
         data: map-style data set with ``__len__`` and ``__getitem__``, or a stream of unknown length that can be
             iterated over repeatedly. With ``loss``, each item is a pair (input, target).
         loss: ``loss(output, target)``. Returns a scalar tensor, the mean over the given samples, or a pair (sum, count)
-            for a mean over other units, such as tokens. Either can be followed by a dictionary of metrics.
+            for a mean over other units, such as tokens. To report metrics, return (loss, dictionary of metrics).
         forward: ``forward(model, microbatch)``, given instead of ``loss``, with the same return values. For losses that
             alternate, a dictionary with one function per optimizer name. With a third parameter,
             ``forward(model, microbatch, state)`` returns (loss, next state). The microbatch with the same index in the
@@ -154,7 +154,7 @@ class Session:
         return self._job.update.optimizer
 
     def epochs(self, first: int, end: int | None = None) -> Iterator[int]:
-        """Return an iterator over epoch numbers: ``epochs(end)`` or ``epochs(first, end)``, with arguments as in range.
+        """Return an iterator over epoch numbers. ``epochs(end)`` and ``epochs(first, end)`` count like ``range``.
 
         ``first`` is the number of the first epoch of the run. After a resume, or on a worker that joins, iteration
         begins with the current epoch of the run and skips completed epochs.
