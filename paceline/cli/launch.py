@@ -186,7 +186,8 @@ def _options(place: Mapping[str, Any]) -> Options:
         kind, cure = kinds.get(name, (object, ""))
         if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is int)):
             raise ConfigError(f"{name} = {value!r}: give {cure}.")
-    return Options(**{name: Path(value) if name == "hostfile" and value else value for name, value in place.items()})
+    hostfile = place.get("hostfile")
+    return Options(**{**place, "hostfile": None if hostfile is None else Path(hostfile)})
 
 
 def _as_on_the_command_line(settings: Mapping[str, Any]) -> list[str]:

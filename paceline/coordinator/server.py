@@ -1,8 +1,8 @@
 """Coordinator: the single authority on the membership. It is a thread of the first launcher, so it survives any worker.
 
-Workers and remote agents keep a connection to it (:mod:`paceline.coordinator.wire.connections`). A closed connection does
-not prove the loss of a worker on the coordinator's machine, where the agent sees the process end, but it does for other
-machines. Workers may report only about themselves, agents only about the workers that they have started.
+Workers and remote agents keep a connection to it (:mod:`paceline.coordinator.wire.connections`). A closed connection
+does not prove the loss of a worker on the coordinator's machine, where the agent sees the process end, but it does for
+other machines. Workers may report only about themselves, agents only about the workers that they have started.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.coordinator.wire.authentication import AGENT
-from paceline.coordinator.wire.connections import TICK_SECONDS, Connections, Peer
+from paceline.coordinator.failure.coordinator_report import CoordinatorReport
+from paceline.coordinator.failure.worker_report import describe_exit
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.coordinator.types import Bounds, Message, RunInfo
+from paceline.coordinator.wire.authentication import AGENT
+from paceline.coordinator.wire.connections import TICK_SECONDS, Connections, Peer
 from paceline.coordinator.wire.validation import BLOCK
 from paceline.errors import PREEMPTED
-from paceline.coordinator.failure.coordinator_report import CoordinatorReport
-from paceline.coordinator.failure.worker_report import describe_exit
 from paceline.launchers.base import WorkerExit
 from paceline.launchers.local.kernel import is_ending
 from paceline.launchers.output import Show
@@ -285,8 +285,7 @@ class Coordinator:
         number = peer.worker
         if number is not None and self._workers.get(number) is peer:
             del self._workers[number]
-            told = self.membership.workers[number].ending and number // BLOCK in self._agents
-            if number >= BLOCK and not told:  # else its agent will report how it ended
+            if number >= BLOCK and not (self.membership.workers[number].ending and self._reports_exit(number)):
                 self._cut_off(number)
         if agent := self._agent(peer):
             del self._agents[agent.number]
@@ -295,6 +294,10 @@ class Coordinator:
                 if number not in self._workers:
                     self._cut_off(number)
             self._count_machines()
+
+    def _reports_exit(self, number: int) -> bool:
+        """Return whether the agent of its machine will report the exit code of a worker whose script has ended."""
+        return number // BLOCK in self._agents
 
     def _cut_off(self, number: int) -> None:
         """Drop a worker of another machine that cannot be reached. Its process may still run."""

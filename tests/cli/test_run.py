@@ -250,7 +250,9 @@ def test_a_taken_name(paceline: Paceline, script: Script, tmp_path: Path) -> Non
     manifest = tmp_path / "runs" / "mine" / "checkpoints" / "step-000003" / "manifest.json"
     manifest.parent.mkdir(parents=True)
     manifest.touch()
-    said = "note: there is no run 'mne' in runs, so a new one starts. The newest run of train.py that can be resumed is "
+    said = (
+        "note: there is no run 'mne' in runs, so a new one starts. The newest run of train.py that can be resumed is "
+    )
     assert f"{said}'mine'." in paceline("run", "--name", "mne", "--resume", "auto", path).err
 
 

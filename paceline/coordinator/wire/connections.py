@@ -1,8 +1,9 @@
 """Connections of the coordinator: authentication, message limits, and the thread that serves them.
 
-A client first authenticates (:mod:`paceline.coordinator.wire.authentication`), in one line of at most 256 bytes and within
-10 seconds. Its messages are then validated (:mod:`paceline.coordinator.wire.validation`). An error on a connection closes
-only that connection. One thread serves all connections and never blocks: data that a peer does not read is buffered.
+A client first authenticates (:mod:`paceline.coordinator.wire.authentication`), in one line of at most 256 bytes and
+within 10 seconds. Its messages are then validated (:mod:`paceline.coordinator.wire.validation`). An error on a
+connection closes only that connection. One thread serves all connections and never blocks: data that a peer does not read is
+buffered.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.coordinator.types import Message
 from paceline.coordinator.wire.authentication import LONGEST_LINE, Challenge, Keys, NotAuthenticated
 from paceline.coordinator.wire.messages import LONGEST_MESSAGE, Connection, decode, encode, keep_alive
-from paceline.coordinator.types import Message
 from paceline.coordinator.wire.validation import KINDS, Kind, check
 
 TICK_SECONDS = 0.5

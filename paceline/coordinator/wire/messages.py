@@ -9,8 +9,8 @@ import json
 import os
 import socket
 
-from paceline.coordinator.wire.authentication import authenticate
 from paceline.coordinator.types import Message
+from paceline.coordinator.wire.authentication import authenticate
 from paceline.errors import StartError
 
 LONGEST_MESSAGE = 1 << 24
