@@ -2,8 +2,8 @@
 
 A client first authenticates (:mod:`paceline.coordinator.wire.authentication`), in one line of at most 256 bytes and
 within 10 seconds. Its messages are then validated (:mod:`paceline.coordinator.wire.validation`). An error on a
-connection closes only that connection. One thread serves all connections and never blocks: data that a peer does not read is
-buffered.
+connection closes only that connection. One thread serves all connections and never blocks: data that a peer does not
+read is buffered.
 """
 
 from __future__ import annotations
