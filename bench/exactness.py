@@ -28,14 +28,14 @@ class InFixedPoint:
 
     def __init__(self, model: nn.Module, microbatches: int) -> None:
         self.repeated = 0
-        job = SimpleNamespace(
+        context = SimpleNamespace(
             update=SimpleNamespace(parameters=dict(model.named_parameters())),
             order=SimpleNamespace(microbatches=microbatches),
             world=SimpleNamespace(device=torch.device("cpu")),
             events=SimpleNamespace(mark=self._count),
             strategy_state={},
         )
-        self._fixed = FixedPoint(cast(Any, job))
+        self._fixed = FixedPoint(cast(Any, context))
 
     def _count(self, event: str, **values: object) -> None:
         self.repeated += 1

@@ -81,7 +81,7 @@ for batch in session.batches(steps=FIRST + STEPS):
         begin, used = time.perf_counter(), time.process_time()
     session.step(batch)
 spent = time.perf_counter() - begin, time.process_time() - used
-told = session._job.world.gather(spent, "bench")
+told = session._context.world.gather(spent, "bench")
 if session.rank == 0:
     rate = STEPS / max(seconds for seconds, _ in told)
     print(json.dumps({"rate": rate, "processor": sum(used for _, used in told) / STEPS}))

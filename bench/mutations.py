@@ -70,7 +70,7 @@ AREAS = {
         ("tests/core/test_data.py", "tests/core/test_[cfps]*.py", "tests/recovery/test_carried_recovery.py"),
     ),
     "probes": Area(
-        ("step/trials/*", "step/checks.py", "step/loss.py", "step/numerics.py", "partition/*_check.py"),
+        ("step/probes/*", "step/checks.py", "step/loss.py", "step/numerics.py", "partition/*_check.py"),
         ("tests/core/test_counting.py", "tests/core/test_repeatability.py", "tests/core/test_[bno]*.py"),
     ),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
 from paceline.settings import Arguments
-from paceline.step.job import Batch
+from paceline.step.context import Batch
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.training.batches import Batches
 from paceline.training.build import Components, phase_of
@@ -97,7 +97,7 @@ class Session:
     """This worker's handle on a training run. Created by :func:`paceline.start`."""
 
     def __init__(self, run: Run, *, by_loss: bool) -> None:
-        self._job, self._loop, self._tracking = run.job, run.loop, run.tracking
+        self._context, self._loop, self._tracking = run.context, run.loop, run.tracking
         self._by_loss = by_loss
         self._state, self._script, self._notes = run.state, run.script, run.notes
         self._batches = Batches(run.loop)
@@ -107,7 +107,7 @@ class Session:
     @property
     def rank(self) -> int:
         """Rank of this worker, from 0. In an elastic run it may change between steps."""
-        return self._job.world.rank
+        return self._context.world.rank
 
     @property
     def is_main(self) -> bool:
@@ -117,12 +117,12 @@ class Session:
     @property
     def workers(self) -> int:
         """Number of workers."""
-        return self._job.world.size
+        return self._context.world.size
 
     @property
     def device(self) -> torch.device:
         """Device of this worker's model."""
-        return self._job.world.device
+        return self._context.world.device
 
     @property
     def position(self) -> int:
@@ -136,7 +136,7 @@ class Session:
         Raises:
             ConfigError: the data is a stream whose end has not been reached.
         """
-        return self._job.order.steps_at(self.position)
+        return self._context.order.steps_at(self.position)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -145,13 +145,13 @@ class Session:
         Raises:
             ConfigError: with this strategy, not every worker makes every update.
         """
-        if not self._job.replicated:
+        if not self._context.replicated:
             raise ConfigError(
-                f"session.optimizer: with strategy {self._job.settings.strategy!r} not every worker makes every "
+                f"session.optimizer: with strategy {self._context.settings.strategy!r} not every worker makes every "
                 f"update, so hyper-parameters cannot be changed by hand. Give a schedule, or use 'allreduce' "
                 f"or 'stealing'."
             )
-        return self._job.update.optimizer
+        return self._context.update.optimizer
 
     def epochs(self, first: int, end: int | None = None) -> Iterator[int]:
         """Return an iterator over epoch numbers. ``epochs(end)`` and ``epochs(first, end)`` count like ``range``.
@@ -203,9 +203,9 @@ class Session:
             WorkerLost: another worker has exited or has not responded before the timeout.
             CheckpointError: a checkpoint that was due could not be written, or an earlier background save failed.
         """
-        self._job.update.averages.check_training()
-        result, seconds = self._loop.step(batch, phase_of(self._job, optimizer))
-        return Report.of(self._job, batch, result, seconds, self._notes)
+        self._context.update.averages.check_training()
+        result, seconds = self._loop.step(batch, phase_of(self._context, optimizer))
+        return Report.of(self._context, batch, result, seconds, self._notes)
 
     def evaluate(
         self,
@@ -233,7 +233,7 @@ class Session:
             DisagreementError: samples of a stream, or weights (checked only with ``exact``), differ between workers.
             WorkerLost: another worker has exited or has not responded before the timeout.
         """
-        metrics = Metrics(self._job, metric, forward, by_loss=self._by_loss)
+        metrics = Metrics(self._context, metric, forward, by_loss=self._by_loss)
         value = self._evaluations.evaluate(metrics, data)
         self._tracking.evaluated(metric, value if isinstance(value, float) else numbers_in(value, ""), self._last_step)
         return value
@@ -336,7 +336,7 @@ class Session:
         Raises:
             ConfigError: ``average`` is not set.
         """
-        return self._job.update.averages.choose()
+        return self._context.update.averages.choose()
 
     def model_state(self, *, everywhere: bool = True) -> dict[str, Any]:
         """Return the complete weights, with the keys of ``model.state_dict()``, as copies in host memory.

@@ -49,7 +49,7 @@ def await_joiner(session: paceline.Session) -> None:
     A joiner itself does not wait: it comes into this step after the others have done it. On a busy machine it may have
     joined before.
     """
-    coordinator, members = session._job.world.coordinator, session._job.world._members
+    coordinator, members = session._context.world.coordinator, session._context.world._members
     assert coordinator is not None
     there = any(member.worker >= 3 for member in members) or (len(members) == 3 and coordinator.generation > 0)
     if "ALONE" not in os.environ and session._loop.progress.received == 0 and not there:
@@ -58,7 +58,7 @@ def await_joiner(session: paceline.Session) -> None:
 
 def refill(session: paceline.Session, workers: int) -> None:
     """Until as many workers as that are there, or the next one waits to join, which it does after the next step."""
-    coordinator = session._job.world.coordinator
+    coordinator = session._context.world.coordinator
     if "ALONE" not in os.environ and session.workers < workers:
         assert coordinator is not None
         wait_until(lambda: coordinator.pending > coordinator.generation, "a worker that joins")
@@ -80,7 +80,7 @@ _ending: list[int] = []
 
 def end_launcher(session: paceline.Session, batch: paceline.Batch, step: int) -> None:
     """The launcher is told to end; no worker that was there then begins a step after it before it has heard of that."""
-    world = session._job.world
+    world = session._context.world
     if batch.step == step and "ALONE" not in os.environ:
         _ending.append(step)
         if session.rank == 0:

@@ -228,5 +228,5 @@ def train(arguments: Arguments, steps: int) -> dict[str, Any]:
         "fingerprint": session.fingerprint(),
         "losses": [math.fsum(losses).hex(), losses[-1].hex()],
         "steps": session.position,
-        "shared": session._job.world.shared_memory is not None,
+        "shared": session._context.world.shared_memory is not None,
     }

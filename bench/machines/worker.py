@@ -82,7 +82,7 @@ def tree_alone(
 ) -> list[float]:
     """The same bytes as tensors of 1 MB through Paceline's reduction, one sum of each worker."""
     session = paceline.start(model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=workers)
-    world, events = session._job.world, session._job.events
+    world, events = session._context.world, session._context.events
     reduction = reduction_for(world, [torch.empty(2**18) for _ in range(megabytes)], events, "gradients")
     nodes = [[Node(0, rank)] for rank in range(world.size)]
 

@@ -31,7 +31,7 @@ _TAIL = 1 << 14
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointShard:
     """Checkpoint shard: a file with tensors.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Recorded:
         """Do nothing. The file is flushed when it is closed."""
 
 
-def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], known: dict[str, str]) -> Part:
+def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], known: dict[str, str]) -> CheckpointShard:
     """Write tensors to a file.
 
     Args:
@@ -103,10 +103,12 @@ def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], kno
             rest.update(recorded.tail[len(recorded.tail) - behind :])
             offsets[full], records[full] = begin + start, (begin, length)
         hashes = {full: known[full] for full in state}
-        return Part(name, recorded.size, rest.hexdigest(), offsets, hashes, records)
+        return CheckpointShard(name, recorded.size, rest.hexdigest(), offsets, hashes, records)
 
 
-def write_index(create: Create, state: Mapping[str, torch.Tensor], parts: Collection[Part]) -> tuple[int, str]:
+def write_index(
+    create: Create, state: Mapping[str, torch.Tensor], parts: Collection[CheckpointShard]
+) -> tuple[int, str]:
     """Write the index of torch.distributed.checkpoint. Return its size and hash."""
     # A top-level import would take a large part of a worker's start-up time.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -25,7 +25,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.checkpoint import files
-from paceline.checkpoint.files import Part
+from paceline.checkpoint.files import CheckpointShard
 from paceline.checkpoint.manifest import TENSORS, step_of
 from paceline.checkpoint.storage.base import Storage, Writer
 from paceline.system import fault_points
@@ -38,7 +38,7 @@ BEGIN_SECONDS = 10.0
 _POLL_SECONDS, _LONGEST_PAUSE = 0.01, 0.1
 _LARGEST = 1 << 28
 _SEAL = 64
-_PART = TypeAdapter(Part)
+_PART = TypeAdapter(CheckpointShard)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def divide(tensors: Mapping[str, torch.Tensor], workers: int) -> list[list[str]]
     return parts[:1] + [part for part in parts[1:] if part]
 
 
-def write(save: Save, writer: tuple[int, int], number: int, tensors: Mapping[str, torch.Tensor]) -> Part | None:
+def write(
+    save: Save, writer: tuple[int, int], number: int, tensors: Mapping[str, torch.Tensor]
+) -> CheckpointShard | None:
     """Write a shard and its description once rank 0 has begun the save.
 
     Args:
@@ -110,7 +112,7 @@ def write(save: Save, writer: tuple[int, int], number: int, tensors: Mapping[str
     return part
 
 
-def collect(save: Save, writer: Writer, number: int, names: list[str], deadline: float) -> Part | None:
+def collect(save: Save, writer: Writer, number: int, names: list[str], deadline: float) -> CheckpointShard | None:
     """Wait for the description of a shard. Return None after ``deadline`` (of ``time.monotonic``)."""
     while True:
         part = _read(save, writer, number)
@@ -122,7 +124,7 @@ def collect(save: Save, writer: Writer, number: int, names: list[str], deadline:
 
 
 def write_all(save: Save, writer: Writer, tensors: Mapping[str, torch.Tensor], known: dict[str, str],
-              workers: int) -> list[Part]:  # fmt: skip
+              workers: int) -> list[CheckpointShard]:  # fmt: skip
     """Write shard 0, collect the other shards, and write those that are missing. Rank 0 calls this."""
     mine, *others = divide(tensors, workers)
     create = partial(save.storage.create, save.step, writer)
@@ -151,7 +153,7 @@ def _sealed(save: Save, writer: Writer, text: bytes) -> bytes:
     return hmac.digest(save.key or b"none", about + text, "sha256").hex().encode() + text
 
 
-def _read(save: Save, writer: Writer, number: int) -> Part | None:
+def _read(save: Save, writer: Writer, number: int) -> CheckpointShard | None:
     """Read the description of a shard. Return None if it is not complete yet or not authentic."""
     found = save.storage.read_begun(save.step, writer, _description(number), _LARGEST)
     if found is None or not hmac.compare_digest(_sealed(save, writer, found[_SEAL:]), found):

@@ -55,7 +55,7 @@ class Snapshot:
         """Total size of the tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def manifest(self, parts: Collection[files.Part], index: tuple[int, str]) -> Manifest:
+    def manifest(self, parts: Collection[files.CheckpointShard], index: tuple[int, str]) -> Manifest:
         """Return the manifest for the snapshot and its shards. ``index`` is the size and hash of METADATA."""
         hashes = {name: value for part in parts for name, value in part.hashes.items()}
         return Manifest(
@@ -113,7 +113,7 @@ class StatefulUpdate(Protocol):
     def other_names(self) -> str: ...
 
 
-class Part(Protocol):
+class Stateful(Protocol):
     """Stateful component with a state of plain values and tensors that depends on the step."""
 
     def state(self, step: int) -> Any:
@@ -123,7 +123,7 @@ class Part(Protocol):
         """Continue from a state that :meth:`state` returned."""
 
 
-class LoopChanges(Part, Protocol):
+class LoopChanges(Stateful, Protocol):
     """Values that the loop body changes; see ``data.objects.loop_changes``."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ class TrainingState:
         self.keeps_script = False
         self.loaded_script: dict[str, Any] = {}
         self.run = ""
-        self.parts: dict[str, Part] = {} if loop is None else {"loop": loop}
+        self.parts: dict[str, Stateful] = {} if loop is None else {"loop": loop}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors by name."""

@@ -26,7 +26,7 @@ from paceline.data.source import is_stream, refuse_columns
 from paceline.data.streams.reader import Stream
 from paceline.errors import InputError
 from paceline.schedule.shares import even
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 
 _LARGEST = 128
 _EPOCH = -1
@@ -44,7 +44,7 @@ class Chunks:
     """Chunks of a data set or of a stream.
 
     Args:
-        job: training context.
+        context: training context.
         data: map-style or iterable data set.
         what: name of the session's method, for errors.
 
@@ -55,14 +55,14 @@ class Chunks:
         InputError: the data set has no samples, or is neither map-style nor iterable.
     """
 
-    def __init__(self, job: Job, data: Any, what: str) -> None:
+    def __init__(self, context: TrainingContext, data: Any, what: str) -> None:
         if isinstance(data, DataLoader) and data.batch_sampler is not None:
             raise InputError(
                 f"{what} makes batches by itself, and would take each batch of this DataLoader for one sample: give "
                 f"it loader.dataset, a {type(data.dataset).__name__}."
             )
         refuse_columns(what, data)
-        self._job = job
+        self._context = context
         self._data = data
         self._is_stream = is_stream(data)
         self.samples = 0
@@ -76,18 +76,18 @@ class Chunks:
         self.samples = len(data)
         if self.samples == 0:
             raise InputError(f"{what}: the data set, a {type(data).__name__}, has no samples (its length is 0).")
-        self._read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
+        self._read = KeyedDataset(data, context.settings.seed, collates=context.collate is not None)
 
     def facts(self) -> dict[str, object]:
         """Return what all workers must agree on. For a stream, call this after it has been read."""
-        return {"data length": self.samples} | facts_of(self._data, exact=bool(self._job.settings.exact))
+        return {"data length": self.samples} | facts_of(self._data, exact=bool(self._context.settings.exact))
 
     def of(self, rank: int, size: int) -> Iterator[Chunk]:
         """Load the chunks of worker ``rank`` among ``size`` workers."""
         if self._is_stream:
             return self._of_stream(rank, size)
-        if self._job.compute.carried is not None and isinstance(self._data, TokenRows):
-            return self._of_rows(self._job.compute.carried, self._data, rank, size)
+        if self._context.compute.carried is not None and isinstance(self._data, TokenRows):
+            return self._of_rows(self._context.compute.carried, self._data, rank, size)
         return self._of_data_set(rank, size)
 
     def _of_data_set(self, rank: int, size: int) -> Iterator[Chunk]:
@@ -99,7 +99,7 @@ class Chunks:
 
     def _of_rows(self, carried: CarriedState, data: TokenRows, rank: int, size: int) -> Iterator[Chunk]:
         """Load consecutive segments of the same rows, so that the carried state continues from segment to segment."""
-        parts = even(data.rows, min(self._job.order.microbatches, data.rows))
+        parts = even(data.rows, min(self._context.order.microbatches, data.rows))
         segments = len(data) // data.rows
         for part in even(len(parts), size)[rank]:
             with carried.along():
@@ -111,15 +111,15 @@ class Chunks:
     def _of_stream(self, rank: int, size: int) -> Iterator[Chunk]:
         data = self._data
         before = copy.deepcopy(data.state_dict()) if hasattr(data, "load_state_dict") else None
-        stream = Stream(data, self._job.settings.seed, self._length, drop_last=False)
+        stream = Stream(data, self._context.settings.seed, self._length, drop_last=False)
         number, last = 0, False
         try:
             while not last:
                 items, last = stream.batch(0, number)
                 self.samples += len(items)
                 if number % size == rank:
-                    if self._job.collate is not None:
-                        seed_all(seed_of(COLLATE, self._job.settings.seed, _EPOCH, number))
+                    if self._context.collate is not None:
+                        seed_all(seed_of(COLLATE, self._context.settings.seed, _EPOCH, number))
                     yield self._chunk(number, len(items), items)
                 number += 1
         finally:
@@ -128,9 +128,9 @@ class Chunks:
 
     @property
     def _length(self) -> int:
-        order = self._job.order
+        order = self._context.order
         return max(-(-order.batch // order.microbatches), min(order.batch, _LARGEST))
 
     def _chunk(self, number: int, samples: int, items: Any) -> Chunk:
-        data = collated(items, self._job.collate or default_collate)
-        return Chunk(number, samples, to_device(data, self._job.world.device))
+        data = collated(items, self._context.collate or default_collate)
+        return Chunk(number, samples, to_device(data, self._context.world.device))

@@ -18,7 +18,7 @@ from paceline.comm.values import check
 from paceline.data.nested import tensors_in
 from paceline.errors import DisagreementError, InputError, WorkerLost
 from paceline.evaluation.chunks import Chunks
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.replicas import difference, digests, frozen
 from paceline.system import fault_points
 
@@ -39,7 +39,13 @@ class Measure(Protocol):
 
 
 def evaluate(
-    job: Job, steps: int, measure: Measure, data: Any, what: str = "evaluate", *, everywhere: bool = True
+    context: TrainingContext,
+    steps: int,
+    measure: Measure,
+    data: Any,
+    what: str = "evaluate",
+    *,
+    everywhere: bool = True,
 ) -> tuple[Any, int]:
     """Measure the model on a data set. All workers call this together.
 
@@ -47,7 +53,7 @@ def evaluate(
     raise an error that quotes it. A script that catches it finds all workers at the same point.
 
     Args:
-        job: training context.
+        context: training context.
         steps: number of completed steps.
         measure: quantity to compute.
         data: data set; see :class:`Chunks`.
@@ -62,12 +68,12 @@ def evaluate(
             failed.
         DisagreementError: the workers differ in their data, in the frozen parameters or, with ``exact``, in the state.
     """
-    world = job.world
+    world = context.world
 
     def compute() -> tuple[list[tuple[int, Any]], dict[str, object], dict[str, Any]]:
-        chunks = Chunks(job, data, what)
-        sums = digests(job) if job.settings.exact and world.size > 1 else frozen(job)
-        own = _computed(job, measure, chunks, world.rank, world.size, what)
+        chunks = Chunks(context, data, what)
+        sums = digests(context) if context.settings.exact and world.size > 1 else frozen(context)
+        own = _computed(context, measure, chunks, world.rank, world.size, what)
         return own, chunks.facts(), sums
 
     computed, error = _try(compute)
@@ -113,23 +119,25 @@ def _raise_first(error: Exception | None, failures: Sequence[str], what: str) ->
             raise InputError(f"session.{what} failed on rank {rank}: {failed}")
 
 
-def evaluate_alone(job: Job, measure: Measure, data: Any, what: str) -> Any:
+def evaluate_alone(context: TrainingContext, measure: Measure, data: Any, what: str) -> Any:
     """Measure the model on this worker alone, if the other workers have done so before."""
-    return _combined(measure, _computed(job, measure, Chunks(job, data, what), 0, 1, what))
+    return _combined(measure, _computed(context, measure, Chunks(context, data, what), 0, 1, what))
 
 
 def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
     return measure.combine([value for _, value in sorted(found, key=lambda one: one[0])])
 
 
-def _computed(job: Job, measure: Measure, chunks: Chunks, rank: int, size: int, what: str) -> list[tuple[int, Any]]:
+def _computed(
+    context: TrainingContext, measure: Measure, chunks: Chunks, rank: int, size: int, what: str
+) -> list[tuple[int, Any]]:
     """Return the contribution of each chunk of this worker, with the chunk's index.
 
     Raises:
         InputError: a contribution cannot be sent. A single worker checks this too, because others may join.
     """
-    compute, found = job.compute, []
-    with _evaluating(job):
+    compute, found = context.compute, []
+    with _evaluating(context):
         for number, samples, data in chunks.of(rank, size):
             with compute.precision(), compute.keeping_weights():
                 contribution = measure.compute(compute.model, data, samples)
@@ -151,13 +159,13 @@ def _check_sendable(contribution: Any, what: str) -> None:
 
 
 @contextmanager
-def _evaluating(job: Job) -> Iterator[None]:
-    model = job.compute.model
+def _evaluating(context: TrainingContext) -> Iterator[None]:
+    model = context.compute.model
     training = {module: module.training for module in model.modules()}
     model.eval()
-    job.compute.buffers.take_all()
+    context.compute.buffers.take_all()
     try:
-        with torch.no_grad(), job.update.averages.in_place(), job.update.evaluating():
+        with torch.no_grad(), context.update.averages.in_place(), context.update.evaluating():
             yield
     finally:
         for module, mode in training.items():

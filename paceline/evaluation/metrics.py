@@ -20,9 +20,9 @@ from paceline.comm.values import encode
 from paceline.data.nested import CollatedSizes, map_tensors
 from paceline.data.prefetch import to_device
 from paceline.errors import InputError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.loss import Forward, described, pair_of, sum_and_count
-from paceline.step.trials.trial import warn
+from paceline.step.probes.probe import warn
 
 Arguments = Callable[[nn.Module, Any], tuple[Any, ...]]
 _AVAILABLE = "distributed_available_fn"
@@ -39,7 +39,7 @@ class Metrics:
     """One or several metrics, computed from the same forward pass.
 
     Args:
-        job: training context.
+        context: training context.
         given: a function, an object, None for the loss, or several of these by name.
         forward: ``forward(model, microbatch)`` returns the arguments of the metrics, as a tuple or a single value. If
             None, metrics get the output and the target with ``by_loss``, otherwise the model and the microbatch.
@@ -49,9 +49,9 @@ class Metrics:
         InputError: an argument is not a metric, or a metric object has nothing to be called with.
     """
 
-    def __init__(self, job: Job, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
-        self._job = job
-        self._sizes = None if job.collate is None else CollatedSizes()
+    def __init__(self, context: TrainingContext, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
+        self._context = context
+        self._sizes = None if context.collate is None else CollatedSizes()
         self._several = isinstance(given, Mapping)
         named = dict(given) if self._several else {"": given}
         self._metrics: dict[str, Any] = {name: keras_loss.adapted(metric) for name, metric in named.items()}
@@ -87,7 +87,7 @@ class Metrics:
         found: list[Any] = []
         for name, metric in self._metrics.items():
             if metric is None:
-                total, count = sum_and_count(self._job.compute.forward(model, data), samples)
+                total, count = sum_and_count(self._context.compute.forward(model, data), samples)
                 found.append((float(total), float(count)))
             elif is_object(metric):
                 assert given is not None
@@ -102,9 +102,9 @@ class Metrics:
         return found
 
     def _warn(self, sizes: str) -> None:
-        if not any(text.startswith(_UNEVEN) for text in self._job.learned.warnings):  # warned before
+        if not any(text.startswith(_UNEVEN) for text in self._context.probe_results.warnings):  # warned before
             warn(
-                self._job,
+                self._context,
                 f"{_UNEVEN} {sizes}. A metric is a mean over a microbatch, which is weighted by its items, so samples "
                 f"do not have equal weight: return the pair (sum, count).",
             )
@@ -119,7 +119,7 @@ class Metrics:
 
     def _value(self, name: str, metric: Any, found: list[Any]) -> Any:
         if metric is not None and is_object(metric):
-            return _computed(name, metric, found, self._job.world.device)
+            return _computed(name, metric, found, self._context.world.device)
         count = math.fsum(pair[1] for pair in found)
         if count == 0:
             raise InputError(f"{_named(name)} counted nothing in the whole data set: the sum of its counts is 0.")

@@ -23,7 +23,7 @@ from paceline.partition.backward import backward
 from paceline.partition.base import Layers
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.settings import Exact
-from paceline.step.forward import Compute
+from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of, sum_and_count
 
 _log = logging.getLogger("paceline")
@@ -32,7 +32,7 @@ _TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2
 """Relative to the norm of a gradient, without ``exact``. Gradients of tied weights are added up in another order."""
 
 
-def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact, seed: int) -> None:
+def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact: Exact, seed: int) -> None:
     """Raise if the gradients computed layer by layer differ from those of the whole model.
 
     Args:
@@ -152,7 +152,7 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return _equal(left, right) or _close(left, right, _TOLERANCE)
 
 
-def _whole(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.Tensor:
+def _whole(compute: ForwardRunner, layers: Layers, data: Any, samples: int) -> torch.Tensor:
     with compute.precision():
         loss, _ = sum_and_count(compute.forward(compute.model, data), samples)
     before = generator_states()
@@ -167,7 +167,7 @@ def _whole(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.T
 
 
 def _in_layers(
-    compute: Compute, layers: Layers, data: Any, samples: int, others: _Others | None = None
+    compute: ForwardRunner, layers: Layers, data: Any, samples: int, others: _Others | None = None
 ) -> torch.Tensor:
     values: Any = pair_of(data)[0]
     last = len(layers.names) - 1

@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.partition.preserve import preserved
-from paceline.step.forward import Compute
+from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of
 
 
-def check_loss(compute: Compute, piece: Piece) -> None:
+def check_loss(compute: ForwardRunner, piece: Piece) -> None:
     """Raise if the loss uses the model's parameters directly, for example in a weight penalty.
 
     Raises:

@@ -17,7 +17,7 @@ from paceline.data.feed import Piece
 from paceline.partition.base import Activations, Layers, Stage
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
-from paceline.step.forward import Compute
+from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of, sum_and_count
 
 REPEATS = 9
@@ -65,7 +65,7 @@ def measure(
     ]
 
 
-def measure_layers(compute: Compute, layers: Layers, piece: Piece, repeats: int = REPEATS) -> list[LayerCost]:
+def measure_layers(compute: ForwardRunner, layers: Layers, piece: Piece, repeats: int = REPEATS) -> list[LayerCost]:
     """Return the costs from :func:`measure` for a microbatch, with the loss and the precision of the training."""
 
     def loss(output: Any) -> torch.Tensor:

@@ -17,14 +17,14 @@ from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
 from paceline.planning.costs import Profile
 from paceline.schedule.balance import LayerCost
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.loss import pair_of
 
 _LINK_BYTES = 8 << 20
 _LINK_REPEATS = 5
 
 
-def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
+def profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None) -> Profile:
     """Measure the layers of a model on rank 0, then the links of all workers. All workers call this together.
 
     Raises:
@@ -36,17 +36,17 @@ def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
             "Layers are measured with loss(output, target), but the script gives forward(model, microbatch): a model "
             "that is cut has its output on another worker than its input."
         )
-    costs = _layer_costs(job) if job.world.rank == 0 else []
-    job.world.gather(None, "profile")  # the other workers stay idle while rank 0 measures
-    link = _link(job.world)
-    order, model = job.order, type(job.compute.model).__name__
+    costs = _layer_costs(context) if context.world.rank == 0 else []
+    context.world.gather(None, "profile")  # the other workers stay idle while rank 0 measures
+    link = _link(context.world)
+    order, model = context.order, type(context.compute.model).__name__
     return Profile(model, tuple(costs), len(order.parts_of(0)[0]), order.microbatches, link)
 
 
-def _layer_costs(job: Job) -> list[LayerCost]:
-    piece = job.feed.load(0, [range(1)])[0]
-    check_loss(job.compute, piece)
-    return measure_layers(job.compute, layers_of(job.compute.model, pair_of(piece.data)[0]), piece)
+def _layer_costs(context: TrainingContext) -> list[LayerCost]:
+    piece = context.feed.load(0, [range(1)])[0]
+    check_loss(context.compute, piece)
+    return measure_layers(context.compute, layers_of(context.compute.model, pair_of(piece.data)[0]), piece)
 
 
 def _link(world: World) -> float | None:

@@ -13,7 +13,7 @@ from paceline.schedule.tree import Node, total
 from paceline.settings import Exact
 
 
-class Part(NamedTuple):
+class MicrobatchResult(NamedTuple):
     """Result of a microbatch group: sum of the losses and its divisor, and indices of parameters without a gradient.
 
     ``rank`` computed the group. ``metrics`` holds a sum and a divisor for each metric. ``origin`` is the step to whose
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     metrics: tuple[float, ...] = ()
 
 
-def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
+def mean_loss(parts: Sequence[MicrobatchResult], exact: Exact) -> float:
     """Return the mean loss over the batch. With ``exact`` its bits do not depend on which worker computed what.
 
     Raises:
@@ -44,7 +44,7 @@ def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
     return _sum(parts, [part.loss for part in parts], exact) / count
 
 
-def mean_metrics(parts: Sequence[Part], names: Sequence[str] | None, exact: Exact) -> dict[str, float]:
+def mean_metrics(parts: Sequence[MicrobatchResult], names: Sequence[str] | None, exact: Exact) -> dict[str, float]:
     """Return the mean of each metric as :func:`mean_loss` does, or NaN if the metric's counts add up to zero."""
     means = {}
     for place, name in enumerate(names or ()):
@@ -54,7 +54,7 @@ def mean_metrics(parts: Sequence[Part], names: Sequence[str] | None, exact: Exac
     return means
 
 
-def _sum(parts: Sequence[Part], values: Sequence[float], exact: Exact) -> float:
+def _sum(parts: Sequence[MicrobatchResult], values: Sequence[float], exact: Exact) -> float:
     """Sum one value for each microbatch group, along the canonical tree if ``exact``."""
     if not exact:
         return sum(values)
@@ -62,12 +62,12 @@ def _sum(parts: Sequence[Part], values: Sequence[float], exact: Exact) -> float:
     return total(zip(nodes, values, strict=True), lambda a, b: a + b)
 
 
-def not_finite(parts: Sequence[Part]) -> Part | None:
+def not_finite(parts: Sequence[MicrobatchResult]) -> MicrobatchResult | None:
     """Return the first microbatch group whose loss is NaN or infinite, or None."""
     return next((part for part in parts if not math.isfinite(part.loss)), None)
 
 
-def non_finite(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
+def non_finite(part: MicrobatchResult, microbatches: range, step: int) -> NonFiniteLoss:
     """Build the error for a microbatch group with a NaN or infinite loss, naming the microbatches that caused it."""
     return NonFiniteLoss(
         f"The loss is {part.loss} at step {step}, {_named(microbatches, part.origin)}, computed by rank {part.rank}. "
@@ -76,12 +76,12 @@ def non_finite(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
     )
 
 
-def unused(parts: Sequence[Part]) -> frozenset[int]:
+def unused(parts: Sequence[MicrobatchResult]) -> frozenset[int]:
     """Return the indices of parameters that got no gradient from any microbatch group."""
     return frozenset.intersection(*(part.missing for part in parts))
 
 
-def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
+def check_gradients(parts: Sequence[MicrobatchResult], names: Sequence[str]) -> None:
     """Raise if a parameter got a gradient from some microbatch groups only.
 
     Raises:

@@ -22,12 +22,12 @@ import torch
 
 from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
-from paceline.step.checks import Part
-from paceline.step.job import Job, StepResult
-from paceline.step.optimizer import Update
+from paceline.step.checks import MicrobatchResult
+from paceline.step.context import StepResult, TrainingContext
+from paceline.step.optimizer import OptimizerStep
 from paceline.step.optimizers.several import parts_of
 
-Again: TypeAlias = Callable[[], list[Part]]
+Again: TypeAlias = Callable[[], list[MicrobatchResult]]
 """Recomputes the mean gradients of the step. Returns the results of all workers' microbatch groups."""
 
 
@@ -39,7 +39,7 @@ class LeftOutError(Exception):
         self.result = result
 
 
-def check_closures(update: Update, strategy: str, *, able: bool, phases: bool, carries: bool) -> None:
+def check_closures(update: OptimizerStep, strategy: str, *, able: bool, phases: bool, carries: bool) -> None:
     """Raise if an optimizer needs a closure and the run cannot provide one.
 
     Args:
@@ -72,28 +72,28 @@ def check_closures(update: Update, strategy: str, *, able: bool, phases: bool, c
 
 @contextmanager
 def with_closure(
-    job: Job,
+    context: TrainingContext,
     step: int,
     again: Again | None,
-    loss_of: Callable[[list[Part]], float],
+    loss_of: Callable[[list[MicrobatchResult]], float],
     statistics: list[torch.Tensor],
 ) -> Iterator[None]:
     """Give the optimizer the closure it needs while the update is made. A failed update that may be repeated is undone.
 
     Args:
-        job: training context.
+        context: training context.
         step: step number.
         again: recomputes the gradients of the step.
         loss_of: returns the mean loss. Raises if the loss cannot be used.
         statistics: means of the buffers that the forward pass changes. A closure does not see them yet.
     """
-    buffers = job.compute.buffers
-    if not job.update.closure_users:
+    buffers = context.compute.buffers
+    if not context.update.closure_users:
         buffers.accept(statistics)
         yield
         return
     assert again is not None, "the strategy was checked at the start"
-    update, compute = job.update, again
+    update, compute = context.update, again
 
     def closure() -> torch.Tensor:
         with preserve_generators(), torch.enable_grad():
@@ -105,9 +105,11 @@ def with_closure(
     def take(optimizer: Any) -> None:
         _keep_gradients(update)
         optimizer.step(closure)
-        job.world.confirm(step)
+        context.world.confirm(step)
 
-    repeatable = job.settings.nonfinite == "skip" or (job.world.coordinator is not None and job.world.size > 1)
+    repeatable = context.settings.nonfinite == "skip" or (
+        context.world.coordinator is not None and context.world.size > 1
+    )
     undo = _saved(update) if repeatable else None
     update.take = take
     try:
@@ -122,14 +124,14 @@ def with_closure(
     buffers.accept(statistics)
 
 
-def _keep_gradients(update: Update) -> None:
+def _keep_gradients(update: OptimizerStep) -> None:
     """Clone the gradients, because the next reduction overwrites its own buffers."""
     for value in update.parameters.values():
         if value.grad is not None:
             value.grad = value.grad.clone()
 
 
-def _saved(update: Update) -> Callable[[], None]:
+def _saved(update: OptimizerStep) -> Callable[[], None]:
     """Copy the weights, the optimizer's state and its groups. Returns a function that restores them."""
     optimizer = update.optimizer
     weights = [(value, value.detach().clone()) for value in update.parameters.values()]

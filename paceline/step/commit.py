@@ -10,29 +10,37 @@ import torch
 
 from paceline.data.feed import Piece, split_piece
 from paceline.data.keys import UPDATE, seed_torch
-from paceline.step.checks import Part, check_gradients, mean_loss, mean_metrics, non_finite, not_finite, unused
+from paceline.step.checks import (
+    MicrobatchResult,
+    check_gradients,
+    mean_loss,
+    mean_metrics,
+    non_finite,
+    not_finite,
+    unused,
+)
 from paceline.step.closures import Again, LeftOutError, with_closure
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 
 Apply: TypeAlias = Callable[[int], tuple[torch.Tensor | float, float]]
 """Updates the model from the mean gradients in ``.grad``, as :meth:`Update.apply` does."""
 
 
-def with_norm(job: Job, norm: torch.Tensor, known: float) -> Apply:
+def with_norm(context: TrainingContext, norm: torch.Tensor, known: float) -> Apply:
     """Return an update that clips by ``norm`` on the device and reports ``known``, the same norm on the host."""
 
     def apply(step: int) -> tuple[float, float]:
-        _, rate = job.update.apply(step, norm=norm)
+        _, rate = context.update.apply(step, norm=norm)
         return known, rate
 
     return apply
 
 
 def commit(  # noqa: PLR0913 - the results of a step
-    job: Job,
+    context: TrainingContext,
     step: int,
     pieces: list[Piece],
-    parts: list[Part],
+    parts: list[MicrobatchResult],
     statistics: list[torch.Tensor],
     notice: int = 0,
     apply: Apply | None = None,
@@ -41,7 +49,7 @@ def commit(  # noqa: PLR0913 - the results of a step
     """Check a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
-        job: training context.
+        context: training context.
         step: step number.
         pieces: microbatch groups that this worker computed.
         parts: results of all workers' microbatch groups, in the order of microbatches.
@@ -55,48 +63,54 @@ def commit(  # noqa: PLR0913 - the results of a step
         InputError: a parameter has a gradient from some microbatches only, and ``missing_gradient`` is "stop".
     """
 
-    def usable(parts: list[Part]) -> tuple[float, dict[str, float]]:
-        skipped = skip(job, step, parts, lambda bad: _locate(job, step, pieces, bad), notice)
+    def usable(parts: list[MicrobatchResult]) -> tuple[float, dict[str, float]]:
+        skipped = skip(context, step, parts, lambda bad: _locate(context, step, pieces, bad), notice)
         if skipped is not None:
             raise LeftOutError(skipped)
-        return means(job, parts)
+        return means(context, parts)
 
     try:
         loss, metrics = usable(parts)
-        carried = job.compute.carried
-        states = {} if carried is None else carried.exchange(job.world, step)
-        job.world.confirm(step)
-        with with_closure(job, step, again, lambda parts: usable(parts)[0], statistics):
-            seed_torch(job.compute.seed(UPDATE, step))  # for optimizers that draw random numbers
-            norm, rate = (apply or job.update.apply)(step)
+        carried = context.compute.carried
+        states = {} if carried is None else carried.exchange(context.world, step)
+        context.world.confirm(step)
+        with with_closure(context, step, again, lambda parts: usable(parts)[0], statistics):
+            seed_torch(context.compute.seed(UPDATE, step))  # for optimizers that draw random numbers
+            norm, rate = (apply or context.update.apply)(step)
     except LeftOutError as left_out:
         return left_out.result
     if carried is not None:
         carried.accept(step, states)
-    return StepResult(loss, norm, rate, _applied(job, step), notice, metrics)
+    return StepResult(loss, norm, rate, _applied(context, step), notice, metrics)
 
 
-def _applied(job: Job, step: int) -> bool:
+def _applied(context: TrainingContext, step: int) -> bool:
     """Return whether the update was made. It is skipped if a gradient overflowed float16."""
-    scale = job.update.loss_scale
+    scale = context.update.loss_scale
     if scale is None or not scale.overflowed:
         return True
     reason = f"a gradient is too large for float16: the loss scale is {scale.value:g} now"
-    job.events.mark("skipped", step=step, reason=reason)
+    context.events.mark("skipped", step=step, reason=reason)
     return False
 
 
-def means(job: Job, parts: list[Part]) -> tuple[float, dict[str, float]]:
+def means(context: TrainingContext, parts: list[MicrobatchResult]) -> tuple[float, dict[str, float]]:
     """Return the mean loss over the batch and the means of its metrics."""
-    exact = job.settings.exact
-    return mean_loss(parts, exact), mean_metrics(parts, job.compute.metrics, exact)
+    exact = context.settings.exact
+    return mean_loss(parts, exact), mean_metrics(parts, context.compute.metrics, exact)
 
 
-def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> StepResult | None:
+def skip(
+    context: TrainingContext,
+    step: int,
+    parts: list[MicrobatchResult],
+    locate: Callable[[MicrobatchResult], range],
+    notice: int = 0,
+) -> StepResult | None:
     """Return the result of a step that is skipped because a loss is NaN or infinite, or None if all losses are finite.
 
     Args:
-        job: training context.
+        context: training context.
         step: step number. The mean gradients of the step are in ``.grad``.
         parts: results of all microbatch groups.
         locate: returns the microbatches of a group whose loss is NaN or infinite.
@@ -107,22 +121,22 @@ def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range]
     """
     bad = not_finite(parts)
     if bad is not None:
-        job.compute.buffers.reset()
+        context.compute.buffers.reset()
         error = non_finite(bad, locate(bad), step)
-        if job.settings.nonfinite == "stop":
+        if context.settings.nonfinite == "stop":
             raise error
-        job.events.mark("skipped", step=step, reason=str(error))
-        loss, metrics = means(job, parts)
-        return StepResult(loss, math.nan, job.update.learning_rate, applied=False, notice=notice, metrics=metrics)
+        context.events.mark("skipped", step=step, reason=str(error))
+        loss, metrics = means(context, parts)
+        return StepResult(loss, math.nan, context.update.learning_rate, applied=False, notice=notice, metrics=metrics)
     if any(part.missing for part in parts):
-        _drop_unused(job, parts)
+        _drop_unused(context, parts)
     return None
 
 
-def _drop_unused(job: Job, parts: list[Part]) -> None:
-    parameters = job.update.parameters
-    if job.settings.missing_gradient == "stop":
-        job.compute.buffers.reset()
+def _drop_unused(context: TrainingContext, parts: list[MicrobatchResult]) -> None:
+    parameters = context.update.parameters
+    if context.settings.missing_gradient == "stop":
+        context.compute.buffers.reset()
         check_gradients(parts, list(parameters))
     without = unused(parts)
     for place, parameter in enumerate(parameters.values()):
@@ -130,19 +144,19 @@ def _drop_unused(job: Job, parts: list[Part]) -> None:
             parameter.grad = None
 
 
-def _locate(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+def _locate(context: TrainingContext, step: int, pieces: list[Piece], bad: MicrobatchResult) -> range:
     """Find the microbatch whose loss is not finite. The worker that computed the group searches, all get the answer."""
     if len(bad.microbatches) == 1:
         return bad.microbatches
-    found = locate_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
-    located: range = job.world.gather(found, "step")[bad.rank]
+    found = locate_here(context, step, pieces, bad) if bad.rank == context.world.rank else bad.microbatches
+    located: range = context.world.gather(found, "step")[bad.rank]
     return located
 
 
-def locate_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+def locate_here(context: TrainingContext, step: int, pieces: list[Piece], bad: MicrobatchResult) -> range:
     """Find the microbatch of a local group whose loss is not finite. Returns the whole group if no single loss is."""
     (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
-    for part in split_piece(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
-        if not job.compute.loss_only(part)[:2].isfinite().all():
+    for part in split_piece(piece, context.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
+        if not context.compute.loss_only(part)[:2].isfinite().all():
             return part.microbatches
     return bad.microbatches

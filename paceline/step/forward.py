@@ -47,7 +47,7 @@ class ForwardResult(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Recorder of one microbatch; see ``step.trials.audit``."""
+    """Recorder of one microbatch; see ``step.probes.audit``."""
 
     def begin(self, piece: Piece, step: int) -> bool:
         """Begin a forward pass. Returns whether it is the pass to record."""
@@ -59,7 +59,7 @@ class Recorder(Protocol):
         """Stop recording."""
 
 
-class Compute:
+class ForwardRunner:
     """Forward runner: computes the loss of a microbatch group as a sum, with the count that divides it.
 
     Args:
@@ -103,7 +103,7 @@ class Compute:
         self.loss_scale: LossScale | None = None
         self.recorder: Recorder | None = None
 
-    def of(self, forward: Forward) -> Compute:
+    def of(self, forward: Forward) -> ForwardRunner:
         """Return a shallow copy that runs another forward pass of the same model."""
         made = copy.copy(self)
         made.forward = forward

@@ -89,7 +89,7 @@ class Measured(NamedTuple):
         return self.gradient._version == self.version
 
 
-class Update:
+class OptimizerStep:
     """Optimizer step: applies gradients to the parameters.
 
     Args:
@@ -183,7 +183,7 @@ class Update:
         frozen = {name: value for name, value in named.items() if name not in self.parameters}
         self._structure = Structure(model, frozen)
 
-    def copied(self, names: Container[str]) -> Update:
+    def copied(self, names: Container[str]) -> OptimizerStep:
         """Return an update of copies of some parameters, for another thread. The copied optimizer starts without state.
 
         Args:
@@ -209,7 +209,7 @@ class Update:
         made.averages = Averages(self.averages.settings, made.optimizer)
         return made
 
-    def of(self, name: str) -> Update:
+    def of(self, name: str) -> OptimizerStep:
         """Return the update by one of several optimizers, with its own parameters and schedule."""
         assert isinstance(self.optimizer, SeveralOptimizers)
         made = copy.copy(self)

@@ -23,7 +23,7 @@ from paceline.checkpoint.tensors import raw_bytes
 from paceline.comm.collectives.step_header import StateDigest
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.errors import DisagreementError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.numerics import numerics
 
 _log = logging.getLogger("paceline")
@@ -95,14 +95,14 @@ class Replicas:
     """Comparison of this worker's state with that of the other workers.
 
     Args:
-        job: training context.
+        context: training context.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._modules = list(job.compute.model.modules())
-        self._parameters = list(job.compute.model.parameters())
-        self._watches = job.replicated and job.world.size > 1
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._modules = list(context.compute.model.modules())
+        self._parameters = list(context.compute.model.parameters())
+        self._watches = context.replicated and context.world.size > 1
         self._credit = 0.0
         self._fetches: list[tuple[int, Fetch]] = []
         self._next = 0
@@ -120,12 +120,12 @@ class Replicas:
         self._steps += 1
         found = StateDigest()
         if self._steps == 2:  # the optimizer makes its state in the first step
-            self._fetches = [(place + 1, fetch) for place, fetch in enumerate(_tensors(self._job).values())]
+            self._fetches = [(place + 1, fetch) for place, fetch in enumerate(_tensors(self._context).values())]
         if self._steps > 1:
             found = self._sum_of(everything=self._steps == 2)
         flags = [one.training for one in self._modules] + [one.requires_grad for one in self._parameters]
         modes = hash(tuple(flags))  # of booleans: the same in all processes
-        self._samples = {f"data {step}": self._job.order.digest_at(step)}
+        self._samples = {f"data {step}": self._context.order.digest_at(step)}
         return StateDigest((found.host + modes + sum(self._samples.values())) % _WORD, found.device)
 
     def _sum_of(self, everything: bool) -> StateDigest:
@@ -158,36 +158,38 @@ class Replicas:
             DisagreementError: a tensor differs.
         """
         self._credit += _SHARE * max(seconds)
-        if self._watches and len(set(sums)) > 1 and not compare(self._job, "step", self._samples):
+        if self._watches and len(set(sums)) > 1 and not compare(self._context, "step", self._samples):
             self._watches = False
 
 
-def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
+def compare(context: TrainingContext, what: str, samples: dict[str, int] | None = None) -> bool:
     """Compare all tensors of all workers, and digests of samples. Returns whether they are equal.
 
     Raises:
         DisagreementError: the state differs although all workers compute alike. Names the first difference.
     """
-    if job.world.size == 1:
+    if context.world.size == 1:
         return True
-    everyone = job.world.gather(((samples or {}) | digests(job), numerics(exact=False), _options(job)), what)
+    everyone = context.world.gather(
+        ((samples or {}) | digests(context), numerics(exact=False), _options(context)), what
+    )
     text = difference([found for found, _, _ in everyone])
     if not text:
         return True
     text = _option_that_differs([options for _, _, options in everyone]) or text
-    if job.settings.exact or all(one == everyone[0][1] for _, one, _ in everyone):
+    if context.settings.exact or all(one == everyone[0][1] for _, one, _ in everyone):
         raise DisagreementError(text)
     text += (
         " (The workers have other processors, numbers of threads or precisions, so it may be no more than rounding.)"
     )
     _log.warning(text)
-    job.events.mark("note", text=text, warning=True)
+    context.events.mark("note", text=text, warning=True)
     return False
 
 
-def _options(job: Job) -> dict[str, str]:
+def _options(context: TrainingContext) -> dict[str, str]:
     """Return the hyper-parameters of the optimizer, by group."""
-    groups = job.update.optimizer.param_groups
+    groups = context.update.optimizer.param_groups
     return {
         f"{key} of group {place}": str(float(value) if isinstance(value, torch.Tensor) else value)
         for place, group in enumerate(groups)
@@ -208,16 +210,16 @@ def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:
     return ""
 
 
-def digests(job: Job) -> dict[str, int]:
+def digests(context: TrainingContext) -> dict[str, int]:
     """Return the digest of each tensor of the state, modes of modules and frozen parameters, by kind and name."""
-    values = {name: fetch() for name, fetch in _tensors(job).items()}
-    modes = {f"mode {name}": int(one.training) for name, one in job.compute.model.named_modules()}
-    return frozen(job) | modes | {name: digest_of(value) for name, value in values.items() if value is not None}
+    values = {name: fetch() for name, fetch in _tensors(context).items()}
+    modes = {f"mode {name}": int(one.training) for name, one in context.compute.model.named_modules()}
+    return frozen(context) | modes | {name: digest_of(value) for name, value in values.items() if value is not None}
 
 
-def frozen(job: Job) -> dict[str, int]:
+def frozen(context: TrainingContext) -> dict[str, int]:
     """Return which parameters are currently frozen."""
-    return {f"freezing {name}": 1 for name, one in job.compute.model.named_parameters() if not one.requires_grad}
+    return {f"freezing {name}": 1 for name, one in context.compute.model.named_parameters() if not one.requires_grad}
 
 
 def difference(everyone: Sequence[dict[str, int]]) -> str:
@@ -241,17 +243,17 @@ def difference(everyone: Sequence[dict[str, int]]) -> str:
     return ""
 
 
-def _tensors(job: Job) -> dict[str, Fetch]:
+def _tensors(context: TrainingContext) -> dict[str, Fetch]:
     """Return a getter for each tensor of the state, as it was at the beginning of the step."""
     found: dict[str, Fetch] = {}
-    for name, value in job.compute.model.named_parameters():
+    for name, value in context.compute.model.named_parameters():
         found[f"parameter {name}"] = partial(_itself, value)
-    for name in job.compute.buffers.every:
-        found[f"buffer {name}"] = partial(job.compute.buffers.at_start, name)
-    if job.divides_update:
+    for name in context.compute.buffers.every:
+        found[f"buffer {name}"] = partial(context.compute.buffers.at_start, name)
+    if context.divides_update:
         return found
-    states = job.update.optimizer.state
-    for name, value in job.compute.model.named_parameters():
+    states = context.update.optimizer.state
+    for name, value in context.compute.model.named_parameters():
         for key, entry in sorted(states.get(value, {}).items()):
             if isinstance(entry, torch.Tensor | int | float | bool):
                 found[f"optimizer {name}/{key}"] = partial(_entry, states, value, key)

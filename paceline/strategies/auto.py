@@ -20,7 +20,7 @@ from statistics import fmean
 
 from paceline.data.feed import Piece
 from paceline.settings import Settings
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.work_stealing import WorkStealing
@@ -42,10 +42,10 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 class Auto(Strategy):
     """Synchronous strategy that switches to all-reduce or work stealing, whichever is faster for these workers."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._steals = job.order.microbatches >= 2 * job.world.size
-        self._inner: AllReduce | WorkStealing = AllReduce(job)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._steals = context.order.microbatches >= 2 * context.world.size
+        self._inner: AllReduce | WorkStealing = AllReduce(context)
         self._patience = 1
         self._windows = 0
         self._usual = 0.0
@@ -61,7 +61,7 @@ class Auto(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         wanted = self._inner.pieces(step)
         if [piece.microbatches for piece in pieces] != wanted:  # prefetched for the previous strategy
-            pieces = self._job.feed.load(step, wanted)
+            pieces = self._context.feed.load(step, wanted)
         begin = time.perf_counter()
         result = self._inner.step(step, pieces)
         self._seconds.append(time.perf_counter() - begin)
@@ -85,8 +85,8 @@ class Auto(Strategy):
             return
         reason = f"the slowest worker computes {slowest / mean:.2f} times as long as the mean"
         if not self._steals:
-            if not self._job.warnings:
-                least = 4 * self._job.world.size
+            if not self._context.warnings:
+                least = 4 * self._context.world.size
                 self._say(
                     step, "allreduce", f"{reason}; with {least} microbatches or more others could take over from it"
                 )
@@ -108,19 +108,19 @@ class Auto(Strategy):
 
     def _measured(self) -> float:
         """Return the mean step time of this window in seconds, as measured by rank 0."""
-        measured: float = self._job.world.gather(fmean(self._seconds[1:]), "step")[0]
+        measured: float = self._context.world.gather(fmean(self._seconds[1:]), "step")[0]
         return measured
 
     def _change(self, step: int, kind: type[AllReduce] | type[WorkStealing], name: str, reason: str) -> None:
         self._inner.close()
-        said = len(self._job.warnings)
-        self._inner = kind(self._job)
-        del self._job.warnings[said:]  # advice for users who chose that strategy themselves
+        said = len(self._context.warnings)
+        self._inner = kind(self._context)
+        del self._context.warnings[said:]  # advice for users who chose that strategy themselves
         self._say(step, name, reason)
 
     def _say(self, step: int, name: str, reason: str) -> None:
         text = f"from step {step + 1}: {reason}"
-        self._job.warnings.append(text)
-        self._job.events.mark("strategy", step=step + 1, strategy=name, text=text)
-        if self._job.world.rank == 0:
+        self._context.warnings.append(text)
+        self._context.events.mark("strategy", step=step + 1, strategy=name, text=text)
+        if self._context.world.rank == 0:
             _log.info(text)

@@ -9,14 +9,15 @@ from paceline.data.feed import Piece
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.step.job import StepResult
+from paceline.step.context import StepResult
 
 
 class Strategy(ABC):
     """Decision about which worker computes which microbatch, when, and how gradients are combined.
 
-    Built from a :class:`~paceline.step.job.Job` for one membership. After a membership change it is closed, and built
-    anew. Put state that must outlive it into ``job.strategy_state``, and messages for the user into ``job.warnings``.
+    Built from a :class:`~paceline.step.context.TrainingContext` for one membership. After a membership change it is
+    closed, and built anew. Put state that must outlive it into ``context.strategy_state``, and messages for the user
+    into ``context.warnings``.
     """
 
     @abstractmethod

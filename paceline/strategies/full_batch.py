@@ -10,13 +10,13 @@ import torch
 from paceline.comm.reduction.division import divide_all
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.feed import Piece
-from paceline.step.checks import Part, check_dense
+from paceline.step.checks import MicrobatchResult, check_dense
 from paceline.step.commit import Apply, with_norm
+from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, Values, align_value
 from paceline.step.gradients.fixed_point import FixedPoint
 from paceline.step.gradients.fusion import Fusion
-from paceline.step.job import Job
-from paceline.step.trials.audit import Audit
+from paceline.step.probes.audit import Audit
 
 
 class _Computed(NamedTuple):
@@ -32,36 +32,36 @@ class FullBatch:
     """Gradient computation for the microbatches of a step, summed along the canonical tree, in fixed point or running.
 
     Args:
-        job: training context.
+        context: training context.
         audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
 
     Attributes:
         apply: update function for the last gradients. None stands for :meth:`Update.apply`.
     """
 
-    def __init__(self, job: Job, audited: bool = True) -> None:
-        self._job = job
-        self._audit = Audit(job, alone=True) if audited else None
-        self._fusion = Fusion(job, together=False)
-        self._parameters = list(job.update.parameters.values())
+    def __init__(self, context: TrainingContext, audited: bool = True) -> None:
+        self._context = context
+        self._audit = Audit(context, alone=True) if audited else None
+        self._fusion = Fusion(context, together=False)
+        self._parameters = list(context.update.parameters.values())
         self.apply: Apply | None = None
-        self._fixed = FixedPoint(job) if job.settings.fixed_point else None
+        self._fixed = FixedPoint(context) if context.settings.fixed_point else None
 
     def pieces(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
-        job, microbatches = self._job, len(self._job.order.parts_of(step))
-        audited = job.audits.microbatch(step, microbatches) if job.audits.is_due(step) else None
+        context, microbatches = self._context, len(self._context.order.parts_of(step))
+        audited = context.audits.microbatch(step, microbatches) if context.audits.is_due(step) else None
         return self._fusion.pieces(range(microbatches) if share is None else share, audited)
 
-    def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[Part], list[torch.Tensor]]:
+    def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         """Compute the mean gradients of a step into ``.grad``.
 
         Returns:
             Result of each microbatch group, and the means of the buffers that the forward pass changes.
         """
         audited = self._audit is not None and self._audit.begin(step, [[piece.microbatches for piece in pieces]])
-        self._job.compute.buffers.begin()
-        self._job.update.check_structure()
+        self._context.compute.buffers.begin()
+        self._context.update.check_structure()
         parts, computed, table = self._means(step, pieces)
         if self._audit is not None and audited:
             self._audit.compare()
@@ -69,13 +69,13 @@ class FullBatch:
         samples = sum(piece.samples for piece in pieces)
         return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
 
-    def again(self, step: int, pieces: list[Piece]) -> list[Part]:
+    def again(self, step: int, pieces: list[Piece]) -> list[MicrobatchResult]:
         """Compute the gradients again in the same step, from the current weights. Returns the result of each group."""
         return self._means(step, pieces)[0]
 
-    def _means(self, step: int, pieces: list[Piece]) -> tuple[list[Part], _Computed, torch.Tensor]:
+    def _means(self, step: int, pieces: list[Piece]) -> tuple[list[MicrobatchResult], _Computed, torch.Tensor]:
         """Compute the mean gradients into ``.grad``. The returned table has a row of sums and counts for each group."""
-        job = self._job
+        context = self._context
         self.take_gradients()
         computed = self._compute(step, pieces)
         while self._fixed is not None and not self._fixed.fits():
@@ -83,22 +83,22 @@ class FullBatch:
         table = torch.stack(computed.pairs) if len(pieces) > 1 else computed.pairs[0].unsqueeze(0)
         numbers = self._divide(table, computed.sums)
         parts = [
-            Part(piece.microbatches, job.world.rank, loss, count, without, metrics=tuple(metrics))
+            MicrobatchResult(piece.microbatches, context.world.rank, loss, count, without, metrics=tuple(metrics))
             for piece, (loss, count, *metrics), without in zip(pieces, numbers, computed.missing, strict=True)
         ]
         return parts, computed, table
 
     def _compute(self, step: int, pieces: list[Piece]) -> _Computed:
-        job = self._job
-        gradients, statistics = Accumulator(job.settings.along_tree), Accumulator(job.settings.exact)
+        context = self._context
+        gradients, statistics = Accumulator(context.settings.along_tree), Accumulator(context.settings.exact)
         pairs, missing = list[torch.Tensor](), list[frozenset[int]]()
         for piece in pieces:
-            job.world.check()
+            context.world.check()
             computed = self._fusion.forward(piece, step)
             computed.total.backward()
             values = self.take_gradients()
-            if self._fixed is not None or not job.sparse:
-                check_dense(job.update.parameters, values)
+            if self._fixed is not None or not context.sparse:
+                check_dense(context.update.parameters, values)
             missing.append(frozenset(place for place, value in enumerate(values) if value is None))
             gradients.push(piece.microbatches.start, self._fixed.encode(values) if self._fixed else values)
             statistics.push(piece.microbatches.start, [*computed.buffers])
@@ -113,8 +113,8 @@ class FullBatch:
         on_host = table.device.type == "cpu"
         numbers: list[list[float]] = table.tolist() if on_host else []
         count = math.fsum(row[1] for row in numbers) if on_host else table[:, 1].sum()
-        if self._job.compute.scale != 1.0:
-            count = count * self._job.compute.scale
+        if self._context.compute.scale != 1.0:
+            count = count * self._context.compute.scale
         given = [value for value in sums if value is not None]
         if self._fixed is not None:
             sums = self._fixed.decode(sums, count)
@@ -123,10 +123,10 @@ class FullBatch:
         for parameter, value in zip(self._parameters, sums, strict=True):
             parameter.grad = align_value(value)
         if not on_host:
-            norm = self._job.update.norm()
+            norm = self._context.update.norm()
             host = HostCopy(torch.cat((table.flatten(), norm.double().reshape(1)))).wait()
             numbers = host[:-1].view(table.shape).tolist()
-            self.apply = with_norm(self._job, norm, float(host[-1]))
+            self.apply = with_norm(self._context, norm, float(host[-1]))
         return numbers
 
     def accept(self) -> None:
@@ -142,7 +142,7 @@ class FullBatch:
         return values
 
     def _changed(self, sums: Values) -> list[torch.Tensor]:
-        buffers = self._job.compute.buffers
+        buffers = self._context.compute.buffers
         if not buffers.fixed:
             sums = [sums[place] for place in buffers.fix(buffers.live)]
         return [value for value in sums if value is not None]

@@ -23,10 +23,10 @@ from paceline.comm.collectives.step_header import PHASE_TAG
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError, DisagreementError, InputError
 from paceline.settings import Settings
-from paceline.step.job import Job, Learned, StepResult
+from paceline.step.context import ProbeResults, StepResult, TrainingContext
 from paceline.step.loss import Forward
-from paceline.step.optimizer import Update
-from paceline.step.trials.first_step import try_forward_pass
+from paceline.step.optimizer import OptimizerStep
+from paceline.step.probes.first_step import try_forward_pass
 from paceline.strategies.base import Capabilities, Strategy
 
 
@@ -34,17 +34,17 @@ class Phases(Strategy):
     """Strategy that runs the phases of a batch in the script's order, with a separate strategy for each phase.
 
     Args:
-        job: training context.
+        context: training context.
         build: function that builds the strategy of a phase.
     """
 
-    def __init__(self, job: Job, build: Callable[[Job], Strategy]) -> None:
-        self._job = job
-        self._names = list(job.phases)
-        self._jobs = {name: _job_of(job, name) for name in self._names}
+    def __init__(self, context: TrainingContext, build: Callable[[TrainingContext], Strategy]) -> None:
+        self._context = context
+        self._names = list(context.phases)
+        self._jobs = {name: _job_of(context, name) for name in self._names}
         self._strategies = {name: build(one) for name, one in self._jobs.items()}
-        job.warnings[:] = dict.fromkeys(job.warnings)
-        self._chosen = AllGather(job.world, PHASE_TAG, 24, host=True)
+        context.warnings[:] = dict.fromkeys(context.warnings)
+        self._chosen = AllGather(context.world, PHASE_TAG, 24, host=True)
         self._name, self._turn = self._names[0], 0
 
     def choose(self, name: str, turn: int) -> None:
@@ -55,13 +55,13 @@ class Phases(Strategy):
         return self._strategies[self._names[0]].pieces(step)
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job = self._jobs[self._name]
+        context = self._jobs[self._name]
         self._check_together(step)
-        job.compute.turn = self._turn
-        with self._training_only(job):
-            if not job.learned.repeatable:
-                try_forward_pass(job, pieces, step)
-                job.learned.repeatable = True
+        context.compute.turn = self._turn
+        with self._training_only(context):
+            if not context.probe_results.repeatable:
+                try_forward_pass(context, pieces, step)
+                context.probe_results.repeatable = True
             return self._strategies[self._name].step(step, pieces)
 
     def _check_together(self, step: int) -> None:
@@ -70,7 +70,7 @@ class Phases(Strategy):
         Raises:
             DisagreementError: the workers are in different phases.
         """
-        if self._job.world.size == 1:
+        if self._context.world.size == 1:
             return
         own = torch.tensor([step, self._names.index(self._name), self._turn])
         everyone = self._chosen.start(own).wait().tolist()
@@ -85,11 +85,11 @@ class Phases(Strategy):
             )
 
     @contextmanager
-    def _training_only(self, job: Job) -> Iterator[None]:
+    def _training_only(self, context: TrainingContext) -> Iterator[None]:
         others = [
             value
-            for name, value in self._job.update.parameters.items()
-            if name not in job.update.parameters and value.requires_grad
+            for name, value in self._context.update.parameters.items()
+            if name not in context.update.parameters and value.requires_grad
         ]
         for value in others:
             value.requires_grad_(False)
@@ -104,18 +104,18 @@ class Phases(Strategy):
             one.close()
 
 
-def _job_of(job: Job, name: str) -> Job:
+def _job_of(context: TrainingContext, name: str) -> TrainingContext:
     """Return the job of a phase, with its loss and the parameters of its optimizer.
 
     Its microbatches are never fused, because workers that join do not know what was learned about the phase.
     """
-    learned = Learned(fusible=False, warnings=job.learned.warnings)
-    compute, update = job.compute.of(job.phases[name]), job.update.of(name)
-    return replace(job, compute=compute, update=update, learned=learned, phases={})
+    probe_results = ProbeResults(fusible=False, warnings=context.probe_results.warnings)
+    compute, update = context.compute.of(context.phases[name]), context.update.of(name)
+    return replace(context, compute=compute, update=update, probe_results=probe_results, phases={})
 
 
 def named_forwards(
-    forward: object, update: Update, capabilities: Capabilities, settings: Settings
+    forward: object, update: OptimizerStep, capabilities: Capabilities, settings: Settings
 ) -> dict[str, Forward]:
     """Return the forward passes by optimizer name, or an empty dict if a batch has a single loss.
 

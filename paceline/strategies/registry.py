@@ -11,16 +11,16 @@ from paceline.config import check_strategy
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
 from paceline.settings import Settings
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import check_own_tensors
-from paceline.step.trials.optimizer_probe import probe_optimizer
+from paceline.step.probes.optimizer_probe import probe_optimizer
 from paceline.strategies import auto, single
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel import allreduce, backup_workers, local_sgd, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.parameter_server import hogwild
 from paceline.strategies.parameter_server import strategy as parameter_server
-from paceline.strategies.parameter_server.last_worker import LastWorker
+from paceline.strategies.parameter_server.final_drain import FinalDrain
 from paceline.strategies.phases import Phases
 from paceline.strategies.pipeline import strategy as pipeline
 from paceline.strategies.single import Single
@@ -53,8 +53,8 @@ class Entry:
             with the settings, the number of workers and the number of microbatches of a batch.
     """
 
-    build: Callable[[Job], Strategy]
-    alone: Callable[[Job], Strategy] = Single
+    build: Callable[[TrainingContext], Strategy]
+    alone: Callable[[TrainingContext], Strategy] = Single
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
     validate: Callable[[Settings, nn.Module, BatchOrder, int, int], None] = _validate
     supports: Callable[[Settings, int, int], bool] = _any_number
@@ -69,7 +69,7 @@ _ENTRIES: dict[str, Entry] = {
         capabilities=backup_workers.capabilities,
         validate=backup_workers.validate,
     ),
-    "hogwild": Entry(hogwild.build, alone=LastWorker, capabilities=hogwild.capabilities),
+    "hogwild": Entry(hogwild.build, alone=FinalDrain, capabilities=hogwild.capabilities),
     "local-sgd": Entry(local_sgd.LocalSgd, capabilities=local_sgd.capabilities),
     "parameter-server": Entry(
         parameter_server.build,
@@ -108,12 +108,12 @@ def entry_of(name: str) -> Entry:
     return _ENTRIES[name]
 
 
-def build(job: Job) -> Strategy:
+def build(context: TrainingContext) -> Strategy:
     """Build the strategy for a job, one strategy per phase if a batch has several losses."""
-    entry = entry_of(job.settings.strategy)
-    job.warnings.clear()
-    make = entry.build if job.world.size > 1 else entry.alone
-    return Phases(job, make) if job.phases else make(job)
+    entry = entry_of(context.settings.strategy)
+    context.warnings.clear()
+    make = entry.build if context.world.size > 1 else entry.alone
+    return Phases(context, make) if context.phases else make(context)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -129,19 +129,19 @@ def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[i
     return [] if len(found) == len(every) else found
 
 
-def check_optimizer(job: Job, able: Capabilities) -> None:
+def check_optimizer(context: TrainingContext, able: Capabilities) -> None:
     """Raise if the optimizer needs all updates but not every worker makes all of them.
 
     Raises:
         InputError: the optimizer keeps tensors of its own, or its update of a parameter depends on other parameters.
     """
-    strategy = job.settings.strategy
+    strategy = context.settings.strategy
     if not able.makes_all_updates:
-        check_own_tensors(job.update.optimizer, dict(job.compute.model.named_parameters()), strategy)
+        check_own_tensors(context.update.optimizer, dict(context.compute.model.named_parameters()), strategy)
         if not able.cuts_model:
-            job.update.divided_by = strategy
-    if job.divides_update:
-        probe_optimizer(job)
+            context.update.divided_by = strategy
+    if context.divides_update:
+        probe_optimizer(context)
 
 
 def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:

@@ -17,8 +17,8 @@ from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.commit import commit
-from paceline.step.job import Job, StepResult
-from paceline.step.trials.optimizer_probe import check_draws
+from paceline.step.context import StepResult, TrainingContext
+from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.full_batch import FullBatch
 
@@ -26,9 +26,9 @@ from paceline.strategies.full_batch import FullBatch
 class Single(Strategy):
     """Plain PyTorch training in one process."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._batch = FullBatch(job)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._batch = FullBatch(context)
 
     def pieces(self, step: int) -> list[range]:
         return self._batch.pieces(step)
@@ -36,9 +36,11 @@ class Single(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         parts, buffers = self._batch.gradients(step, pieces)
         again = partial(self._batch.again, step, pieces)
-        result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice(), self._batch.apply, again)
+        result = commit(
+            self._context, step, pieces, parts, buffers, self._context.world.notice(), self._batch.apply, again
+        )
         self._batch.accept()
-        check_draws(self._job)
+        check_draws(self._context)
         return result
 
     def close(self) -> None:

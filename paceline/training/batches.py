@@ -9,8 +9,8 @@ from functools import partial
 from paceline.data.feed import Piece
 from paceline.data.order import UNKNOWN
 from paceline.errors import ConfigError
-from paceline.step.job import Batch
-from paceline.step.trials.trial import warn
+from paceline.step.context import Batch
+from paceline.step.probes.probe import warn
 from paceline.training.loop import TrainingLoop
 
 _NOT_LOADED = -1
@@ -36,7 +36,7 @@ class Batches:
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
-        self._job = loop.job
+        self._context = loop.context
         self._position = loop.position
         self._last_epoch = 0  # end of the script's epoch loop, exclusive
         self._left_out = 0  # batches of the current loop that were not passed to a step
@@ -46,7 +46,7 @@ class Batches:
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the epochs from the current one up to ``count``, exclusive."""
         self._check_count("epochs(0)", count)
-        position, order, epoch = self._position, self._job.order, 0
+        position, order, epoch = self._position, self._context.order, 0
         self._last_epoch = count
         try:
             while True:
@@ -61,7 +61,7 @@ class Batches:
 
     def _check_count(self, call: str, count: int | None) -> None:
         if count == 0 and self._position.steps == 0:
-            warn(self._job, f"session.{call} is an empty loop, which trains nothing. Give it 1 or more.")
+            warn(self._context, f"session.{call} is an empty loop, which trains nothing. Give it 1 or more.")
 
     def _begin_epoch(self, first: int) -> None:
         if first == UNKNOWN:
@@ -89,7 +89,7 @@ class Batches:
             epochs: whether ``count`` is a number of epochs. Defaults to False.
         """
         self._check_count(f"batches({'epochs' if epochs else 'steps'}=0)", count)
-        position, order = self._position, self._job.order
+        position, order = self._position, self._context.order
         start = position.target
         if self._running is not None:
             self._running.close()
@@ -108,11 +108,11 @@ class Batches:
         return min(self._position.target, self._loop.records.last_step)
 
     def _until_target(self, counted: bool) -> Generator[Batch, None, None]:
-        job, position = self._job, self._position
+        context, position = self._context, self._position
         used, self._left_out = position.used, 0
-        final = self._end() if position.epoch is None else max(self._end(), job.order.first_of(self._last_epoch))
-        job.audits.last = final - 1 if counted and final != UNKNOWN else None
-        job.events.mark("batches", position=position.steps, steps=None if final == UNKNOWN else final)
+        final = self._end() if position.epoch is None else max(self._end(), context.order.first_of(self._last_epoch))
+        context.audits.last = final - 1 if counted and final != UNKNOWN else None
+        context.events.mark("batches", position=position.steps, steps=None if final == UNKNOWN else final)
         while True:
             target, progress = self._end(), self._loop.progress
             if progress.steps > position.steps:
@@ -131,19 +131,19 @@ class Batches:
                 self._loop.synchronize()
                 if self._loop.progress.steps <= position.steps:
                     if self._left_out > 1 and position.used == used:
-                        warn(job, _UNUSED.format(count=self._left_out))
+                        warn(context, _UNUSED.format(count=self._left_out))
                     return
 
     def _load(self, start: int) -> Iterator[Batch]:
         """Yield batches from a step on. Stop when the workers change, because the microbatches are then reassigned."""
-        loop, job, position = self._loop, self._job, self._position
-        generation, before = job.world.generation, time.perf_counter()
+        loop, context, position = self._loop, self._context, self._position
+        generation, before = context.world.generation, time.perf_counter()
         stop = self._end() if loop.loads_ahead else start + 1
         loop.activity.begin("in the data loader")
-        job.loop.look()
-        for step, pieces in enumerate(job.feed.steps(start, stop, loop.strategy.pieces), start):
+        context.loop.look()
+        for step, pieces in enumerate(context.feed.steps(start, stop, loop.strategy.pieces), start):
             loop.activity.begin("in the script")
-            job.loop.refresh()
+            context.loop.refresh()
             waited = time.perf_counter() - before
             position.move_to(step, before=True)
             yield self._batch(step, pieces, waited, generation)
@@ -153,20 +153,20 @@ class Batches:
             else:
                 loop.end_batch()
             self._compare_sizes()
-            if job.world.generation != generation or (stop == UNKNOWN and position.steps >= self._end()):
+            if context.world.generation != generation or (stop == UNKNOWN and position.steps >= self._end()):
                 return
             before = time.perf_counter()
             loop.activity.begin("in the data loader")
-            job.loop.look()
+            context.loop.look()
 
     def _compare_sizes(self) -> None:
         """Warn once if the collate function gives samples unequal weights."""
-        sizes = self._job.feed.sizes
-        if sizes is not None and sizes.uneven and not self._warned and self._job.compute.counts is False:
+        sizes = self._context.feed.sizes
+        if sizes is not None and sizes.uneven and not self._warned and self._context.compute.counts is False:
             self._warned = True
-            warn(self._job, _UNEVEN.format(sizes=sizes.uneven))
+            warn(self._context, _UNEVEN.format(sizes=sizes.uneven))
 
     def _batch(self, step: int, pieces: list[Piece], waited: float, generation: int) -> Batch:
-        order, self._position.given, self._position.among_batches = self._job.order, step, True
+        order, self._position.given, self._position.among_batches = self._context.order, step, True
         samples, last = order.samples_of(step), order.is_last(step)
         return Batch(step, order.epoch_of(step), samples, last, pieces, waited, generation)

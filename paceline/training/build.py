@@ -1,4 +1,4 @@
-"""Construction of the job from the arguments of ``start``, and of the facts on which all workers must agree."""
+"""Construction of the training context, and of the run spec on which all workers agree, from arguments of ``start``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from paceline.schedule.audits import AuditSchedule
 from paceline.settings import ONE_MACHINE, Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
-from paceline.step.forward import Compute, recompute
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
+from paceline.step.forward import ForwardRunner, recompute
 from paceline.step.loss import Forward, check_function, described, loss_of
 from paceline.step.numerics import ask_for_determinism, numerics
-from paceline.step.optimizer import Update, scaling_of
+from paceline.step.optimizer import OptimizerStep, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.step.replicas import digests_of
@@ -73,18 +73,18 @@ def report_config(resolved: Resolved, path: Path) -> None:
     path.write_text(json.dumps({"settings": flat(resolved.settings), "sources": resolved.sources}))
 
 
-def build(
+def build_context(
     given: Components,
     resolved: Resolved,
     who: Identity,
     events: EventLog,
     coordinator: CoordinatorClient | None = None,
     largest: int = 0,
-) -> tuple[Job, dict[str, object]]:
+) -> tuple[TrainingContext, dict[str, object]]:
     """Validate the arguments and build the job, before the rendezvous. The run never has more than ``largest`` workers.
 
     Returns:
-        the job, and the facts on which all workers must agree.
+        the context, and what all workers must agree on, by key.
 
     Raises:
         ConfigError, InputError: an argument is invalid.
@@ -113,10 +113,10 @@ def build(
         name: hash_of(value).hex()[:16]
         for name, value in [*given.model.named_parameters(), *given.model.named_buffers()]
     }
-    update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
+    update = OptimizerStep(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
     phases = _phases(given.forward, update, capabilities, settings)
-    facts = _facts(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
-    compute = Compute(given.model, forward, settings.seed, settings.autocast, largest, order.samples_of)
+    run_spec = _run_spec(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
+    compute = ForwardRunner(given.model, forward, settings.seed, settings.autocast, largest, order.samples_of)
     if takes_state(given.forward):
         compute.carried = CarriedState(forward, order, world.device)
         compute.forward = compute.carried.alone
@@ -131,7 +131,7 @@ def build(
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
     loop = _loop_changes(given, update, digests, feed, keeps)
-    job = Job(
+    context = TrainingContext(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},
         sparse=sparse,
@@ -140,13 +140,13 @@ def build(
         phases=phases,
         audits=AuditSchedule.of(settings.audit, settings.checkpoint.every),
     )
-    registry.check_optimizer(job, capabilities)
-    return job, facts
+    registry.check_optimizer(context, capabilities)
+    return context, run_spec
 
 
 def _loop_changes(
     given: Components,
-    update: Update,
+    update: OptimizerStep,
     digests: Callable[[Sequence[torch.Tensor]], list[int]] | None,
     feed: Feed,
     keeps: bool,
@@ -195,47 +195,47 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
     return model
 
 
-def conditions(job: Job) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
+def conditions(context: TrainingContext) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
     """Return the sample order, numerics and versions for the manifest of a checkpoint."""
-    exact = job.settings.exact
-    return job.order.facts(), numerics(bool(exact)) | {"exact": exact}, agreement.versions()
+    exact = context.settings.exact
+    return context.order.facts(), numerics(bool(exact)) | {"exact": exact}, agreement.versions()
 
 
-def summary(job: Job) -> list[str]:
+def summary(context: TrainingContext) -> list[str]:
     """Return messages on applied defaults and derived values, such as a scaled learning rate."""
-    order, world, settings = job.order, job.world, job.settings
+    order, world, settings = context.order, context.world, context.settings
     threads, parts = torch.get_num_threads(), order.microbatches
     sentences = [
         f"{world.size} worker{'s' * (world.size > 1)} on {world.device.type}, strategy {settings.strategy}"
         f"{_spelled(settings)}; batch of {order.batch} in {parts} microbatch{'es' * (parts > 1)}; {threads} thread"
         f"{'s' * (threads > 1)} each"
     ]
-    audits = registry.without_audits(settings, world.size, job.given)
-    return [*sentences, *filter(None, (job.update.scaling.reason, audits))]
+    audits = registry.without_audits(settings, world.size, context.given)
+    return [*sentences, *filter(None, (context.update.scaling.reason, audits))]
 
 
 def _spelled(settings: Settings) -> str:
     return ", exact in fixed point" if settings.fixed_point else ", exact" if settings.exact else ""
 
 
-def warnings(job: Job) -> list[str]:
+def warnings(context: TrainingContext) -> list[str]:
     """Return warnings on arguments and settings that the user may not have intended."""
     found = become.late_variables()
-    keys = registry.without_effect(job.settings, job.given)
+    keys = registry.without_effect(context.settings, context.given)
     if keys:
-        found.append(f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}")
-    if isinstance(job.order, Order) and job.order.batch > job.order.length:
+        found.append(f"set, but without effect with strategy {context.settings.strategy}: {', '.join(keys)}")
+    if isinstance(context.order, Order) and context.order.batch > context.order.length:
         found.append(
-            f"batch = {job.order.batch} is more than the {job.order.length} samples of the data set: each step takes "
-            f"all of them, and an epoch is one step. Give a smaller batch for more updates"
+            f"batch = {context.order.batch} is more than the {context.order.length} samples of the data set: each step "
+            f"takes all of them, and an epoch is one step. Give a smaller batch for more updates"
         )
-    left = job.update.without_optimizer
+    left = context.update.without_optimizer
     if left:
         found.append(
             f"no optimizer has the parameter {left[0]!r}{f' and {len(left) - 1} more' if left[1:] else ''}: they stay "
             f"as they are. Freeze them by requires_grad_(False), or give them to an optimizer"
         )
-    if not job.compute.model.training:
+    if not context.compute.model.training:
         found.append(
             "the model is in evaluation mode: it is trained without dropout, and its batch norm does not learn "
             "statistics. Call model.train() before paceline.start if that is not meant"
@@ -280,7 +280,9 @@ def _no_forward(model: nn.Module, microbatch: Any) -> Any:
     raise InputError("This session has a forward for each optimizer: give evaluate a metric(model, microbatch).")
 
 
-def _phases(forward: object, update: Update, capabilities: Capabilities, settings: Settings) -> dict[str, Forward]:
+def _phases(
+    forward: object, update: OptimizerStep, capabilities: Capabilities, settings: Settings
+) -> dict[str, Forward]:
     """Return the forward functions by optimizer name, empty if there is only one, and check the optimizers."""
     phases = named_forwards(forward, update, capabilities, settings)
     carries = takes_state(forward)
@@ -291,18 +293,18 @@ def _phases(forward: object, update: Update, capabilities: Capabilities, setting
     return phases
 
 
-def phase_of(job: Job, optimizer: str | None) -> str:
+def phase_of(context: TrainingContext, optimizer: str | None) -> str:
     """Return the phase that the script requests, empty if the session has one forward function.
 
     Raises:
         ConfigError: ``optimizer`` is missing, unknown, or given in a session with one forward function.
     """
-    if optimizer is None and not job.phases:
+    if optimizer is None and not context.phases:
         return ""
-    if optimizer is not None and optimizer in job.phases:
+    if optimizer is not None and optimizer in context.phases:
         return optimizer
-    names = ", ".join(map(repr, job.phases))
-    if not job.phases:
+    names = ", ".join(map(repr, context.phases))
+    if not context.phases:
         raise ConfigError(
             f"session.step got optimizer={optimizer!r}, but this session has one forward, whose gradients are for all "
             f"optimizers: leave optimizer= out, or give start a forward for each optimizer, by name."
@@ -314,26 +316,28 @@ def phase_of(job: Job, optimizer: str | None) -> str:
     )
 
 
-def _facts(
-    settings: Settings, order: BatchOrder, update: Update, threads: int, initial: dict[str, str]
+def _run_spec(
+    settings: Settings, order: BatchOrder, update: OptimizerStep, threads: int, initial: dict[str, str]
 ) -> dict[str, object]:
-    facts: dict[str, object] = {f"code of {name}": value for name, value in agreement.code_hashes().items()}
-    facts.update({f"version of {name}": value for name, value in agreement.versions().items()})
-    facts.update({f"setting {key}": value for key, value in settings.model_dump(mode="json").items()})
-    facts.update(order.agreed())
-    facts["optimizer class"] = update.kind
+    run_spec: dict[str, object] = {f"code of {name}": value for name, value in agreement.code_hashes().items()}
+    run_spec.update({f"version of {name}": value for name, value in agreement.versions().items()})
+    run_spec.update({f"setting {key}": value for key, value in settings.model_dump(mode="json").items()})
+    run_spec.update(order.agreed())
+    run_spec["optimizer class"] = update.kind
     for place, group in enumerate(update.optimizer.param_groups):
-        facts.update(
+        run_spec.update(
             {f"optimizer {key} of group {place}": _describe(value) for key, value in group.items() if key != "params"}
         )
     groups = {value: place for place, group in enumerate(update.optimizer.param_groups) for value in group["params"]}
-    facts.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
-    facts.update({f"initial value of {name}": value for name, value in initial.items()})
+    run_spec.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
+    run_spec.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:
         own = numerics(exact=True)
-        facts.update({"threads": threads, "cpu capability": own["cpu"], "canary of the processor": own["canary"]})
-        facts.update({"gpu model": own["gpu"], "float32 precision": own["float32"], "cublas workspace": own["cublas"]})
-    return facts
+        run_spec.update({"threads": threads, "cpu capability": own["cpu"], "canary of the processor": own["canary"]})
+        run_spec.update(
+            {"gpu model": own["gpu"], "float32 precision": own["float32"], "cublas workspace": own["cublas"]}
+        )
+    return run_spec
 
 
 def _describe(value: object) -> str:

@@ -36,7 +36,7 @@ class Evaluations:
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
-        self._job = loop.job
+        self._context = loop.context
 
     def evaluate(self, measure: Measure, data: Any) -> Any:
         """Evaluate a measure on a data set. A worker that joined later gets the stored results of earlier evaluations.
@@ -49,9 +49,9 @@ class Evaluations:
 
         def act(call: Call) -> tuple[Any, int]:
             self._warn_of_past(_NO_RESULT, call)
-            return evaluate(self._job, loop.progress.steps, measure, data)
+            return evaluate(self._context, loop.progress.steps, measure, data)
 
-        with self._job.events.span("evaluate", step=loop.position.steps):
+        with self._context.events.span("evaluate", step=loop.position.steps):
             value = loop.make(EVALUATE, "evaluating", act)
         loop.position.stay()
         return value
@@ -62,23 +62,23 @@ class Evaluations:
         Raises:
             InputError, DisagreementError, WorkerLost: as for :meth:`evaluate`.
         """
-        loop, job = self._loop, self._job
+        loop, context = self._loop, self._context
         found: list[Any] = []
 
         def act(call: Call) -> tuple[None, int]:
             self._warn_of_past(_PAST, call)
-            outputs, notice = evaluate(job, loop.progress.steps, measure, data, "predict", everywhere=everywhere)
-            found[:] = [outputs] if everywhere or job.world.rank == 0 else []
+            outputs, notice = evaluate(context, loop.progress.steps, measure, data, "predict", everywhere=everywhere)
+            found[:] = [outputs] if everywhere or context.world.rank == 0 else []
             return None, notice
 
         def come_later(call: Call) -> None:
             """Compute the outputs alone, on a worker that joined later or became rank 0 after the call."""
-            if not found and (everywhere or job.world.rank == 0):
+            if not found and (everywhere or context.world.rank == 0):
                 self._warn_of_past(_PAST, call)
                 loop.activity.begin("predicting", busy=True)
-                found.append(evaluate_alone(job, measure, data, "predict"))
+                found.append(evaluate_alone(context, measure, data, "predict"))
 
-        with job.events.span("predict", step=loop.position.steps):
+        with context.events.span("predict", step=loop.position.steps):
             loop.make(PREDICT, "predicting", act, come_later)
         loop.position.stay()
         return found[0] if found else None
@@ -89,7 +89,7 @@ class Evaluations:
 
         def act_alone(_: Call) -> tuple[Any, int]:
             loop.activity.begin("in session.once", busy=True)
-            return _on_rank_0(self._job.world, act)
+            return _on_rank_0(self._context.world, act)
 
         value = loop.make(ONCE, "in session.once", act_alone)
         loop.position.stay()
@@ -97,7 +97,7 @@ class Evaluations:
 
     def _warn_of_past(self, text: str, call: Call) -> None:
         progress = self._loop.progress
-        if call[0] < progress.received and self._job.world.rank == 0:
+        if call[0] < progress.received and self._context.world.rank == 0:
             _log.warning(text, call[0] - 1, progress.steps - 1)
 
 

@@ -30,7 +30,7 @@ class Exports:
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
-        self._job = loop.job
+        self._context = loop.context
 
     def weights(self, everywhere: bool) -> dict[str, Any]:
         """Return the complete weights in host memory; empty on ranks other than 0 unless ``everywhere``."""
@@ -38,7 +38,7 @@ class Exports:
 
         def copy() -> None:
             found.clear()
-            if everywhere or self._job.world.rank == 0:
+            if everywhere or self._context.world.rank == 0:
                 found.update(self._complete())
 
         if not self._together("copying the weights", copy) and everywhere:
@@ -55,17 +55,17 @@ class Exports:
         location = location.absolute() if isinstance(location, Path) else location
 
         def act() -> None:
-            if self._job.world.rank == 0:
+            if self._context.world.rank == 0:
                 write(location, self._complete(dtype))
 
-        if not self._together("exporting the weights", act) and self._job.world.rank == 0:
+        if not self._together("exporting the weights", act) and self._context.world.rank == 0:
             _log.info("%s is not written again: training has gone on since", location)
         return location
 
     def _complete(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        averages = self._job.update.averages
-        with self._job.update.evaluating():
-            return complete_weights(self._job.compute.model, dtype, averages.values() if averages.chosen else None)
+        averages = self._context.update.averages
+        with self._context.update.evaluating():
+            return complete_weights(self._context.compute.model, dtype, averages.values() if averages.chosen else None)
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
         """Call ``act`` on all workers together. Return False if a resumed or joined worker's run is already past it."""
@@ -82,7 +82,7 @@ class Exports:
                 act()
             except CheckpointError as error:
                 failed = str(error)
-            everyone = self._job.world.gather((failed, self._job.world.notice()), doing)
+            everyone = self._context.world.gather((failed, self._context.world.notice()), doing)
             loop.activity.begin("in the script")
             for reason, _ in everyone:
                 if reason:
@@ -90,6 +90,6 @@ class Exports:
             acted = True
             return None, max(notice for _, notice in everyone)
 
-        with self._job.events.span("weights", step=steps, doing=doing):
+        with self._context.events.span("weights", step=steps, doing=doing):
             loop.make(WEIGHTS, doing, act_with_others)
         return acted

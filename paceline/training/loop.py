@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
-from paceline.step.job import Batch, Job, StepResult
+from paceline.step.context import Batch, StepResult, TrainingContext
+from paceline.step.probes.first_step import try_forward_pass
+from paceline.step.probes.probe import warn
 from paceline.step.replicas import compare
-from paceline.step.trials.first_step import try_forward_pass
-from paceline.step.trials.trial import warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.phases import Phases
 from paceline.strategies.registry import build, capabilities, check_loop_changes
@@ -53,7 +53,7 @@ class TrainingLoop:
         build: function that builds the strategy of a job.
 
     Attributes:
-        job: training job.
+        context: training job.
         position: position of the script.
         strategy: strategy for the current workers.
         records: recorder of steps.
@@ -63,30 +63,32 @@ class TrainingLoop:
 
     strategy: Strategy
 
-    def __init__(self, beginning: Beginning, script: ScriptState, build: Callable[[Job], Strategy] = build) -> None:
-        self.job = job = beginning.job
+    def __init__(
+        self, beginning: Beginning, script: ScriptState, build: Callable[[TrainingContext], Strategy] = build
+    ) -> None:
+        self.context = context = beginning.context
         self._state, self._checkpointer = beginning.state, beginning.checkpointer
         self._script, self._build = script, build
         self._progress: Progress | None = None
         self._strategy_ready = False
-        self.records = Records(job, beginning.state)
-        self.activity = Activity(job.world)
+        self.records = Records(context, beginning.state)
+        self.activity = Activity(context.world)
         self.loads_ahead = False
         self._closed = False
         self._begun = -1  # step of the last automatic save
         self._notice = 0
         self._recovery: Recovery | None = None
-        fault_points.arm(lambda: -1 if self._progress is None else job.world.rank)
-        if job.world.coordinator is None:
-            job.world.rendezvous()
+        fault_points.arm(lambda: -1 if self._progress is None else context.world.rank)
+        if context.world.coordinator is None:
+            context.world.rendezvous()
             self._take_over(beginning.begin())
             self._set_up_strategy()
         else:
-            self._recovery = Recovery(job.world.coordinator, beginning)
+            self._recovery = Recovery(context.world.coordinator, beginning)
             self._recovery.register(self._status)
             self._re_form()
             self._await_process_group()
-        self.position = Position(job.settings.seed, self.progress.steps)
+        self.position = Position(context.settings.seed, self.progress.steps)
 
     @property
     def progress(self) -> Progress:
@@ -104,22 +106,22 @@ class TrainingLoop:
             SystemExit: the run has ended, or this worker leaves it.
         """
         self.check_open()
-        job, position = self.job, self.position
+        context, position = self.context, self.position
         turn = position.check(batch, bool(phase))
         begin = time.perf_counter()
-        job.loop.look(begins=True)
-        check_loop_changes(job.settings, job.world.size, job.loop.parameter, batch.step)
+        context.loop.look(begins=True)
+        check_loop_changes(context.settings, context.world.size, context.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step
         others_did = self.progress.has_received(batch.step, turn)  # the step is in the records of other workers
-        if not others_did and (lost := job.loop.not_restored()):  # else the code after the step has yet to run
-            warn(job, lost)
-        if unused := job.loop.without_effect(batch.step):
-            warn(job, unused)
+        if not others_did and (lost := context.loop.not_restored()):  # else the code after the step has yet to run
+            warn(context, lost)
+        if unused := context.loop.without_effect(batch.step):
+            warn(context, unused)
         result = self._try_until_done(lambda: self._take(batch, phase, turn))
         if not turn:  # a resumed script repeats all phases of the last batch
             self._script.keep()
-        job.loop.end_step(batch.step)
+        context.loop.end_step(batch.step)
         position.take(batch.step, turn)
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
@@ -132,7 +134,7 @@ class TrainingLoop:
 
     def end_batch(self) -> None:
         """Conclude a batch of several phases when the script has finished it: only then is the last phase known."""
-        if self.job.phases:
+        if self.context.phases:
             self._conclude()
 
     def leave_out(self, step: int) -> None:
@@ -159,8 +161,8 @@ class TrainingLoop:
         self._repeat_lost_steps(step)
         begin = time.perf_counter()
         pieces = batch.pieces
-        if batch.generation != self.job.world.generation:
-            pieces = self.job.feed.load(step, self.strategy.pieces(step))
+        if batch.generation != self.context.world.generation:
+            pieces = self.context.feed.load(step, self.strategy.pieces(step))
         progress = self.progress
         progress.left_out.update(range(progress.steps, step))
         progress.left_out.discard(step)
@@ -174,10 +176,10 @@ class TrainingLoop:
         return result
 
     def _run_step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job = self.job
-        if not (job.learned.repeatable or job.phases):
-            try_forward_pass(job, pieces, step)
-            job.learned.repeatable = True
+        context = self.context
+        if not (context.probe_results.repeatable or context.phases):
+            try_forward_pass(context, pieces, step)
+            context.probe_results.repeatable = True
         fault_points.reach("before forward", step)
         result = self.strategy.step(step, pieces)
         self.loads_ahead = True
@@ -190,10 +192,10 @@ class TrainingLoop:
             if step not in self.progress.left_out:
                 self.activity.begin("repeating lost steps")
                 begin = time.perf_counter()
-                pieces = self.job.feed.load(step, self.strategy.pieces(step))
+                pieces = self.context.feed.load(step, self.strategy.pieces(step))
                 result = self._run_step(step, pieces)
                 self.progress.result, notice = result, result.notice
-                self.job.loop.end_step(step)
+                self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
             self.progress.steps = step + 1
             if self._due(step + 1):
@@ -254,8 +256,10 @@ class TrainingLoop:
         if steps < self.progress.repeat_until:  # other workers are repeating steps up to repeat_until
             return
         self._meet("synchronizing")
-        if self.job.settings.exact and self.progress.compared < steps:  # else the other workers have compared already
-            compare(self.job, "synchronizing")
+        if (
+            self.context.settings.exact and self.progress.compared < steps
+        ):  # else the other workers have compared already
+            compare(self.context, "synchronizing")
             self.progress.compared = steps
 
     def _meet(self, doing: str) -> None:
@@ -287,24 +291,24 @@ class TrainingLoop:
             SystemExit: the run has ended, or this worker leaves it.
         """
         repeats = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
-        action = decide(notice, self._recovery is not None, repeats or self.job.loop.lacks_copies)
+        action = decide(notice, self._recovery is not None, repeats or self.context.loop.lacks_copies)
         if action is Action.RE_FORM:
             assert self._recovery is not None
-            with self.job.loop.not_watched():
+            with self.context.loop.not_watched():
                 self._recovery.prepare_to_leave()
                 self._re_form(planned=True)
         elif action is Action.SAVE_AND_STOP:
-            world, place = self.job.world, self.save()
+            world, place = self.context.world, self.save()
             if world.rank == 0:
                 _log.warning("preempted: the state after step %d is in %s", self.progress.steps - 1, place)
             world.gather(None, "leaving")  # no worker exits before the checkpoint is complete
-            self.job.events.mark("departure", code=PREEMPTED, reason="preempted")
+            self.context.events.mark("departure", code=PREEMPTED, reason="preempted")
             raise SystemExit(PREEMPTED)
 
     def close(self) -> None:
         """Close this loop after all workers have reached this point, because the script starts another session."""
-        world = self.job.world
-        self.job.loop.forward_values.end()
+        world = self.context.world
+        self.context.loop.forward_values.end()
         with contextlib.suppress(WorkerLost):
             self.strategy.synchronize(self.progress.steps)
             world.gather(None, "start")
@@ -329,7 +333,7 @@ class TrainingLoop:
 
     def _together(self, act: Callable[[], _T]) -> _T:
         """Run a collective action, and repeat it with the remaining workers if one is lost during it."""
-        with self.job.loop.not_watched():
+        with self.context.loop.not_watched():
             return self._try_until_done(act)
 
     def _try_until_done(self, act: Callable[[], _T]) -> _T:
@@ -346,12 +350,12 @@ class TrainingLoop:
         assert self._recovery is not None
         self._notice = 0  # it concerned the previous membership
         while True:
-            ended = self.job.world.worker_ids(lost.ranks) if lost is not None else []
+            ended = self.context.world.worker_ids(lost.ranks) if lost is not None else []
             self.activity.begin(RE_FORMING)
             if self._strategy_ready:
                 self._strategy_ready = False
-                self.progress.holds = self.strategy.close()
-                self.job.compute.buffers.reset()
+                self.progress.owned = self.strategy.close()
+                self.context.compute.buffers.reset()
             self._take_over(self._recovery.re_form(self._progress, planned, ended))
             try:
                 self._set_up_strategy()
@@ -364,22 +368,22 @@ class TrainingLoop:
         self._script.follow(progress)
 
     def _set_up_strategy(self) -> None:
-        world = self.job.world
-        trained = requires_grad_flags(self.job.update.parameters.values())
-        with trained.set_to((True,) * len(self.job.update.parameters)):  # each may be trained at some later step
-            self.strategy = self._build(self.job)
+        world = self.context.world
+        trained = requires_grad_flags(self.context.update.parameters.values())
+        with trained.set_to((True,) * len(self.context.update.parameters)):  # each may be trained at some later step
+            self.strategy = self._build(self.context)
         self.loads_ahead = False  # the first step may change how the strategy divides a share
-        able = capabilities(self.job.settings, world.size)
+        able = capabilities(self.context.settings, world.size)
         if not able.replicated and not able.cuts_model and world.coordinator is not None:
             self.progress.tie_break = world.coordinator.number + 1
         self._strategy_ready = True
-        self.job.loop.refresh()
+        self.context.loop.refresh()
 
     def _await_process_group(self) -> None:
         """Wait for torch's process group, which the script may use as soon as ``start`` returns."""
-        while self.job.world.generation == 0:
+        while self.context.world.generation == 0:
             try:
-                self.job.world.await_process_group()
+                self.context.world.await_process_group()
                 return
             except WorkerLost as lost:
                 self._re_form(lost=lost)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.errors import InputError
-from paceline.step.job import Batch
+from paceline.step.context import Batch
 from paceline.training.progress import Call
 
 

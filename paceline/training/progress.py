@@ -11,7 +11,7 @@ import torch
 
 from paceline.comm.values import sendable
 from paceline.comm.world import LEAVING
-from paceline.step.job import StepResult
+from paceline.step.context import StepResult
 
 _MOST_CALLS = 1 << 32
 """Upper bound on the number of collective calls of a run."""
@@ -34,7 +34,7 @@ class Progress:
         result: result of the last step.
         tie_break: distinct number per worker if equally advanced workers have different states, so that all workers
             take the state of the one with the largest number.
-        holds: names of the parameters and buffers whose newest values this worker has, if the state is sharded. None if
+        owned: names of the parameters and buffers whose newest values this worker has, if the state is sharded. None if
             the worker has the whole state.
         repeat_until: steps before this number were completed before the workers went back to a checkpoint.
         left_out: steps whose batch the script did not pass to ``step``.
@@ -56,7 +56,7 @@ class Progress:
     results_of: dict[str, dict[Call, list[Any]]] = field(default_factory=dict)
     result: StepResult | None = None
     tie_break: int = 0
-    holds: frozenset[str] | None = None
+    owned: frozenset[str] | None = None
     repeat_until: int = 0
     left_out: set[int] = field(default_factory=set)
     received: int = 0
@@ -213,7 +213,7 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     # workers that have gone back before may have fewer steps than the most advanced worker, but more results of calls
     repeat_until = max(max(one.repeat_until, one.steps) for one in known)
     results_of = _all_results(known)
-    back = replace(furthest_of(everyone), steps=steps, repeat_until=repeat_until, holds=None, results_of=results_of)
+    back = replace(furthest_of(everyone), steps=steps, repeat_until=repeat_until, owned=None, results_of=results_of)
     if own is not None and own.has_script_at(steps):
         return replace(back, received=own.received, again=own.again, entered=own.entered)
     entered = -1 if own is None else own.entered

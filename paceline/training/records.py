@@ -6,21 +6,21 @@ from paceline.checkpoint.training_state import TrainingState
 from paceline.data.order import UNKNOWN
 from paceline.diagnostics.verify.trace_writer import TraceWriter
 from paceline.environments import env
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 
 
 class Records:
     """Recorder of steps: as events, and in a trace for ``paceline verify``.
 
     Args:
-        job: training job.
+        context: training job.
         state: training state.
     """
 
-    def __init__(self, job: Job, state: TrainingState) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, state: TrainingState) -> None:
+        self._context = context
         traced = env.trace()
-        self._trace = None if traced is None else TraceWriter(traced, job, state.tensors)
+        self._trace = None if traced is None else TraceWriter(traced, context, state.tensors)
 
     @property
     def last_step(self) -> int:
@@ -48,10 +48,10 @@ class Records:
             turn: index of the phase.
             again: whether the step is a repetition, which is not traced again.
         """
-        job = self._job
-        samples = job.order.samples_of(step)
+        context = self._context
+        samples = context.order.samples_of(step)
         metrics = {"metrics": result.metrics} if result.metrics else {}
-        job.events.mark(
+        context.events.mark(
             "phase" if turn else "step",
             **({"optimizer": phase} if phase else {}),
             step=step,
@@ -65,4 +65,4 @@ class Records:
             **metrics,
         )
         if self._trace is not None and not turn and not again:
-            self._trace.step(step, result.loss, job.order.samples_before(step + 1), result.learning_rate)
+            self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)

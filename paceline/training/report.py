@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.step.job import Batch, Job, StepResult
+from paceline.step.context import Batch, StepResult, TrainingContext
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,29 @@ class Report:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, job: Job, batch: Batch, result: StepResult, seconds: float, notes: tuple[str, ...]) -> Report:
+    def of(
+        cls, context: TrainingContext, batch: Batch, result: StepResult, seconds: float, notes: tuple[str, ...]
+    ) -> Report:
         """Build the report of a step."""
         return cls(
             step=batch.step,
             loss=result.loss,
-            samples=job.order.samples_before(batch.step + 1),
+            samples=context.order.samples_before(batch.step + 1),
             seconds=seconds,
             samples_per_second=batch.samples / seconds,
             gradient_norm=float(result.norm),
             learning_rate=result.learning_rate,
             applied=result.applied,
             metrics=dict(result.metrics),
-            notes=(*notes, *job.learned.warnings, *job.warnings),
+            notes=(*notes, *context.probe_results.warnings, *context.warnings),
         )
 
 
-def report_profile(job: Job, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
+def report_profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
     """Measure the costs of the model's layers and write them to a file on rank 0, for ``paceline profile``."""
     from paceline.planning import costs
     from paceline.planning.profile import profile  # takes seconds to import
 
-    found = profile(job, loss)
-    if job.world.rank == 0:
+    found = profile(context, loss)
+    if context.world.rank == 0:
         costs.write(found, path)

@@ -22,11 +22,11 @@ from paceline.environments import env
 from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.settings import Arguments, CheckpointSettings
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
-from paceline.step.trials.trial import warn
+from paceline.step.probes.probe import warn
 from paceline.system import excepthook
-from paceline.training import build, kept_settings
+from paceline.training import build, saved_settings
 from paceline.training.loop import TrainingLoop
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.preemption import catch_notices
@@ -46,7 +46,7 @@ class Run:
     """Objects that a session works with.
 
     Attributes:
-        job: training job.
+        context: training job.
         loop: training loop.
         state: training state.
         script: registered values of the script.
@@ -54,7 +54,7 @@ class Run:
         notes: messages on applied defaults, and warnings.
     """
 
-    job: Job
+    context: TrainingContext
     loop: TrainingLoop
     state: TrainingState
     script: ScriptState
@@ -78,7 +78,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
         known_errors.explain,
     )
     number = _count + 1
-    resolved = kept_settings.resolve(arguments, folder, number, who.rank)
+    resolved = saved_settings.resolve(arguments, folder, number, who.rank)
     if (report_to := env.config_report()) is not None:
         build.report_config(resolved, report_to)
         raise SystemExit(0)
@@ -91,52 +91,56 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
         link = SocketLink(launched.coordinator, launched.worker, launched.key, seconds)
         coordinator = CoordinatorClient(link, launched.worker, seconds, number)
         atexit.register(coordinator.end_script)
-    job, facts = build.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
+    context, run_spec = build.build_context(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)
     _count = number  # also if start fails from now on, because the coordinator knows this session number
-    run = _begin(job, facts, folder, number, tracking)
+    run = _begin(context, run_spec, folder, number, tracking)
     if (profile_to := env.profile_report()) is not None:
-        report_profile(job, given.loss, profile_to)
+        report_profile(context, given.loss, profile_to)
         raise SystemExit(0)
     return run
 
 
-def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int, tracking: Tracking) -> Run:
+def _begin(
+    context: TrainingContext, run_spec: dict[str, object], folder: Path | None, number: int, tracking: Tracking
+) -> Run:
     """Run the rendezvous, and load the initial state or a checkpoint."""
     global _current
-    settings, script = job.settings, ScriptState()
-    job.loop.forward_values.tell = partial(warn, job)
-    state = TrainingState(job.compute.model, job.update, *build.conditions(job), job.strategy_state, script, job.loop)
-    own = OwnValues(job.update.optimizer, dict(job.compute.model.named_parameters()))
-    own.tell = partial(warn, job)
-    state.parts.update(data=job.order, buffers=job.compute.buffers, optimizer=own)
-    if isinstance(job.order, SampledOrder):
-        job.order.may_change = lambda: bool(job.loop.changed)
-    if job.compute.carried is not None:
-        state.parts["carried"] = job.compute.carried
+    settings, script = context.settings, ScriptState()
+    context.loop.forward_values.tell = partial(warn, context)
+    state = TrainingState(
+        context.compute.model, context.update, *build.conditions(context), context.strategy_state, script, context.loop
+    )
+    own = OwnValues(context.update.optimizer, dict(context.compute.model.named_parameters()))
+    own.tell = partial(warn, context)
+    state.parts.update(data=context.order, buffers=context.compute.buffers, optimizer=own)
+    if isinstance(context.order, SampledOrder):
+        context.order.may_change = lambda: bool(context.loop.changed)
+    if context.compute.carried is not None:
+        state.parts["carried"] = context.compute.carried
     saves, resume = settings.checkpoint, settings.resume
     if env.trace() is not None:  # a traced run starts from the beginning and saves nothing
         saves, resume = CheckpointSettings(), None
-    state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
-    place = kept_settings.folder(settings, folder, number)
-    checkpointer = Checkpointer(job.world, saves, place, job.events, job.replicated)
-    leaves = job.world.coordinator is not None or saves.every is not None
-    job.update.on_other_names = partial(_tell_other_names, job, leaves)
-    loop = _current = TrainingLoop(Beginning(job, facts, state, checkpointer, resume), script)
-    if checkpointer.enabled or job.world.coordinator is not None:
-        catch_notices(job.world)
+    state.parts[saved_settings.PART] = saved_settings.KeptSettings(config.kept(settings, context.given))
+    place = saved_settings.folder(settings, folder, number)
+    checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)
+    leaves = context.world.coordinator is not None or saves.every is not None
+    context.update.on_other_names = partial(_tell_other_names, context, leaves)
+    loop = _current = TrainingLoop(Beginning(context, run_spec, state, checkpointer, resume), script)
+    if checkpointer.enabled or context.world.coordinator is not None:
+        catch_notices(context.world)
     rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
-    environment = {"workers": job.world.size, "device": job.world.device.type, **versions()}
+    environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
-    job.events.mark("start", strategy=settings.strategy, workers=job.world.size, run=state.run, **rules)
-    return Run(job, loop, state, script, tracking, _noted(job))
+    context.events.mark("start", strategy=settings.strategy, workers=context.world.size, run=state.run, **rules)
+    return Run(context, loop, state, script, tracking, _noted(context))
 
 
-def _tell_other_names(job: Job, leaves: bool, text: str) -> None:
+def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None:
     """Report that the model's parameter or buffer names have changed since the start.
 
     Args:
-        job: training job.
+        context: training job.
         leaves: whether the state may be saved or sent to joining workers. If not, only warn.
         text: description of the change.
 
@@ -145,16 +149,16 @@ def _tell_other_names(job: Job, leaves: bool, text: str) -> None:
     """
     if leaves:
         raise InputError(text)
-    if text not in job.learned.warnings:
-        warn(job, text)
+    if text not in context.probe_results.warnings:
+        warn(context, text)
 
 
-def _noted(job: Job) -> tuple[str, ...]:
-    warnings = build.warnings(job)
-    notes = (*build.summary(job), *warnings)
+def _noted(context: TrainingContext) -> tuple[str, ...]:
+    warnings = build.warnings(context)
+    notes = (*build.summary(context), *warnings)
     for note in notes:
-        _log.log(logging.WARNING if note in warnings and job.world.rank == 0 else logging.INFO, note)
-        job.events.mark("note", text=note, **({"warning": True} if note in warnings else {}))
+        _log.log(logging.WARNING if note in warnings and context.world.rank == 0 else logging.INFO, note)
+        context.events.mark("note", text=note, **({"warning": True} if note in warnings else {}))
     return notes
 
 

@@ -13,7 +13,7 @@ from fork_server import PACELINE, Command, ForkServer
 import paceline
 from paceline import config
 from paceline.settings import Settings
-from paceline.training import kept_settings
+from paceline.training import saved_settings
 
 SCRIPT = """
 import json, sys
@@ -33,7 +33,7 @@ session = paceline.start(
 )
 for batch in session.batches(steps=int(sys.argv[1])):
     session.step(batch)
-settings = session._job.settings
+settings = session._context.settings
 told = {"exact": settings.exact, "every": settings.checkpoint.every, "timeout": settings.timeout_seconds}
 print(json.dumps({**told, "position": session.position, "hash": session.fingerprint()}))
 """
@@ -123,5 +123,5 @@ def test_a_checkpoint_without_the_signature_sets_nothing(tmp_path: Path, monkeyp
         session.step(batch)
     session.save()
     monkeypatch.delenv("PACELINE_SEED")
-    seeds = [kept_settings.resolve({**keyed(key), "resume": "auto"}, None, 1, 0).settings.seed for key in keys]
+    seeds = [saved_settings.resolve({**keyed(key), "resume": "auto"}, None, 1, 0).settings.seed for key in keys]
     assert seeds == [3, Settings().seed]

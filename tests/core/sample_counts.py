@@ -57,7 +57,7 @@ def start(**more: Any) -> paceline.Session:
 
 
 def weights(session: paceline.Session) -> list[float]:
-    (weight,) = session._job.compute.model.parameters()
+    (weight,) = session._context.compute.model.parameters()
     values: list[float] = weight.flatten().tolist()
     return values
 

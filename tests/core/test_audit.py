@@ -20,7 +20,7 @@ import paceline
 from paceline.errors import InputError
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.gradients.fusion import Fusion
-from paceline.step.trials.audit import Audit
+from paceline.step.probes.audit import Audit
 from paceline.testing.ranks import Ended
 
 Printed = Callable[..., list[dict[str, Any]]]
@@ -103,17 +103,17 @@ def test_one_that_has_joined_takes_part_in_the_audit(
     for rank in range(3):
         schedule = AuditSchedule()
         schedule.look_at(9, [2])
-        job: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             audits=schedule,
             world=SimpleNamespace(rank=rank, size=3),
             compute=SimpleNamespace(recorder=None),
             order=SimpleNamespace(parts_of=lambda _: range(6)),
             settings=SimpleNamespace(exact=True),
         )
-        monkeypatch.setattr(Audit, "_compute", lambda audit: computed.append(audit._job.world.rank))
+        monkeypatch.setattr(Audit, "_compute", lambda audit: computed.append(audit._context.world.rank))
         layout = [[], [], []]
         layout[owner] = [range(schedule.microbatch(9, 6), schedule.microbatch(9, 6) + 1)]
-        assert Audit(job).begin(9, layout)
+        assert Audit(context).begin(9, layout)
     assert computed == [computes]
 
 

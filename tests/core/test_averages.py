@@ -74,7 +74,7 @@ half, session = start(average=dict(kind="ema", decay=0.999), model=build().bfloa
 before = averaged(session)["0.weight"]
 for batch in session.batches(steps=3):
     session.step(batch)
-(kept,) = {value.dtype for value in session._job.update.averages.values().values()}
+(kept,) = {value.dtype for value in session._context.update.averages.values().values()}
 assert (kept, averaged(session)["0.weight"].dtype) == (torch.float32, torch.bfloat16)
 
 said = []

@@ -58,11 +58,11 @@ reports = []
 for batch in session.batches(steps=int(os.environ.get("STEPS", 8))):
     if batch.step not in left_out:
         reports.append(session.step(batch))
-model = session._job.compute.model
+model = session._context.compute.model
 tell(
     fingerprint=session.fingerprint(), weights=model.weight.tolist(), mean=model.norm.running_mean.item(),
     position=session.position, applied=[report.applied for report in reports],
-    notes=reports[-1].notes if reports else [], shared=session._job.world.shared_memory is not None,
+    notes=reports[-1].notes if reports else [], shared=session._context.world.shared_memory is not None,
 )
 """
 

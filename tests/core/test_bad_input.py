@@ -443,7 +443,7 @@ def train(nan, **more):
     session = paceline.start(**given | {"data": torch.utils.data.TensorDataset(inputs, data.tensors[1])} | more)
     reports = []
     for batch in session.batches(steps=12):
-        if nan or not any(bad in part for part in session._job.order.microbatches_of(batch.step)):
+        if nan or not any(bad in part for part in session._context.order.microbatches_of(batch.step)):
             reports.append(session.step(batch))
     return session, reports
 

@@ -155,7 +155,7 @@ def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         torch.manual_seed(0)
         tried = train(loss, kind(), exact=exact)[1]
-        monkeypatch.setattr("paceline.step.trials.first_step.check_counting", lambda *_: None)
+        monkeypatch.setattr("paceline.step.probes.first_step.check_loss_reduction", lambda *_: None)
         torch.manual_seed(0)
         assert train(loss, kind(), exact=exact)[1] == tried
         monkeypatch.undo()
@@ -196,7 +196,7 @@ def test_a_trial_that_raises_leaves_no_trace(exact: bool, monkeypatch: pytest.Mo
     assert (model.norm.num_batches_tracked.item(), model.seen.item()) == (1, 1.0)
     (said,) = [note for note in notes if "The loss could not be checked" in note]
     assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
-    monkeypatch.setattr("paceline.step.trials.first_step.check_counting", lambda *_: None)
+    monkeypatch.setattr("paceline.step.probes.first_step.check_loss_reduction", lambda *_: None)
     torch.manual_seed(0)
     assert train(cross_entropy, InPairs(), exact=exact)[1] == tried
 
@@ -232,7 +232,7 @@ def test_a_model_for_one_number_of_samples_is_computed_microbatch_by_microbatch(
         data=classes(64),
         batch=32,
     )
-    assert session._job.order.microbatches == 8
+    assert session._context.order.microbatches == 8
     with caplog.at_level("INFO", logger="paceline"):
         reports = [session.step(batch) for batch in session.batches(steps=3)]
     assert ["could not be checked" in note for note in reports[-1].notes].count(True) == 1

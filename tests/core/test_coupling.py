@@ -102,7 +102,7 @@ def test_nothing_is_left_behind() -> None:
         torch.manual_seed(3)
         session = start(Net(), loss=loss, exact=True)
         if loss is not counted:
-            session._job.learned.repeatable = True
+            session._context.probe_results.repeatable = True
         for batch in session.batches(steps=4):
             session.step(batch)
         prints.add(session.fingerprint())
@@ -116,7 +116,7 @@ def test_what_counts_samples_is_added_up() -> None:
         session.step(batch)
     assert int(model.seen) == model.classes.sum() == 96
     assert float(model.calls) == 3
-    assert not any("puts samples into" in note for note in session._job.learned.warnings)
+    assert not any("puts samples into" in note for note in session._context.probe_results.warnings)
 
 
 def test_a_queue_is_named() -> None:

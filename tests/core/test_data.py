@@ -90,7 +90,7 @@ for length in (2, 101):
     visited, data.visited = data.visited, []
     pairs = session.evaluate(data, lambda output, target: (1, 2))
     tell(**{str(length): [visited, accuracy, session.evaluate(data), pairs]})
-tell(training=session._job.compute.model.training)
+tell(training=session._context.compute.model.training)
 """
 
 

@@ -30,7 +30,7 @@ session = paceline.start(**given)
 SIZE = session.workers
 
 def hurry(*groups):  # over the network some differences are found only when a worker gives up
-    session._job.world.timeout = 3.0
+    session._context.world.timeout = 3.0
     for group in (dist.group.WORLD, *groups):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
 
@@ -283,7 +283,7 @@ for batch in session.batches(steps=6):
     metric()
     session.step(batch)
 session.evaluate(classes(64))
-kept = [call.record()["call"] for call in session._job.world.recorder._kept]
+kept = [call.record()["call"] for call in session._context.world.recorder._kept]
 tell(last=kept[-1], barriers=kept.count("barrier"), position=session.position)
 dist.destroy_process_group()
 tell(done=True)

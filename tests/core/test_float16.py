@@ -37,7 +37,7 @@ saves = {"checkpoint": {"directory": os.environ["SAVED"]}}
 session = start(**saves)
 reports = train(session, 12)
 session.save()
-scale = session._job.strategy_state["loss scale"]
+scale = session._context.strategy_state["loss scale"]
 reports += train(session, 4)
 again = start(**saves, resume="auto")
 train(again)

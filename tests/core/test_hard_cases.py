@@ -88,7 +88,7 @@ def mixing(items):
 found = {}
 session = start(Rebound)
 found["rebound buffer"] = trained(session)
-assert session._job.compute.model.narrow.isfinite().all()
+assert session._context.compute.model.narrow.isfinite().all()
 found["random optimizer"] = trained(start(optimizer=partial(Noisy, lr=0.1)))
 found["optimizer with a state from the start"] = trained(start(optimizer=partial(FromTheStart, lr=0.1)))
 found["sometimes unused"] = trained(start(Sometimes, missing_gradient="zero"))
@@ -127,7 +127,7 @@ session = start(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double
 order = paceline.data.order.Order(40, 16, 3, seed=0)
 rows = features[[sample for part in order.microbatches_of(0) for sample in part]]
 trained(session, 1)
-norm = session._job.compute.model[0]
+norm = session._context.compute.model[0]
 tell(found=norm.running_mean.tolist(), mean=(0.1 * rows.mean(0)).tolist(), counted=norm.num_batches_tracked.item())
 """
 
@@ -152,7 +152,7 @@ class Failing(nn.Linear):
         raise MemoryError("no memory for this one")
 
 session = start(lambda: Failing(4, 3))
-model = session._job.compute.model
+model = session._context.compute.model
 for batch in session.batches(steps=6):
     model.fails = batch.step == 2
     try:
@@ -190,7 +190,7 @@ class Nan(nn.Module):
 
 session = start(Nan)
 trained(session, 2)
-session._job.compute.model.bad = True
+session._context.compute.model.bad = True
 before = session.fingerprint()
 try:
     trained(session, 1)
@@ -228,7 +228,7 @@ trained(start(Shared))
         """
 session = start(lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)))
 trained(session, 2)
-session._job.compute.model.requires_grad_(True)
+session._context.compute.model.requires_grad_(True)
 trained(session, 2)
 """,
         ["'0.weight'", "was frozen at the start"],
@@ -261,7 +261,7 @@ class Late(nn.Linear):
         return super().forward(x)
 session = start(Late)
 trained(session, 2)
-session._job.compute.model.counts = True
+session._context.compute.model.counts = True
 trained(session, 2)
 """,
         ["the buffer 'calls'", "did not change in the first step"],
@@ -293,7 +293,7 @@ def trained_with(sparse, call=False):
     given = dict(optimizer=partial(torch.optim.Adagrad, lr=0.1), clip_norm=0.2, exact=EXACT, strategy=STRATEGY)
     session = start(lambda: Words(sparse, call), **given)
     norms = [session.step(batch).gradient_norm for batch in session.batches(steps=6)]
-    return norms, session._job.compute.model.rows.weight.tolist()
+    return norms, session._context.compute.model.rows.weight.tolist()
 tell(dense=trained_with(False), module=trained_with(True), function=trained_with(True, call=True))
 """
 

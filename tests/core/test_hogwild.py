@@ -137,8 +137,8 @@ for batch in session.batches(epochs=2):
     session.step(batch)
     if session.position == 5:
         values.append(session.evaluate(sample_counts.rows()))
-shared = any(value.untyped_storage().filename for value in session._job.compute.model.parameters())
-tell(fingerprint=session.fingerprint(), values=values, weights=session._job.compute.model.weight[:, 0].tolist())
+shared = any(value.untyped_storage().filename for value in session._context.compute.model.parameters())
+tell(fingerprint=session.fingerprint(), values=values, weights=session._context.compute.model.weight[:, 0].tolist())
 """
 
 
@@ -179,7 +179,8 @@ session = paceline.start(
 )
 for batch in session.batches(epochs=3):
     session.step(batch)
-tell(parts=session._job.order.microbatches, fusible=session._job.learned.fusible, fingerprint=session.fingerprint())
+context = session._context
+tell(parts=context.order.microbatches, fusible=context.probe_results.fusible, fingerprint=session.fingerprint())
 """
 )
 
@@ -197,7 +198,7 @@ from torch.optim.lr_scheduler import LambdaLR
 session = sample_counts.start(strategy="hogwild", schedule=lambda one: LambdaLR(one, lambda update: 1 / (1 + update)))
 for batch in session.batches(epochs=2):
     report = session.step(batch)
-rate = session._job.update.learning_rate
+rate = session._context.update.learning_rate
 tell(rate=rate, fingerprint=session.fingerprint())
 """
 

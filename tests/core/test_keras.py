@@ -47,7 +47,7 @@ for batch in session.batches(epochs=2):
 accuracy = session.evaluate(dataset(), lambda output, target: (output.argmax(1) == target).float().mean())
 tell(
     fingerprint=session.fingerprint(), accuracy=accuracy, position=session.position, loss=report.loss,
-    rate=float(session._job.update.optimizer._optimizer.learning_rate),
+    rate=float(session._context.update.optimizer._optimizer.learning_rate),
     moved=float(model.layers[1].moving_mean.value.abs().sum()) - started,
     names=sorted(session.model_state()),
 )
@@ -87,7 +87,7 @@ for name in ("SGD", "Adam", "RMSprop", "Adagrad", "Lion"):
     optimizer.build(plain.trainable_variables)
     for batch in session.batches(epochs=2):
         if batch.step == 3:  # a state that torch loads is in other tensors than Keras has
-            adapted = session._job.update.optimizer
+            adapted = session._context.update.optimizer
             state = copy.deepcopy(adapted.state_dict())
             for slot in [slot for slots in adapted._slots for slot in slots.values()]:
                 slot.assign(torch.full_like(slot.value, 7.0))
@@ -128,7 +128,7 @@ session = paceline.start(model=made(), data=data, batch=32, optimizer=falling, l
 rates = [session.step(batch).learning_rate for batch in session.batches(epochs=1)]
 assert [round(rate, 6) for rate in rates] == [0.1, 0.05, 0.025], rates
 whole = data.tensors
-wanted = float(loss(whole[1], session._job.compute.model(whole[0], training=False)))
+wanted = float(loss(whole[1], session._context.compute.model(whole[0], training=False)))
 assert abs(session.evaluate(data, loss) - wanted) < 1e-6
 try:
     session.evaluate(data, keras.metrics.SparseCategoricalAccuracy())

@@ -31,7 +31,7 @@ def start(strategy="local-sgd", every=3, after=0, **more):
     return paceline.start(**given | {"strategy": strategy, "local": {"every": every, "after": after}} | more)
 
 def values(session):
-    return torch.cat([value.detach().flatten() for value in session._job.compute.model.parameters()]).tolist()
+    return torch.cat([value.detach().flatten() for value in session._context.compute.model.parameters()]).tolist()
 
 def train(session, steps):
     losses = [session.step(batch).loss for batch in session.batches(steps=steps)]

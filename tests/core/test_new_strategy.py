@@ -17,8 +17,8 @@ from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.commit import commit
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
-from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
@@ -36,38 +36,38 @@ class EverySecond(Strategy):
         worker 2   F3 B3       ┘
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._reducer = Reducer(job, overlap=False)
-        self._results = Results(job, most=job.order.microbatches)
-        job.warnings.append("every second worker's samples are left out")
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._reducer = Reducer(context, overlap=False)
+        self._results = Results(context, most=context.order.microbatches)
+        context.warnings.append("every second worker's samples are left out")
 
     def _layout(self, step: int) -> list[list[range]]:
-        shares = even(len(self._job.order.parts_of(step)), self._job.world.size)
+        shares = even(len(self._context.order.parts_of(step)), self._context.world.size)
         return [[] if rank % 2 else [range(one, one + 1) for one in share] for rank, share in enumerate(shares)]
 
     def pieces(self, step: int) -> list[range]:
-        return self._layout(step)[self._job.world.rank]
+        return self._layout(step)[self._context.world.rank]
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job, layout = self._job, self._layout(step)
+        context, layout = self._context, self._layout(step)
         gradients, statistics, pairs = Accumulator(exact=False), Accumulator(exact=False), []
         self._reducer.clear()
-        job.compute.buffers.begin()
+        context.compute.buffers.begin()
         for piece in pieces:
-            computed = job.compute.forward_pass(piece, step)
+            computed = context.compute.forward_pass(piece, step)
             computed.total.backward()
             gradients.push(piece.microbatches.start, self._reducer.take())
             statistics.push(piece.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)
-        header = self._results.send(step, [piece.start for piece in layout[job.world.rank]], pairs, missing=False)
+        header = self._results.send(step, [piece.start for piece in layout[context.world.rank]], pairs, missing=False)
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(layout)]
         self._reducer.send(nodes, [values for _, values in gradients.nodes()], header.count, header.check)
         self._reducer.finish()
         parts = self._results.parts(layout, header, None)
         sums = [values for _, values in statistics.nodes()]
         means = self._reducer.statistics(nodes, sums, sum(part.counted for part in parts))
-        return commit(job, step, pieces, parts, means, header.notice)
+        return commit(context, step, pieces, parts, means, header.notice)
 
     def close(self) -> None:
         self._reducer.close()

@@ -56,7 +56,7 @@ again = paceline.start(
 for batch in again.batches(steps=4):
     again.step(batch)
 found["resumed"] = again.fingerprint()
-names = [group["param_names"] for group in again._job.update.optimizer.param_groups]
+names = [group["param_names"] for group in again._context.update.optimizer.param_groups]
 tell(found=found, names=names)
 """
 )

@@ -82,7 +82,7 @@ def test_gradients_of_the_script_have_no_effect(printed: Printed, tmp_path: Path
 
 SPARE = """
 model, optimizer, session = start()
-undo = warm_up(session._job, session._state)
+undo = warm_up(session._context, session._state)
 states = len(optimizer.state)
 undo()
 tell(states=[states, len(optimizer.state)])

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import InputError
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.step.optimizers.own_values import OwnValues, check_own_tensors
 
 
@@ -163,13 +163,13 @@ class Counting(SGD):
 
 @pytest.mark.parametrize("strategy", ["", "parameter-server"])
 def test_a_counter_is_refused_where_copies_make_updates(strategy: str) -> None:
-    made = Update(nn.Linear(4, 2), partial(Counting, lr=0.1), None, None, Scaling())
+    made = OptimizerStep(nn.Linear(4, 2), partial(Counting, lr=0.1), None, None, Scaling())
     made.divided_by = strategy
     for value in made.parameters.values():
         value.grad = torch.ones_like(value)
     if not strategy:
         made.apply(0)
-        again = Update(nn.Linear(4, 2), partial(Counting, lr=0.1), None, None, Scaling()).optimizer
+        again = OptimizerStep(nn.Linear(4, 2), partial(Counting, lr=0.1), None, None, Scaling()).optimizer
         OwnValues(again, {}).load(OwnValues(made.optimizer, made.parameters).state(1))
         assert isinstance(again, Counting) and again.count == 1 and Counting.count == 0
         return

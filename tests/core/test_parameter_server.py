@@ -151,7 +151,7 @@ for batch in session.batches(steps=11):
     losses.append(session.step(batch).loss)
     if batch.step == 4:
         values.append(session.evaluate(given["data"]))
-tell(fingerprint=session.fingerprint(), values=values, learning_rate=session._job.update.learning_rate)
+tell(fingerprint=session.fingerprint(), values=values, learning_rate=session._context.update.learning_rate)
 """
 
 
@@ -308,7 +308,7 @@ session = paceline.start(**CASES["batch norm, dropout, short batch"](), strategy
                          server={"mode": "async"}, timeout_seconds=30)
 for batch in session.batches(epochs=2):
     session.step(batch)
-tell(remarks=session._job.warnings, fingerprint=session.fingerprint())
+tell(remarks=session._context.warnings, fingerprint=session.fingerprint())
 """
     everyone = printed(script, 2, tmp_path)
     assert everyone[0] == everyone[1]
@@ -475,9 +475,9 @@ session = paceline.start(
 )
 (batch, *_) = session.batches(steps=1)
 session.step(batch)
-before = len(session._job.update.optimizer.state)
+before = len(session._context.update.optimizer.state)
 session.evaluate(CASES["mlp, momentum"]()["data"])
-tell(before=before, after=len(session._job.update.optimizer.state), fingerprint=session.fingerprint())
+tell(before=before, after=len(session._context.update.optimizer.state), fingerprint=session.fingerprint())
 """
     everyone = printed(script, 3, tmp_path)
     assert [one["before"] for one in everyone] == [1, 3, 0] or [one["before"] for one in everyone] == [2, 2, 0]
@@ -515,8 +515,8 @@ reports = []
 for batch in session.batches(steps=5):
     report = session.step(batch)
     reports.append([report.loss, report.gradient_norm, report.learning_rate])
-(group,) = session._job.update.optimizer.param_groups
-made = group["made"], group["lr"], session._job.update.schedule.last_epoch
+(group,) = session._context.update.optimizer.param_groups
+made = group["made"], group["lr"], session._context.update.schedule.last_epoch
 tell(fingerprint=session.fingerprint(), reports=reports, made=made)
 """
 

@@ -256,7 +256,7 @@ session = paceline.start(
     strategy="pipeline", pipeline={"cut": ["1"]}, timeout_seconds=20,
 )
 norms = [session.step(batch).gradient_norm for batch in session.batches(steps=1)]
-tell(norm=str(norms[0]), weights=[str(value) for value in session._job.compute.model[2].weight.flatten().tolist()])
+tell(norm=str(norms[0]), weights=[str(value) for value in session._context.compute.model[2].weight.flatten().tolist()])
 """
 
 

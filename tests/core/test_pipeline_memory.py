@@ -23,7 +23,7 @@ measured = cutting.measure_layers  # on a busy machine one worker might get all 
 cutting.measure_layers = lambda *given: [replace(cost, forward=1.0, backward=2.0) for cost in measured(*given)]
 
 def kept():
-    state = [value for values in session._job.update.optimizer.state.values() for value in values.values()]
+    state = [value for values in session._context.update.optimizer.state.values() for value in values.values()]
     tensors = [*model.parameters(), *(value for value in state if isinstance(value, torch.Tensor))]
     return sum(value.untyped_storage().nbytes() for value in tensors)
 

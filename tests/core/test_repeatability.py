@@ -125,7 +125,7 @@ def test_a_model_that_remembers_is_refused_with_exact(kind: str) -> None:
 def test_without_exact_it_trains_as_if_nobody_had_looked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = start(False, kind)
     assert sum("forward pass changes" in note or "computed twice" in note for note in train(session).notes) == 1
-    monkeypatch.setattr("paceline.step.trials.first_step.check_repeatable", lambda *_: None)
+    monkeypatch.setattr("paceline.step.probes.first_step.check_repeatable", lambda *_: None)
     unwatched = start(False, kind)
     train(unwatched)
     assert session.fingerprint() == unwatched.fingerprint()
@@ -143,7 +143,7 @@ def test_without_exact_it_is_read_as_if_nobody_had_looked(caplog: pytest.LogCapt
     for looks in (True, False):
         session = start(False, source="rng")
         if not looks:
-            session._job.feed._data._stops = None
+            session._context.feed._data._stops = None
         train(session)
         prints.append(session.fingerprint())
     assert prints[0] == prints[1]
@@ -177,5 +177,5 @@ def test_a_microbatch_that_is_changed_is_the_same_again(monkeypatch: pytest.Monk
         session = start(True, source="keyed", loss=None, forward=forward, collate=collate)
         train(session)
         prints.append(session.fingerprint())
-        monkeypatch.setattr("paceline.step.trials.first_step.check_repeatable", lambda *_: None)
+        monkeypatch.setattr("paceline.step.probes.first_step.check_repeatable", lambda *_: None)
     assert prints[0] == prints[1]

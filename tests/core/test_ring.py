@@ -19,7 +19,7 @@ session = paceline.start(
     model=torch.nn.Linear(1, 1), optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.mse_loss,
     data=torch.utils.data.TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch=8, timeout_seconds=30,
 )
-world = session._job.world
+world = session._context.world
 rings = world.rings(2)
 """
 ROUNDS = """

@@ -192,7 +192,7 @@ session = paceline.start(
     model=model(), data=text, forward=forward, collate=padded, batch=40, optimizer=partial(torch.optim.SGD, lr=1.0)
 )
 (report,) = [session.step(batch) for batch in session.batches(epochs=1)]
-moved = (model().weight - session._job.compute.model.weight).flatten().tolist()
+moved = (model().weight - session._context.compute.model.weight).flatten().tolist()
 tell(loss=[report.loss, (total / count).item()], moved=moved, gradient=whole.weight.grad.flatten().tolist())
 tell(evaluated=session.evaluate(text, lambda model, tokens: (0.0, 1.0)))
 """

@@ -31,9 +31,9 @@ for settings in ways:
         session = paceline.start(**CASES["batch norm, dropout, short batch"]() | settings)
         for batch in session.batches(steps=4):
             session.step(batch)
-        transport = session._job.world.transport
+        transport = session._context.world.transport
         assert device == "cpu" or session.workers == 1 or type(transport) is ThroughHost
-        kinds = {one.device.type for one in session._job.compute.model.parameters()}
+        kinds = {one.device.type for one in session._context.compute.model.parameters()}
         assert device not in ("standin", "cuda") or kinds - {"meta"} == {device}
         tell(**{repr(settings): session.fingerprint()})
     except paceline.ConfigError as error:

@@ -112,7 +112,7 @@ SKIPPED = """
 session = paceline.start(**given | {"strategy": STRATEGY, "microbatches": 8, "nonfinite": "skip",
                                     "data": spoiled(2, 1, float("nan")), "local": {"every": 4}})
 reports = [session.step(batch) for batch in session.batches(steps=4)]
-assert all(value.isfinite().all() for value in session._job.compute.model.parameters())
+assert all(value.isfinite().all() for value in session._context.compute.model.parameters())
 tell(fingerprint=session.fingerprint(), skipped=sum(not report.applied for report in reports))
 """
 

@@ -27,7 +27,7 @@ def train(seed: int, steps: int) -> tuple[int, str]:
     )
     for batch in session.batches(steps=steps):
         session.step(batch)
-    assert session._job.settings.exact
+    assert session._context.settings.exact
     return session.rank, session.fingerprint()
 
 

@@ -19,7 +19,7 @@ DEAF = """    session.step(batch)
     if session.position == 5:
         Path(f"reached-{session.rank}").write_text("here")
         while True:
-            if session._job.world.notice():
+            if session._context.world.notice():
                 Path(f"leaves-{session.rank}").write_text("here")
             time.sleep(0.05)
 """

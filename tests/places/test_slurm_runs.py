@@ -38,7 +38,7 @@ KILL_ONE = """
         os.kill(os.getpid(), signal.SIGKILL)
 """
 WAIT_FOR_LOSS = """
-    while node and session.workers == 1 and not Path("lost").exists() and not session._job.world.notice():
+    while node and session.workers == 1 and not Path("lost").exists() and not session._context.world.notice():
         time.sleep(0.05)  # until the other node joins, which it does after the next step
     if node and not Path("lost").exists() and session.workers == 2:
         Path(f"node-of-{os.environ['PACELINE_WORKER']}").write_text(node)
@@ -48,7 +48,7 @@ WAIT_FOR_LOSS = """
 WAIT_FOR_NOTICE = """
     if node and "SLURM_RESTART_COUNT" not in os.environ:
         print("is training", flush=True)
-        while step == 3 and not session._job.world.notice():
+        while step == 3 and not session._context.world.notice():
             time.sleep(0.05)
 """
 TAIL = """

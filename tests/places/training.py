@@ -38,7 +38,7 @@ os.write(1, f"fingerprint {session.fingerprint()}\n".encode())
 
 WAITS = """
     import time
-    world = session._job.world
+    world = session._context.world
     while 3 <= session.position < 5 and world.size < COUNT and world.coordinator.pending <= world.generation:
         time.sleep(0.05)  # until the others join, which they do after the next step
     if session.position == 5 and not Path("on").exists():

@@ -55,7 +55,7 @@ def kill(members):
 
 for epoch in session.epochs(2):
     for batch in session.batches():
-        step, world = batch.step, session._job.world
+        step, world = batch.step, session._context.world
         if happens.get("wake", [None])[0] == step:
             let_go_on(happens["wake"][1])
         if happens.get("join") == step:

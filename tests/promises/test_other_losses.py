@@ -27,17 +27,17 @@ if settings["strategy"] == "hogwild":
 session = sample_counts.start(**settings | {"timeout_seconds": 120})
 
 def kill_both_holders():
-    for member in session._job.world._members[1::-1]:
+    for member in session._context.world._members[1::-1]:
         os.kill(member.pid, signal.SIGKILL)
 
 for batch in session.batches(epochs=2):
-    if "BOTH" in os.environ and (session.rank, session._job.world.generation, batch.step) == (0, 0, 6):
+    if "BOTH" in os.environ and (session.rank, session._context.world.generation, batch.step) == (0, 0, 6):
         kill_both_holders()
     scripted.end_launcher(session, batch, end)
     report = session.step(batch)
     if session.position == 8:
         session.evaluate(data)
-(weight,) = session._job.compute.model.parameters()
+(weight,) = session._context.compute.model.parameters()
 wanted = [-2 * 2.0**-10] if settings["strategy"] == "hogwild" else sample_counts.expected(2)
 scripted.end(session, weights=sorted(set(weight.flatten().tolist())), wanted=sorted(wanted))
 """

@@ -183,7 +183,7 @@ def a_rate_of_one_worker():
 
 def other_mode(session, batch):
     if batch.step == 1 and RANK == 1:
-        session._job.compute.model.eval()
+        session._context.compute.model.eval()
 
 @attempt
 def a_mode_of_one_worker():
@@ -192,7 +192,7 @@ def a_mode_of_one_worker():
 def other_value(session, batch):
     if batch.step == 1 and RANK == 1:
         with torch.no_grad():
-            session._job.compute.model.bias += 1
+            session._context.compute.model.bias += 1
 
 @attempt
 def weights_that_differ():

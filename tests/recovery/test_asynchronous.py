@@ -28,7 +28,7 @@ for batch in session.batches(epochs=3):
     scripted.say(session, session.step(batch))
     if session.position == 9:
         session.evaluate(given.get("data") or sample_counts.TensorDataset(sample_counts.inputs()))
-(weight,) = session._job.compute.model.parameters()
+(weight,) = session._context.compute.model.parameters()
 wanted = sample_counts.expected(3) if os.environ["SERVER"] != "{}" else [-3 * 2.0**-10]
 scripted.end(session, weights=sorted(set(weight.flatten().tolist())), wanted=sorted(wanted))
 """
@@ -306,10 +306,10 @@ stopped, woken = run / "stopped", run / "woken"
 
 class Waking(torch.optim.SGD):
     def step(self):
-        stops = worker == "1" and session._job.world.generation > 0 and not stopped.exists()
+        stops = worker == "1" and session._context.world.generation > 0 and not stopped.exists()
         if stops:
             told = run / "told"
-            told.write_text(f"{os.getpid()} {session._job.world.generation}")
+            told.write_text(f"{os.getpid()} {session._context.world.generation}")
             told.rename(stopped)
             os.kill(os.getpid(), signal.SIGSTOP)
         super().step()
@@ -317,10 +317,10 @@ class Waking(torch.optim.SGD):
             woken.touch()
 
 def wake(session):
-    if worker == "0" and session._job.world.generation > 0 and session.position > 9 and not woken.exists():
+    if worker == "0" and session._context.world.generation > 0 and session.position > 9 and not woken.exists():
         scripted.wait_until(stopped.exists, "the other one to stop")
         process, generation = map(int, stopped.read_text().split())
-        if session._job.world.generation > generation:
+        if session._context.world.generation > generation:
             os.kill(process, signal.SIGCONT)
             scripted.wait_until(woken.exists, "the late update")
 """

@@ -23,11 +23,11 @@ if "ALONE" not in os.environ and "GPUS" in os.environ:
 
     accelerator.install(*os.environ["GPUS"].split())
 session = scripted.begin()
-world = session._job.world
+world = session._context.world
 for batch in session.batches(steps={STEPS}):
     scripted.refill(session, 3)
     scripted.say(session, session.step(batch))
-kinds = sorted({{value.device.type for value in session._job.compute.model.state_dict().values()}})
+kinds = sorted({{value.device.type for value in session._context.compute.model.state_dict().values()}})
 scripted.end(session, device=str(world.device), kinds=kinds, transport=type(world.transport).__name__)
 """
 

@@ -64,7 +64,7 @@ def stop_before_update(world, number):
             os.kill(os.getpid(), signal.SIGKILL)
 
 def norm_on_device(update, *without):  # the first that needs the means, where there are any
-    stop_before_update(session._job.world, session.position)
+    stop_before_update(session._context.world, session.position)
     return norm(update, *without)
 
 def confirm_or_not(world, number):
@@ -81,10 +81,10 @@ if "ALONE" not in os.environ:
     ordered_transport.use()
 session = scripted.begin("mlp, momentum")
 for batch in session.batches(steps={STEPS}):
-    if batch.step == step and session.rank == 1 and session._job.world.generation == 0:
+    if batch.step == step and session.rank == 1 and session._context.world.generation == 0:
         ordered_transport.stall(after=works)
     report = session.step(batch)
-    finite = all(one.isfinite().all() for one in session._job.compute.model.parameters())
+    finite = all(one.isfinite().all() for one in session._context.compute.model.parameters())
     print("finite", batch.step, finite, flush=True)
 scripted.end(session)
 """

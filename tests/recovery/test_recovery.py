@@ -148,10 +148,10 @@ def test_an_exit_in_the_last_step(run: Run, undisturbed: Any) -> None:
 
 # at once: one that comes to the step later would go on with others
 KILL_ALL = """
-    if (session.rank, batch.step, session._job.world.generation, "ALONE" in os.environ) == (0, 6, 0, False):
+    if (session.rank, batch.step, session._context.world.generation, "ALONE" in os.environ) == (0, 6, 0, False):
         import signal
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for member in session._job.world._members[1:]:
+            for member in session._context.world._members[1:]:
                 os.kill(member.pid, number)
         os.kill(os.getpid(), signal.SIGKILL)
     scripted.say"""

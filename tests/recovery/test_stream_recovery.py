@@ -47,11 +47,11 @@ session = paceline.start(
 for epoch in range(3):
     for batch in session.batches(epochs=1):
         session.step(batch)
-        for piece in batch.pieces if batch.generation == session._job.world.generation else ():
+        for piece in batch.pieces if batch.generation == session._context.world.generation else ():
             print("used", batch.epoch, batch.step, *piece.data[1].tolist(), flush=True)
         if batch.step == int(os.environ.get("STOP", -1)):
             session.save()
-            session._job.world.gather(None, "saved")
+            session._context.world.gather(None, "saved")
             os._exit(3)
 tell(fingerprint=session.fingerprint(), position=session.position)
 """

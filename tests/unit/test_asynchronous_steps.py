@@ -20,11 +20,11 @@ from paceline.comm.servers.network_claims import NetworkClaims
 from paceline.data.feed import Piece
 from paceline.errors import DisagreementError, WorkerLost
 from paceline.settings import Settings
-from paceline.step.checks import Part
-from paceline.step.job import StepResult
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.checks import MicrobatchResult
+from paceline.step.context import StepResult
+from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
-from paceline.strategies.parameter_server.last_worker import STATE
+from paceline.strategies.parameter_server.final_drain import STATE
 from paceline.strategies.parameter_server.network_server import NetworkServer
 from paceline.strategies.parameter_server.sharing import copies_of
 from paceline.strategies.parameter_server.staleness import Staleness
@@ -88,8 +88,8 @@ def gradients(model: nn.Module, step: int) -> None:
         parameter.grad = torch.full_like(parameter, 0.1 * step + number)
 
 
-def update_of(model: nn.Module) -> Update:
-    return Update(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None, None, Scaling())
+def update_of(model: nn.Module) -> OptimizerStep:
+    return OptimizerStep(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None, None, Scaling())
 
 
 class Batch:
@@ -101,10 +101,10 @@ class Batch:
     def pieces(self, step: int) -> list[range]:
         return [range(1)]
 
-    def gradients(self, step: int, pieces: Any) -> tuple[list[Part], list[torch.Tensor]]:
+    def gradients(self, step: int, pieces: Any) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         self.computed.append(step)
         gradients(self.model, step)
-        return [Part(range(1), self.rank, float(step), 1.0)], []
+        return [MicrobatchResult(range(1), self.rank, float(step), 1.0)], []
 
     def take_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -121,7 +121,7 @@ class Worker:
         settings = Settings.model_validate({"strategy": "parameter-server", "server": server})
         world.notice = lambda: self.notice
         self.notice = 0
-        self.job: Any = SimpleNamespace(
+        self.context: Any = SimpleNamespace(
             world=world, update=self.update, settings=settings, strategy_state={}, warnings=[],
             compute=SimpleNamespace(
                 model=self.model, metrics=None,
@@ -131,11 +131,11 @@ class Worker:
             feed=SimpleNamespace(load=lambda step, pieces: [Piece(range(1), 1, None)]),
         )  # fmt: skip
         self.peers: Any = Peers(world, handlers)
-        self.claims = NetworkClaims(self.peers, copies_of(self.job) if world.size > 1 else 1)
+        self.claims = NetworkClaims(self.peers, copies_of(self.context) if world.size > 1 else 1)
         self.batch: Any = Batch(self.model, world.rank)
         self.staleness = Staleness(self.claims.delays, self.claims.rounds, {})
         shared: Any = SimpleNamespace(
-            job=self.job, claims=self.claims, staleness=self.staleness, batch=self.batch, peers=self.peers
+            context=self.context, claims=self.claims, staleness=self.staleness, batch=self.batch, peers=self.peers
         )
         self.server = NetworkServer(shared)
         self.steps = AsyncSteps(shared, self.server)
@@ -204,12 +204,12 @@ def test_each_step_is_done_once_and_all_have_its_weights(train: Any, server: dic
     expected = replayed(made)
     for worker in workers:
         assert worker.weights() == expected
-        state = worker.job.strategy_state[STATE]
+        state = worker.context.strategy_state[STATE]
         assert (state["top"], state["open"], state["version"]) == (STEPS, [], STEPS)
         assert sum(count for _, count in state["delays"]) == STEPS == sum(count for _, count in state["rounds"])
         assert worker.steps.close() is None
-        assert f"{STEPS} updates so far" in worker.job.warnings[-1]
-        assert len(worker.job.warnings) == 2
+        assert f"{STEPS} updates so far" in worker.context.warnings[-1]
+        assert len(worker.context.warnings) == 2
     delays = [fields["delay"] for worker in workers for event, fields in worker.events if event == "update"]
     rounds = [fields["staleness"] for worker in workers for event, fields in worker.events if event == "update"]
     assert max(rounds) <= server.get("staleness", STEPS)
@@ -224,7 +224,7 @@ def test_a_worker_that_pauses_before_its_update_is_made(train: Any) -> None:
     paused, finished = threading.Event(), threading.Event()
 
     def act(worker: Worker) -> None:
-        if worker.job.world.rank == 0:
+        if worker.context.world.rank == 0:
             paused.wait(20)
             worker.train()
             finished.set()
@@ -263,20 +263,20 @@ def test_training_goes_on_after_workers_have_synchronized(train: Any) -> None:
     assert all(one == middle[0] for one in middle)
     assert middle[0] == replayed([{step: version for step, version in one.items() if step < 5} for one in made])
     assert workers[0].weights() == workers[1].weights() == replayed(made)
-    assert workers[0].job.strategy_state[STATE]["version"] == STEPS
-    assert len(workers[0].job.warnings) == 2, "the newest summary alone"
+    assert workers[0].context.strategy_state[STATE]["version"] == STEPS
+    assert len(workers[0].context.warnings) == 2, "the newest summary alone"
 
 
 def test_rounds_that_are_missing_in_the_weights_are_counted(train: Any) -> None:
     def act(worker: Worker) -> None:
-        if worker.job.world.rank == 0:
+        if worker.context.world.rank == 0:
             worker.claims.begin(ClaimTable(9, {3: 1}, 5))
         worker.server.begin(5)
         worker.claims.await_begin()
         for step, rounds in ((8, 1), (9, 2), (3, 0)):
             worker.server.pull(step)
             found.append((worker.server._pulled, worker.server._rounds_behind) == (5, rounds))
-        worker.job.world.gather(None, "end")
+        worker.context.world.gather(None, "end")
 
     found: list[bool] = []
     train(3, act)
@@ -286,12 +286,12 @@ def test_rounds_that_are_missing_in_the_weights_are_counted(train: Any) -> None:
 def test_a_notice_stops_all_at_the_same_step(train: Any) -> None:
     def act(worker: Worker) -> None:
         for step in count():
-            if step == 3 and worker.job.world.rank == 1:
+            if step == 3 and worker.context.world.rank == 1:
                 worker.notice = 2
             if (result := worker.steps.step(step, [])).notice:
                 found.append((step, result.notice))
                 break
-        done.append(sorted(worker.job.strategy_state[STATE]["open"]))
+        done.append(sorted(worker.context.strategy_state[STATE]["open"]))
 
     found: list[Any] = []
     done: list[Any] = []
@@ -302,7 +302,7 @@ def test_a_notice_stops_all_at_the_same_step(train: Any) -> None:
 
 def test_a_step_that_is_left_out_is_done(train: Any) -> None:
     def act(worker: Worker) -> None:
-        worker.job.settings = worker.job.settings.model_copy(update={"nonfinite": "skip"})
+        worker.context.settings = worker.context.settings.model_copy(update={"nonfinite": "skip"})
         compute = worker.batch.gradients
 
         def not_finite(step: int, pieces: Any) -> Any:
@@ -317,21 +317,21 @@ def test_a_step_that_is_left_out_is_done(train: Any) -> None:
     made = [worker.made() for worker in workers]
     assert sorted(step for one in made for step in one) == [0, 1, 3]
     assert workers[0].weights() == workers[1].weights() == replayed(made)
-    assert workers[0].job.strategy_state[STATE]["version"] == 3
-    assert workers[0].job.strategy_state[STATE]["open"] == []
+    assert workers[0].context.strategy_state[STATE]["version"] == 3
+    assert workers[0].context.strategy_state[STATE]["open"] == []
 
 
 def test_workers_at_different_places_are_told_so(train: Any) -> None:
     def act(worker: Worker) -> None:
         with pytest.raises(DisagreementError, match="rank 0 at step 0, rank 1 at step 1"):
-            worker.steps.step(worker.job.world.rank, [])
+            worker.steps.step(worker.context.world.rank, [])
 
     train(2, act)
 
 
 def test_a_loop_that_is_further_is_told_so() -> None:
     steps: Any = object.__new__(AsyncSteps)
-    steps._top, steps._job = 0, SimpleNamespace(world=SimpleNamespace(rank=2))
+    steps._top, steps._context = 0, SimpleNamespace(world=SimpleNamespace(rank=2))
     assert steps._is_drained(ClaimTable(top=4), 4) and steps._is_drained(ClaimTable(top=3), 4)
     assert not steps._is_drained(ClaimTable(4, {3: 1}), 4)
     taken = ClaimTable(7, {3: 1, 5: 0, 6: FREE})
@@ -345,7 +345,12 @@ def test_a_loop_that_is_further_is_told_so() -> None:
 
 def test_what_others_had_claimed_is_done_after_a_loss(train: Any) -> None:
     def act(worker: Worker) -> None:
-        worker.job.strategy_state[STATE] = {"top": 5, "open": [2, 4], "version": 3, "newest": [3, 0.5, 1.0, 0.1, True]}
+        worker.context.strategy_state[STATE] = {
+            "top": 5,
+            "open": [2, 4],
+            "version": 3,
+            "newest": [3, 0.5, 1.0, 0.1, True],
+        }
         worker.steps.synchronize(5)
 
     workers = train(2, act)
@@ -357,7 +362,7 @@ def test_what_others_had_claimed_is_done_after_a_loss(train: Any) -> None:
 
 def test_a_lost_worker_leaves_the_last_whole_state(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 is lost after four steps; its shard has a copy, so all that counts is there."""
-    monkeypatch.setattr("paceline.strategies.parameter_server.network_server.copies_of", lambda job: 2)
+    monkeypatch.setattr("paceline.strategies.parameter_server.network_server.copies_of", lambda context: 2)
     barrier = threading.Barrier(3, timeout=20)
 
     def act(worker: Worker) -> None:
@@ -365,17 +370,17 @@ def test_a_lost_worker_leaves_the_last_whole_state(train: Any, monkeypatch: pyte
         barrier.wait()
         worker.steps._drain(4)
         barrier.wait()
-        if worker.job.world.rank == 2:
+        if worker.context.world.rank == 2:
             return
         worker.peers.lost.add(2)
-        worker.job.world.is_missing = lambda rank: rank == 2
+        worker.context.world.is_missing = lambda rank: rank == 2
         assert worker.steps.close() is None
 
     workers = train(3, act, count=3)
     expected = replayed([worker.made() for worker in workers])
     for worker in workers[:2]:
         assert worker.weights() == expected
-        state = worker.job.strategy_state[STATE]
+        state = worker.context.strategy_state[STATE]
         assert (state["top"], state["open"], state["version"]) == (4, [], 4)
 
 
@@ -387,15 +392,15 @@ def test_what_only_a_lost_worker_had_is_named(train: Any) -> None:
         barrier.wait()
         worker.steps._drain(4)
         barrier.wait()
-        world = worker.job.world
+        world = worker.context.world
         lost = 2 if world.rank == 0 else 0
         worker.peers.lost.add(lost)
         world.is_missing = lambda rank: rank == lost
         if world.rank == 0:
-            holds = worker.steps.close()
+            owned = worker.steps.close()
             names = set(dict(worker.model.named_parameters()))
-            assert holds is not None and holds < names
-            assert names - holds == set(worker.server._parts[2])
+            assert owned is not None and owned < names
+            assert names - owned == set(worker.server._parts[2])
         if world.rank == 1:
             assert worker.steps.close() == frozenset(), "the table is lost"
 
@@ -404,23 +409,23 @@ def test_what_only_a_lost_worker_had_is_named(train: Any) -> None:
 
 def test_a_change_that_fails_leaves_the_table(train: Any) -> None:
     def act(worker: Worker) -> None:
-        if worker.job.world.rank == 0:
+        if worker.context.world.rank == 0:
             worker.claims.begin(ClaimTable(3, {1: 0}))
         worker.claims.await_begin()
 
         with pytest.raises(ValueError, match="no"), worker.claims.change() as table:
             table.top = 9
             raise ValueError("no")
-        worker.job.world.gather(None, "step")
+        worker.context.world.gather(None, "step")
         assert worker.claims.look() == ClaimTable(3, {1: 0})
-        worker.job.world.gather(None, "step")
+        worker.context.world.gather(None, "step")
         with worker.claims.change() as table:
             table.version += 1
-        worker.job.world.gather(None, "step")
+        worker.context.world.gather(None, "step")
         assert worker.claims.look().version == 3
-        if worker.job.world.rank == 1:
+        if worker.context.world.rank == 1:
             worker.claims.arrive()
-        worker.job.world.gather(None, "step")
+        worker.context.world.gather(None, "step")
         worker.claims.look()
         assert worker.claims.missing() == [0, 2]
 

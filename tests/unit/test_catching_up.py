@@ -19,8 +19,8 @@ from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
 from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.gather_state import gather_state
-from paceline.step.job import StepResult
+from paceline.step.consolidate import consolidate_state_dict
+from paceline.step.context import StepResult
 from paceline.training.progress import Progress
 from paceline.training.recovery import recovery, state_shards
 from paceline.training.recovery.recovery import Recovery
@@ -164,12 +164,12 @@ class Scene:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.buffers = Buffers()
-        self.learned = SimpleNamespace(fusible=None, repeatable=False)
-        self.job: Any = SimpleNamespace(
+        self.probe_results = SimpleNamespace(fusible=None, repeatable=False)
+        self.context: Any = SimpleNamespace(
             world=world,
             compute=SimpleNamespace(model=self.model, buffers=self.buffers),
             update=SimpleNamespace(optimizer=self.optimizer),
-            learned=self.learned,
+            probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
             settings=SimpleNamespace(),
             audits=AuditSchedule(),
@@ -189,7 +189,7 @@ class Scene:
         coordinator: Any = SimpleNamespace(await_membership=await_membership)
         self.begun = 0
         facts = {"batch": 8, "initial weights": "a"}
-        about = {"job": self.job, "facts": facts, "state": self.state, "checkpointer": self.saver}
+        about = {"context": self.context, "run_spec": facts, "state": self.state, "checkpointer": self.saver}
         self.of = Recovery(coordinator, SimpleNamespace(**about, begin=self.begin))  # type: ignore[arg-type]
 
     def begin(self) -> Progress:
@@ -244,19 +244,19 @@ def names_of(*parts: str) -> frozenset[str]:
 
 
 def test_shards_of_several_workers_make_the_whole_state() -> None:
-    holds = [names_of("0.w", "1.w"), names_of("0.", "1.running"), names_of("1.bias", "1.num")]
+    owned = [names_of("0.w", "1.w"), names_of("0.", "1.running"), names_of("1.bias", "1.num")]
 
     def act(world: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], Progress]:
         world.late = []
         scene = Scene(world)
         if world.rank < 3:
             for name, value in scene.model.named_parameters():
-                if name in holds[world.rank]:
+                if name in owned[world.rank]:
                     scene.optimizer.state[value] = {
                         "step": torch.tensor(5.0),
                         "exp_avg": torch.full_like(value, world.rank),
                     }
-        progress = Progress(7, holds=holds[world.rank]) if world.rank < 3 else None
+        progress = Progress(7, owned=owned[world.rank]) if world.rank < 3 else None
         progress = scene.of._same_state(progress)
         averages = {
             name: scene.optimizer.state[value]["exp_avg"].flatten()[0].item()
@@ -267,7 +267,7 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
     found = run(4, act)
     firsts = {"0.weight": 0, "1.weight": 0, "0.bias": 1, "1.running_mean": 1, "1.running_var": 1, "1.bias": 2}
     for values, averages, progress in found:
-        assert progress.holds is None and progress.steps == 7
+        assert progress.owned is None and progress.steps == 7
         for name, rank in firsts.items():
             assert torch.equal(values[name], model_of(rank).state_dict()[name]), name
         assert averages == {"0.weight": 0.0, "1.weight": 0.0, "0.bias": 1.0, "1.bias": 2.0}
@@ -276,7 +276,7 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
 def test_a_worker_with_everything_gives_what_the_others_lack() -> None:
     def act(world: Any) -> dict[str, torch.Tensor]:
         scene = Scene(world)
-        gather_state(scene.job, [None, frozenset()])
+        consolidate_state_dict(scene.context, [None, frozenset()])
         return scene.model.state_dict()
 
     first, second = run(2, act)
@@ -284,13 +284,13 @@ def test_a_worker_with_everything_gives_what_the_others_lack() -> None:
 
 
 def test_what_nobody_holds_is_missing() -> None:
-    job: Any = SimpleNamespace(compute=SimpleNamespace(model=torch.nn.Linear(2, 2)))
+    context: Any = SimpleNamespace(compute=SimpleNamespace(model=torch.nn.Linear(2, 2)))
     parts = [frozenset({"weight"}), frozenset({"bias"}), None]
-    held = [Progress(3, holds=part) for part in parts]
-    assert missing(job, held[:1]) == ["bias"]
-    assert missing(job, [None, held[1]]) == ["weight"]
-    assert missing(job, held[:2]) == [] == missing(job, [held[0], held[2]])
-    assert missing(job, [Progress(3, holds=frozenset())]) == ["bias", "weight"]
+    held = [Progress(3, owned=part) for part in parts]
+    assert missing(context, held[:1]) == ["bias"]
+    assert missing(context, [None, held[1]]) == ["weight"]
+    assert missing(context, held[:2]) == [] == missing(context, [held[0], held[2]])
+    assert missing(context, [Progress(3, owned=frozenset())]) == ["bias", "weight"]
 
 
 RESULT = StepResult(0.5, 1.0, 0.1)
@@ -299,9 +299,9 @@ RESULT = StepResult(0.5, 1.0, 0.1)
 @pytest.mark.parametrize("lost", ["a shard", "the same step"])
 def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
     whole = names_of("")
-    given: list[Progress | None] = [Progress(6, holds=names_of("0."), received=2, repeat_until=3, entered=6), None]
+    given: list[Progress | None] = [Progress(6, owned=names_of("0."), received=2, repeat_until=3, entered=6), None]
     held = names_of("0.w") if lost == "a shard" else whole
-    given += [Progress(8, holds=held, received=4, result=RESULT, entered=8)]
+    given += [Progress(8, owned=held, received=4, result=RESULT, entered=8)]
 
     def act(world: Any) -> tuple[Progress, Scene]:
         scene = Scene(world, newest=5)
@@ -309,7 +309,7 @@ def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
         return scene.of._same_state(given[world.rank]), scene
 
     for rank, (progress, scene) in enumerate(run(3, act)):
-        assert (progress.steps, progress.repeat_until, progress.holds) == (5, 8, None)
+        assert (progress.steps, progress.repeat_until, progress.owned) == (5, 8, None)
         assert scene.events == [("went back", {"step": 5, "steps": 3})]
         assert progress.received == (2, 5, 4)[rank]
         assert progress.result == (RESULT, None, RESULT)[rank]
@@ -318,7 +318,7 @@ def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
 
 def test_a_script_that_was_behind_the_checkpoint_gets_the_values_of_that() -> None:
     """It joined, got a state, and has yet to begin its loop; its progress is that of the state that it got."""
-    given = [Progress(6, holds=names_of("0."), entered=6), Progress(6, holds=names_of("0.w"), entered=-1, received=6)]
+    given = [Progress(6, owned=names_of("0."), entered=6), Progress(6, owned=names_of("0.w"), entered=-1, received=6)]
 
     def act(world: Any) -> tuple[Progress, bool]:
         scene = Scene(world, newest=5)
@@ -332,7 +332,7 @@ def test_a_script_that_was_behind_the_checkpoint_gets_the_values_of_that() -> No
 
 def test_a_strategy_without_the_bits_takes_shards_of_several_steps(capable: SimpleNamespace) -> None:
     capable.exact = False
-    given = [Progress(6, holds=names_of("0.")), Progress(8, holds=names_of("1."))]
+    given = [Progress(6, owned=names_of("0.")), Progress(8, owned=names_of("1."))]
 
     def act(world: Any) -> tuple[Progress, Scene]:
         scene = Scene(world)
@@ -343,24 +343,24 @@ def test_a_strategy_without_the_bits_takes_shards_of_several_steps(capable: Simp
 
 
 def test_without_a_checkpoint_the_run_cannot_go_back() -> None:
-    def act(world: Any, enabled: bool, holds: frozenset[str]) -> str:
+    def act(world: Any, enabled: bool, owned: frozenset[str]) -> str:
         scene = Scene(world, newest=5 if not enabled else 0, enabled=enabled)
         with pytest.raises(CheckpointError) as failed:
-            scene.of._same_state(Progress(6 + world.rank, holds=holds))
+            scene.of._same_state(Progress(6 + world.rank, owned=owned))
         return str(failed.value)
 
     for enabled in (True, False):
-        shard = run(2, partial(act, enabled=enabled, holds=names_of("0.")))
+        shard = run(2, partial(act, enabled=enabled, owned=names_of("0.")))
         assert "5 parameters and buffers, '1.bias' among them, were held by lost workers only" in shard[0]
         assert shard[1].startswith("Rank 1: 5 parameters")
-    assert "The state of a step was held by" in run(2, partial(act, enabled=True, holds=names_of("")))[0]
+    assert "The state of a step was held by" in run(2, partial(act, enabled=True, owned=names_of("")))[0]
 
 
 def test_what_the_first_step_found_out_is_shared() -> None:
     def act(world: Any) -> Scene:
         scene = Scene(world)
-        scene.learned.fusible = [None, False, True][world.rank]
-        scene.learned.repeatable = world.rank == 1
+        scene.probe_results.fusible = [None, False, True][world.rank]
+        scene.probe_results.repeatable = world.rank == 1
         scene.saver.launch = [None, 3, 5][world.rank]
         scene.buffers.added = {"a"} if world.rank == 2 else set()
         scene.buffers.fixed, scene.buffers.agreed = world.rank > 0, {"a"} if world.rank == 1 else {"b"}
@@ -368,7 +368,7 @@ def test_what_the_first_step_found_out_is_shared() -> None:
         return scene
 
     for scene in run(3, act):
-        assert (scene.learned.fusible, scene.learned.repeatable, scene.saver.launch) == (False, True, 5)
+        assert (scene.probe_results.fusible, scene.probe_results.repeatable, scene.saver.launch) == (False, True, 5)
         assert (scene.buffers.named, scene.buffers.added) == (["a", "b"], {"a"})
 
     def nothing(world: Any) -> Scene:
@@ -377,7 +377,7 @@ def test_what_the_first_step_found_out_is_shared() -> None:
         return scene
 
     for scene in run(2, nothing):
-        assert (scene.learned.fusible, scene.learned.repeatable, scene.saver.launch) == (None, False, None)
+        assert (scene.probe_results.fusible, scene.probe_results.repeatable, scene.saver.launch) == (None, False, None)
         assert scene.buffers.named is None
 
 
@@ -436,10 +436,10 @@ def test_a_worker_registers_with_what_all_must_agree_on(
 ) -> None:
     launched.spare, launched.largest = spare, 8
     warmed: list[Any] = []
-    monkeypatch.setattr(recovery, "warm_up", lambda job, state: (warmed.append((job, state)), lambda: None)[1])
+    monkeypatch.setattr(recovery, "warm_up", lambda context, state: (warmed.append((context, state)), lambda: None)[1])
     monkeypatch.setattr(recovery, "worker_counts", lambda settings, microbatches, largest: (microbatches, largest))
     scene = changing([])
-    scene.job.settings, scene.job.order = SimpleNamespace(hang_seconds=9.0), SimpleNamespace(microbatches=4)
+    scene.context.settings, scene.context.order = SimpleNamespace(hang_seconds=9.0), SimpleNamespace(microbatches=4)
     given: list[Any] = []
     scene.of._coordinator = SimpleNamespace(  # type: ignore[assignment]
         address="10.0.0.1", report=given.append, register=lambda *facts: given.append(facts)
@@ -447,7 +447,7 @@ def test_a_worker_registers_with_what_all_must_agree_on(
     scene.of.register(dict)
     about = {"host": platform.node(), "pid": os.getpid(), "address": "10.0.0.1"}
     assert given == [dict, (about, {"batch": 8}, 9.0, (4, 8))]
-    assert warmed == ([(scene.job, scene.state)] if spare else [])
+    assert warmed == ([(scene.context, scene.state)] if spare else [])
 
 
 def test_a_membership_that_cannot_be_joined_is_followed_by_another(launched: SimpleNamespace) -> None:
@@ -457,7 +457,7 @@ def test_a_membership_that_cannot_be_joined_is_followed_by_another(launched: Sim
     assert progress == Progress(7)
     key = Progress(7).key
     assert scene.asked == [(key, None, False, True, [3]), (key, None, False, False, [12])]
-    assert scene.job.world.joined == [1, 2] and scene.job.world.left == 2
+    assert scene.context.world.joined == [1, 2] and scene.context.world.left == 2
     assert launched.identity == (0, 1, 0, 1) and scene.moved == [(0, 2)]
     ((event, fields),) = scene.events
     assert event == "recovered" and fields["step"] == 7 and fields["workers"] == [4, 5]
@@ -475,7 +475,7 @@ def test_workers_without_a_state_begin(launched: SimpleNamespace, monkeypatch: p
     assert scene.of.re_form(None) == Progress(40)
     assert scene.asked == [(None, None, False, False, ())] and scene.begun == 1
     assert scene.events[0][0] == "gathered" and scene.events[0][1]["step"] == 40
-    assert len(undone) == 2 and moved == [scene.job]
+    assert len(undone) == 2 and moved == [scene.context]
     scene = changing([None], membership(0, 4, fresh=True))
     moved.clear()
     scene.of.re_form(None)
@@ -505,7 +505,7 @@ def test_without_a_launcher_rank_0_says_that_workers_were_lost(
         (False, Progress(7), []),
         (True, Progress(0), []),
         (True, None, []),
-        (True, Progress(7, holds=frozenset({"a"})), []),
+        (True, Progress(7, owned=frozenset({"a"})), []),
     ],
 )
 @pytest.mark.parametrize("code", [0, PREEMPTED, 5])
@@ -519,9 +519,9 @@ def test_a_departure_saves_for_all_if_it_can(
         assert str(ended.value) == "Rank 2 was killed."
     else:
         assert ended.value.code == code  # type: ignore[attr-defined]
-    assert scene.job.world.alone and scene.saver.saved == saved
+    assert scene.context.world.alone and scene.saver.saved == saved
     assert scene.events[0] == ("departure", {"code": code, "reason": "rank 2 was killed"})
-    part = save and progress is not None and progress.holds is not None
+    part = save and progress is not None and progress.owned is not None
     assert scene.events[1:] == ([("not saved", {"step": 7})] if part else [])
     scene = changing([], Departure(code, "", save), enabled=False)
     with pytest.raises((WorkerLost, SystemExit)):

@@ -19,7 +19,7 @@ class Pretended:
     clock: ClassVar[list[float]] = [0.0]
     seconds: ClassVar[list[float]] = [1.0, 3.0]
 
-    def __init__(self, job: Any) -> None:
+    def __init__(self, context: Any) -> None:
         self.made.append(type(self).__name__)
 
     def pieces(self, step: int) -> list[range]:
@@ -50,13 +50,13 @@ def strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(auto, "AllReduce", AllReduce)
         monkeypatch.setattr(auto, "WorkStealing", WorkStealing)
         monkeypatch.setattr(auto.time, "perf_counter", lambda: Pretended.clock[0])
-        job: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             order=SimpleNamespace(microbatches=16),
             world=SimpleNamespace(size=4, rank=1, gather=lambda value, what: [value]),
             events=SimpleNamespace(mark=lambda *_, **__: None),
             warnings=[],
         )
-        return Auto(job)
+        return Auto(context)
 
     return make
 
@@ -82,5 +82,5 @@ def test_what_does_not_pay_is_left_and_tried_again_later(strategy: Any) -> None:
     assert after(chosen, 3) == [*tried, "AllReduce"]
     assert after(chosen, 1) == [*tried, "AllReduce", "closed", "WorkStealing"]
     assert after(chosen, 1 + 15) == [*tried, *tried, "AllReduce"]
-    said = chosen._job.warnings
+    said = chosen._context.warnings
     assert any("0.99 times as long as with all-reduce: back to all-reduce" in text for text in said)

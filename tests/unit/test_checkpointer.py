@@ -75,7 +75,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate = threading.Event()
     write = files.write_part
 
-    def waiting(*arguments: Any) -> files.Part:
+    def waiting(*arguments: Any) -> files.CheckpointShard:
         assert gate.wait(60)
         return write(*arguments)
 

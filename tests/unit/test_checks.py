@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from paceline.errors import InputError
-from paceline.step.checks import Part, check_gradients, mean_loss, mean_metrics, not_finite, unused
+from paceline.step.checks import MicrobatchResult, check_gradients, mean_loss, mean_metrics, not_finite, unused
 from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.loss import check_names, loss_of_result, pair_of, sum_and_count
 
 
-def part(microbatch: int, loss: float = 1.0, count: float = 2.0, missing: frozenset[int] = frozenset()) -> Part:
-    return Part(range(microbatch, microbatch + 1), 0, loss, count, missing)
+def part(
+    microbatch: int, loss: float = 1.0, count: float = 2.0, missing: frozenset[int] = frozenset()
+) -> MicrobatchResult:
+    return MicrobatchResult(range(microbatch, microbatch + 1), 0, loss, count, missing)
 
 
 def test_the_mean_is_over_what_is_counted() -> None:
@@ -87,7 +89,9 @@ def test_metrics_are_sums_and_counts_in_the_order_of_their_names() -> None:
     found = loss_of_result(((torch.tensor(2.0), torch.tensor(5)), given), 8)
     assert list(found.metrics) == ["all", "hits", "words"]
     assert found.pair().tolist() == [2.0, 5.0, 8.0, 8.0, 2.0, 8.0, 6.0, 4.0]
-    assert mean_metrics([Part(range(1), 0, 1.0, 1.0, metrics=(6.0, 4.0))], ["words"], exact=True) == {"words": 1.5}
+    assert mean_metrics([MicrobatchResult(range(1), 0, 1.0, 1.0, metrics=(6.0, 4.0))], ["words"], exact=True) == {
+        "words": 1.5
+    }
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,16 @@ from paceline.data.objects.forward_values import ForwardValues
 from paceline.errors import InputError
 from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 from paceline.settings import Settings
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.strategies.pipeline.stages import Partition, Stages
 
 
-def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> Job:
+def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> TrainingContext:
     """As the first of two workers sees it."""
     piece = Piece(range(1), 4, (torch.zeros(4, 6), torch.zeros(4)))
     buffers = SimpleNamespace(agreed=changing, fixed=False)
     return cast(
-        Job,
+        TrainingContext,
         SimpleNamespace(
             world=SimpleNamespace(
                 rank=0,
@@ -47,11 +47,11 @@ def test_a_cut_is_recorded_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Subgroup, "__init__", lambda *_: None)
     norm, told = nn.BatchNorm1d(6), list[dict[str, Any]]()
     model = nn.Sequential(norm, nn.Linear(6, 6), norm, nn.Linear(6, 1))
-    job = job_of(model, ["0.running_mean"], told)
+    context = job_of(model, ["0.running_mean"], told)
     with pytest.raises(InputError, match=r"both change the buffer '0.running_mean'"):
-        Stages(job, one_forward_one_backward(2, 4), Partition([(0, 2), (2, 4)]))
+        Stages(context, one_forward_one_backward(2, 4), Partition([(0, 2), (2, 4)]))
     assert told == []
-    Stages(job, one_forward_one_backward(2, 4), Partition([(0, 3), (3, 4)]))
+    Stages(context, one_forward_one_backward(2, 4), Partition([(0, 3), (3, 4)]))
     (cut,) = told
     assert (cut["event"], [len(stage) for stage in cut["stages"]], cut["again"]) == ("cut", [3, 1], True)
     assert (cut["device"], cut["workers"], cut["microbatches"]) == ("cuda", 2, 4)

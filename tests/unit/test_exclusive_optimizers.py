@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import InputError
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.optimizer import OptimizerStep, Scaling
 
 
 class Ascending(Optimizer):
@@ -44,8 +44,8 @@ class Slow(Optimizer):
         self.base.step()
 
 
-def update(factory: Any, schedule: Any = None) -> Update:
-    made = Update(nn.Linear(3, 2), factory, schedule, None, Scaling())
+def update(factory: Any, schedule: Any = None) -> OptimizerStep:
+    made = OptimizerStep(nn.Linear(3, 2), factory, schedule, None, Scaling())
     for value in made.parameters.values():
         value.grad = torch.ones_like(value)
     return made
@@ -138,7 +138,7 @@ def test_an_optimizer_may_be_given_to_a_second_session() -> None:
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     for _ in range(2):
-        made = Update(model, lambda model: optimizer, None, None, Scaling())
+        made = OptimizerStep(model, lambda model: optimizer, None, None, Scaling())
         for value in made.parameters.values():
             value.grad = torch.ones_like(value)
         made.apply(0)

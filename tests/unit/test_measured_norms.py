@@ -8,24 +8,26 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.optimizer import OptimizerStep, Scaling
 
 
 @pytest.fixture
-def update() -> Update:
+def update() -> OptimizerStep:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 10))
-    made = Update(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None, 1.0, Scaling())
+    made = OptimizerStep(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1), None, 1.0, Scaling())
     for value in made.parameters.values():
         value.grad = torch.randn_like(value)
     return made
 
 
-def gradients(update: Update) -> list[torch.Tensor]:
+def gradients(update: OptimizerStep) -> list[torch.Tensor]:
     return [value.grad for value in update.parameters.values() if value.grad is not None]
 
 
-def test_the_bits_are_the_same_and_no_norm_is_taken_twice(update: Update, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_are_the_same_and_no_norm_is_taken_twice(
+    update: OptimizerStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected, taken = update.norm(), list[int]()
     take: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = torch._foreach_norm
 
@@ -43,7 +45,7 @@ def test_the_bits_are_the_same_and_no_norm_is_taken_twice(update: Update, monkey
     assert taken == [2, 3, 1, 6]
 
 
-def test_what_has_changed_is_measured_again(update: Update) -> None:
+def test_what_has_changed_is_measured_again(update: OptimizerStep) -> None:
     first, second, *_ = everyone = gradients(update)
     update.measure(everyone)
     first.mul_(3.0)

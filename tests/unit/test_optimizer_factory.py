@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 from paceline.errors import InputError
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules
 
 
@@ -21,8 +21,8 @@ def model() -> nn.Sequential:
     return made
 
 
-def update(optimizer: Any, schedule: Any = None, of: nn.Module | None = None) -> Update:
-    return Update(of or model(), optimizer, schedule, None, Scaling())
+def update(optimizer: Any, schedule: Any = None, of: nn.Module | None = None) -> OptimizerStep:
+    return OptimizerStep(of or model(), optimizer, schedule, None, Scaling())
 
 
 def test_the_first_parameter_says_what_the_factory_gets() -> None:

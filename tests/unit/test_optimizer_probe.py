@@ -13,8 +13,8 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import InputError
-from paceline.step.job import Job
-from paceline.step.trials.optimizer_probe import probe_optimizer
+from paceline.step.context import TrainingContext
+from paceline.step.probes.optimizer_probe import probe_optimizer
 
 
 def parameters() -> list[nn.Parameter]:
@@ -22,9 +22,9 @@ def parameters() -> list[nn.Parameter]:
     return [*nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Conv2d(3, 4, 3)).parameters()]
 
 
-def job_of(optimizer: optim.Optimizer, exact: bool = True) -> Job:
+def job_of(optimizer: optim.Optimizer, exact: bool = True) -> TrainingContext:
     settings = SimpleNamespace(strategy="pipeline", exact=exact)
-    return cast(Job, SimpleNamespace(update=SimpleNamespace(optimizer=optimizer), settings=settings))
+    return cast(TrainingContext, SimpleNamespace(update=SimpleNamespace(optimizer=optimizer), settings=settings))
 
 
 EACH_BY_ITSELF = {

@@ -13,7 +13,7 @@ from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.data.order import UNKNOWN, Order
 from paceline.errors import ConfigError
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.job import Batch, StepResult
+from paceline.step.context import Batch, StepResult
 from paceline.training.batches import Batches
 from paceline.training.loop import TrainingLoop
 from paceline.training.position import Position
@@ -32,18 +32,18 @@ class Scene:
         self.doing: list[str] = []
         self.world = SimpleNamespace(generation=0)
         self.marks: list[dict[str, Any]] = []
-        job: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             order=order,
             world=self.world,
             events=SimpleNamespace(mark=lambda _, **fields: self.marks.append(fields)),
             feed=SimpleNamespace(steps=self._load, sizes=None),
-            learned=SimpleNamespace(warnings=[]),
+            probe_results=SimpleNamespace(warnings=[]),
             loop=SimpleNamespace(look=lambda: None, refresh=lambda: None),
             audits=AuditSchedule(),
         )
         self.on_synchronize: Callable[[], None] = lambda: None
         self.loop: Any = SimpleNamespace(
-            job=job,
+            context=context,
             progress=progress or Progress(),
             loads_ahead=ahead,
             records=SimpleNamespace(last_step=UNKNOWN),

@@ -18,13 +18,13 @@ from paceline.comm.servers.mailbox import Mailbox, Reply
 from paceline.comm.servers.network_claims import CommitLog, LoggedCounts, Order
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.errors import InputError, WorkerLost
-from paceline.step.checks import Part
-from paceline.step.job import StepResult
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.checks import MicrobatchResult
+from paceline.step.context import StepResult
+from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.strategies.parameter_server import async_steps
 from paceline.strategies.parameter_server.async_steps import finish, set_newest
-from paceline.strategies.parameter_server.held_shard import HeldShard, PendingGradients
-from paceline.strategies.parameter_server.last_worker import newest_result, restored
+from paceline.strategies.parameter_server.final_drain import newest_result, restored
+from paceline.strategies.parameter_server.shard_replica import PendingGradients, ShardReplica
 from paceline.strategies.parameter_server.staleness import Staleness
 
 
@@ -44,7 +44,7 @@ class Worker:
 
     def __init__(self, value: float, memory: Any = None) -> None:
         self.model = model_of(value)
-        self.update = Update(
+        self.update = OptimizerStep(
             self.model, adam, lambda one: torch.optim.lr_scheduler.StepLR(one, 1, 0.5), None, Scaling()
         )
         self.optimizer, self.schedule = self.update.optimizer, self.update.schedule
@@ -257,11 +257,11 @@ def test_logged_counts_are_those_of_the_log() -> None:
     assert log.delays == {2: 2, 5: 1} == dict(counts.total())
 
 
-def held(forward: Any = None) -> tuple[HeldShard, Worker]:
+def held(forward: Any = None) -> tuple[ShardReplica, Worker]:
     worker = Worker(1.0)
-    job: Any = SimpleNamespace(update=worker.update, compute=SimpleNamespace(model=worker.model))
+    context: Any = SimpleNamespace(update=worker.update, compute=SimpleNamespace(model=worker.model))
     part = {name: value for name, value in worker.model.named_parameters() if name.startswith("0.")}
-    holder = HeldShard(job, part, ["1.running_mean"], forward)
+    holder = ShardReplica(context, part, ["1.running_mean"], forward)
     source = Shard(OwnBlocks(), worker.model, part, ["1.running_mean"], worker.optimizer, worker.schedule)
     for copy in (0, 1):
         source.write(copy)
@@ -413,21 +413,21 @@ def test_workers_that_wait_for_the_table_are_woken() -> None:
 
 def test_the_newest_result_outlives_its_workers() -> None:
     table = ClaimTable()
-    job: Any = SimpleNamespace(update=SimpleNamespace(learning_rate=0.3))
-    unknown = newest_result(table, job)
+    context: Any = SimpleNamespace(update=SimpleNamespace(learning_rate=0.3))
+    unknown = newest_result(table, context)
     assert unknown.learning_rate == 0.3 and unknown.loss != unknown.loss
     result = StepResult(0.5, torch.tensor(2.0), 0.1, applied=True, metrics={"a": 1.0})
     table.open.update({4: 1, 5: 0})
     finish(table, 4, result)
     assert table.version == 1 and list(table.open) == [5]
-    assert newest_result(table, job) == StepResult(0.5, 2.0, 0.1, applied=True, metrics={"a": 1.0})
+    assert newest_result(table, context) == StepResult(0.5, 2.0, 0.1, applied=True, metrics={"a": 1.0})
     finish(table, 5, StepResult(0.5, 1.0, 0.1, applied=False))
     assert table.version == 1 and table.newest == 5 and not table.applied
     set_newest(table, 7, result)
     assert table.version == 1
     saved = [table.newest, table.loss, table.norm, table.rate, table.applied, table.metrics]
-    again = newest_result(restored(ClaimTable(), {"newest": saved}), job)
-    assert again == newest_result(table, job)
+    again = newest_result(restored(ClaimTable(), {"newest": saved}), context)
+    assert again == newest_result(table, context)
     assert restored(ClaimTable(), {"newest": saved[:5]}).metrics == {}
     assert restored(ClaimTable(), {}).newest < 0
 
@@ -441,8 +441,8 @@ def test_an_update_gets_its_factor_and_the_norm_of_all_gradients() -> None:
 
     settings = SimpleNamespace(seed=3, exact=True)
     compute = SimpleNamespace(buffers=SimpleNamespace(accept=given.append), metrics=None)
-    job: Any = SimpleNamespace(update=SimpleNamespace(apply=apply), settings=settings, compute=compute)
-    pushed: Any = SimpleNamespace(step=4, parts=[Part(range(1), 0, 3.0, 2.0)], buffers=["buffer"])
-    result = async_steps.update(job, pushed, 5, 0.5, 7.0, print)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(update=SimpleNamespace(apply=apply), settings=settings, compute=compute)
+    pushed: Any = SimpleNamespace(step=4, parts=[MicrobatchResult(range(1), 0, 3.0, 2.0)], buffers=["buffer"])
+    result = async_steps.update(context, pushed, 5, 0.5, 7.0, print)  # type: ignore[arg-type]
     assert given == [["buffer"], (5, 0.5, 7.0, print)]
     assert (result.loss, result.norm, result.learning_rate, result.applied) == (1.5, 7.0, 0.1, True)

@@ -14,7 +14,7 @@ from paceline.strategies.parameter_server.async_server import servers_among, war
 )
 def test_fewer_workers_than_servers_asked_for(workers: int, dedicated: bool, servers: int) -> None:
     settings = Settings.model_validate({"server": {"count": 3, "dedicated": dedicated}})
-    job: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(size=workers))
+    context: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(size=workers))
     assert servers_among(settings, workers) == servers
-    said = "".join(warnings_of_servers(job))
+    said = "".join(warnings_of_servers(context))
     assert (f"{workers} workers are left" in said and "server.count = 3" in said) == (servers < 3)

@@ -93,7 +93,10 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
         TrainingLoop, "_take", "batch.generation != self.job.world.generation", "False"),
     "a notice outlives its workers": (TrainingLoop, "_re_form", "self._notice = 0", "pass"),
     "a notice is overheard": (loop, "decide", "Action.RE_FORM if elastic", "Action.GO_ON if elastic"),
-    "a part of the state is thought whole": (Recovery, "_same_state", "if assemble(self._job, everyone):", "if True:"),
+    "a part of the state is thought whole": (
+        *(Recovery, "_same_state"),
+        *("if assemble(self._context, everyone):", "if True:"),
+    ),
     "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
     "a replay is forgotten": (progress, "gone_back", "max(max(one.repeat_until, one.steps) for one in known)", "steps"),
     "a joiner comes while lost steps are repeated": (TrainingLoop, "_follow", "repeats or ", ""),

@@ -22,7 +22,7 @@ from paceline.events import EventLog
 from paceline.partition import gradient_check
 from paceline.settings import Settings
 from paceline.step import forward, optimizer
-from paceline.step.trials import optimizer_probe
+from paceline.step.probes import optimizer_probe
 from paceline.strategies import registry
 from paceline.strategies.pipeline import executor
 from paceline.training import build as jobs
@@ -68,12 +68,12 @@ def train(
         who = Identity(world.rank, world.size, world.rank, world.size)
         with building, pytest.MonkeyPatch.context() as patch:
             patch.setattr(jobs, "World", lambda *_: world)
-            job, _ = jobs.build(given, resolved, who, EventLog(None, world.rank))
+            context, _ = jobs.build_context(given, resolved, who, EventLog(None, world.rank))
         world.gather(None, "built")  # no worker seeds the generators while another one builds
-        strategy = registry.build(job)
+        strategy = registry.build(context)
         losses = []
         for step in range(STEPS):
-            pieces = job.feed.load(step, strategy.pieces(step))
+            pieces = context.feed.load(step, strategy.pieces(step))
             losses.append(strategy.step(step, pieces).loss)
         strategy.synchronize(STEPS)
         state = {name: value.flatten().tolist() for name, value in model.state_dict().items()}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 from paceline.errors import InputError
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.optimizer import OptimizerStep, Scaling
 
 
 class Net(nn.Module):
@@ -33,11 +33,11 @@ class Symmetric(nn.Module):
         return weight + weight.T
 
 
-def update(model: nn.Module) -> Update:
-    return Update(model, partial(torch.optim.SGD, lr=0.1), None, None, Scaling())
+def update(model: nn.Module) -> OptimizerStep:
+    return OptimizerStep(model, partial(torch.optim.SGD, lr=0.1), None, None, Scaling())
 
 
-def step(model: nn.Module, made: Update) -> None:
+def step(model: nn.Module, made: OptimizerStep) -> None:
     made.check_structure()
     model(torch.arange(6)).sum().backward()
     made.apply(0)

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, WorkerLost
 from paceline.settings import Settings
-from paceline.step.optimizer import Scaling, Update
+from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.strategies.parameter_server.sync_server import Servers
 
 
@@ -24,8 +24,8 @@ def model_of(value: float) -> nn.Module:
     return model
 
 
-def update_of(model: nn.Module) -> Update:
-    return Update(
+def update_of(model: nn.Module) -> OptimizerStep:
+    return OptimizerStep(
         model,
         lambda parameters: torch.optim.Adam(parameters, lr=0.5),
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
@@ -39,7 +39,7 @@ def gradients(model: nn.Module, step: int) -> None:
         parameter.grad = torch.full_like(parameter, 0.1 * (step + 1) * (-1) ** number)
 
 
-def state_of(update: Update) -> list[Any]:
+def state_of(update: OptimizerStep) -> list[Any]:
     values = list(update.parameters.values())
     states = [update.optimizer.state.get(value, {}) for value in values]
     held = [*values, *(state[key] for state in states for key in sorted(state))]
@@ -65,10 +65,10 @@ class Worker:
         self.model = model_of(1.0)
         self.update = update_of(self.model)
         settings = Settings.model_validate({"server": {"count": count}})
-        job: Any = SimpleNamespace(
+        context: Any = SimpleNamespace(
             world=world, update=self.update, compute=SimpleNamespace(model=self.model), settings=settings
         )
-        self.servers = Servers(job)
+        self.servers = Servers(context)
 
     def lose(self, step: int) -> None:
         """Make an update, and hear of a loss while the others make theirs."""

@@ -19,14 +19,14 @@ TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 def fixed(parameters: dict[str, torch.Tensor], microbatches: int = 8, state: Any = None) -> FixedPoint:
     """For one worker, with what it knows of steps before."""
-    job = SimpleNamespace(
+    context = SimpleNamespace(
         update=SimpleNamespace(parameters={name: nn.Parameter(value) for name, value in parameters.items()}),
         order=SimpleNamespace(microbatches=microbatches),
         world=SimpleNamespace(device=torch.device("cpu")),
         events=SimpleNamespace(mark=lambda *event, **values: None),
         strategy_state={} if state is None else state,
     )
-    return FixedPoint(cast(Any, job))
+    return FixedPoint(cast(Any, context))
 
 
 def sums_of(one: FixedPoint, gradients: list[list[torch.Tensor]]) -> Values:

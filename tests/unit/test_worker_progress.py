@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm.world import LEAVING, PENDING
-from paceline.step.job import StepResult
+from paceline.step.context import StepResult
 from paceline.training.progress import (
     BEFORE_TRAINING,
     EVALUATE,

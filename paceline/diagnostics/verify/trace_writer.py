@@ -10,17 +10,19 @@ import torch
 
 from paceline.checkpoint.tensors import hash_of
 from paceline.environments import env
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 
 
 class TraceWriter:
     """Writer of ``trace.jsonl``: the state before the first step and after each step."""
 
-    def __init__(self, wanted: env.Trace, job: Job, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(
+        self, wanted: env.Trace, context: TrainingContext, state: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
         self.steps = wanted.steps
         self._state = state
-        self._parameters = job.update.parameters
-        self._file = (wanted.directory / "trace.jsonl").open("w") if job.world.rank == 0 else None
+        self._parameters = context.update.parameters
+        self._file = (wanted.directory / "trace.jsonl").open("w") if context.world.rank == 0 else None
         epsilon = max(
             (torch.finfo(value.dtype).eps for value in self._parameters.values() if value.is_floating_point()),
             default=0.0,
@@ -32,10 +34,12 @@ class TraceWriter:
                 "samples": None,
                 "learning_rate": None,
                 "gradient": {},
-                "epsilon": torch.finfo(getattr(torch, job.settings.autocast)).eps if job.settings.autocast else epsilon,
-                "exact": job.settings.exact,
+                "epsilon": torch.finfo(getattr(torch, context.settings.autocast)).eps
+                if context.settings.autocast
+                else epsilon,
+                "exact": context.settings.exact,
                 "threads": torch.get_num_threads(),
-                "batch": job.order.batch,
+                "batch": context.order.batch,
             }
         )
 

@@ -25,8 +25,8 @@ import torch
 from paceline.comm.collectives.all_gather import AllGather, PendingGather
 from paceline.comm.collectives.step_header import LARGEST_TAG
 from paceline.comm.transport.host_copy import HostCopy
+from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
-from paceline.step.job import Job
 
 _STATE = "fixed_point"
 _HEADROOM = 2
@@ -43,15 +43,15 @@ class FixedPoint:
     """Encoder and decoder between the gradients of a job and integers.
 
     Args:
-        job: training context.
+        context: training context.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._names = list(job.update.parameters)
-        self._parameters = list(job.update.parameters.values())
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._names = list(context.update.parameters)
+        self._parameters = list(context.update.parameters.values())
         self._types = [_WHOLE.get(value.dtype, torch.int32) for value in self._parameters]
-        self._bits = [bits_of(kind, job.order.microbatches) for kind in self._types]
+        self._bits = [bits_of(kind, context.order.microbatches) for kind in self._types]
         self._norms: list[list[torch.Tensor]] = [[] for _ in self._parameters]
         self._exponents: list[int] = []
         self._raised: dict[str, float] = {}
@@ -90,7 +90,7 @@ class FixedPoint:
     def send(self) -> None:
         """Start sending this worker's largest gradients to the other workers. All gradients must be encoded."""
         if self._gather is None:
-            self._gather = AllGather(self._job.world, LARGEST_TAG, 8 * len(self._parameters))
+            self._gather = AllGather(self._context.world, LARGEST_TAG, 8 * len(self._parameters))
         self._pending = self._gather.start(self._largest_here())
 
     def fits(self) -> bool:
@@ -106,7 +106,7 @@ class FixedPoint:
         }
         if larger:
             self._raised, self._exponents = bounds | larger, []
-            self._job.events.mark("repeated", reason="gradients are larger than foreseen", parameters=list(larger))
+            self._context.events.mark("repeated", reason="gradients are larger than foreseen", parameters=list(larger))
         return not larger
 
     def decode(self, sums: Values, divisor: torch.Tensor | float) -> Values:
@@ -129,15 +129,15 @@ class FixedPoint:
 
     def accept(self) -> None:
         """Update the bounds from the gradients of the completed step."""
-        bounds = dict(self._job.strategy_state.get(_STATE, {}))
+        bounds = dict(self._context.strategy_state.get(_STATE, {}))
         for name, bound in zip(self._names, map(_bound_of, self._largest), strict=True):
             if bound is not None:
                 bounds[name] = max(bound, bounds.get(name, bound) - _FALL)
-        self._job.strategy_state[_STATE] = bounds
+        self._context.strategy_state[_STATE] = bounds
         self._exponents, self._raised = [], {}
 
     def _bounds(self) -> dict[str, float]:
-        return self._raised or self._job.strategy_state.get(_STATE, {})
+        return self._raised or self._context.strategy_state.get(_STATE, {})
 
     def _units(self) -> list[int]:
         """Return the exponent of each parameter's unit. Without a known bound the exponent does not matter."""
@@ -151,7 +151,7 @@ class FixedPoint:
 
     def _largest_here(self) -> torch.Tensor:
         """Return the largest absolute gradient of each parameter on this worker in float64, NaN if any is NaN."""
-        device = self._job.world.device
+        device = self._context.world.device
         rows = max(map(len, self._norms))
         if not rows:
             return torch.zeros(len(self._norms), dtype=torch.float64, device=device)

@@ -15,9 +15,9 @@ import torch
 
 from paceline.data.feed import Piece
 from paceline.data.nested import concatenated
+from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
-from paceline.step.job import Job
-from paceline.step.trials.trial import without_trace
+from paceline.step.probes.probe import without_trace
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -28,18 +28,18 @@ class Fusion:
     """Decides after the first step whether microbatches are fused, that is, computed in one pass.
 
     Args:
-        job: training context.
+        context: training context.
         together: whether all workers decide together. Otherwise each worker decides for its own steps.
     """
 
-    def __init__(self, job: Job, together: bool = True) -> None:
-        settings, known = job.settings, job.learned.fusible
-        single = settings.exact or settings.microbatches is not None or job.collate is not None
-        single = single or job.compute.carried is not None
-        self._job = job
+    def __init__(self, context: TrainingContext, together: bool = True) -> None:
+        settings, known = context.settings, context.probe_results.fusible
+        single = settings.exact or settings.microbatches is not None or context.collate is not None
+        single = single or context.compute.carried is not None
+        self._context = context
         self._together = together
         self._fused = bool(known)
-        self._open = not single and job.order.microbatches > 1 and known is None
+        self._open = not single and context.order.microbatches > 1 and known is None
         self._drew = False
 
     def pieces(self, share: range, audited: int | None = None) -> list[range]:
@@ -52,7 +52,7 @@ class Fusion:
 
     def forward(self, piece: Piece, step: int) -> ForwardResult:
         """Run the forward pass of a microbatch group; see :meth:`Compute.forward_pass`."""
-        computed = self._job.compute.forward_pass(piece, step, watch_draws=self._open)
+        computed = self._context.compute.forward_pass(piece, step, watch_draws=self._open)
         self._drew |= computed.drew
         return computed
 
@@ -66,20 +66,20 @@ class Fusion:
         if not self._open:
             return
         obstacle = self._obstacle(pieces, pairs)
-        everyone = self._job.world.gather(obstacle, "step") if self._together else [obstacle]
+        everyone = self._context.world.gather(obstacle, "step") if self._together else [obstacle]
         obstacles = [reason for reason in everyone if reason]
         self._open = False
-        self._fused = self._job.learned.fusible = not obstacles
+        self._fused = self._context.probe_results.fusible = not obstacles
         text = (
             f"microbatches are computed one by one: {obstacles[0]}"
             if obstacles
             else "each worker computes its microbatches in one pass"
         )
         _log.info(text)
-        self._job.events.mark("note", text=text)
+        self._context.events.mark("note", text=text)
 
     def _obstacle(self, pieces: list[Piece], pairs: torch.Tensor) -> str:
-        compute = self._job.compute
+        compute = self._context.compute
         if self._drew:
             return "the forward pass draws random numbers"
         if compute.buffers.live:
@@ -94,8 +94,8 @@ class Fusion:
     def _differs(self, together: Piece, single: torch.Tensor) -> str:
         """Describe how the loss of one pass differs from the sum over microbatches. Empty if it does not."""
         try:
-            with without_trace(self._job):
-                fused = self._job.compute.loss_only(together)
+            with without_trace(self._context):
+                fused = self._context.compute.loss_only(together)
         except Exception as error:  # noqa: BLE001 - a model may accept only one number of samples
             return f"the forward pass of several at once raises {type(error).__name__}: {error}"
         tolerance = self._tolerance()
@@ -105,9 +105,9 @@ class Fusion:
         return f"the loss in one pass is {_mean(fused):.9g} instead of {_mean(single):.9g}"
 
     def _tolerance(self) -> float:
-        if self._job.settings.autocast:
+        if self._context.settings.autocast:
             return _TOLERANCE_AUTOCAST
-        dtype = next(iter(self._job.update.parameters.values())).dtype
+        dtype = next(iter(self._context.update.parameters.values())).dtype
         return _TOLERANCE.get(dtype, _TOLERANCE_AUTOCAST)
 
 

@@ -25,11 +25,11 @@ from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
 from paceline.settings import Exact, Settings
-from paceline.step.checks import Part
+from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, commit
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.gradients.fusion import Fusion
-from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
@@ -51,7 +51,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 class _Computed(NamedTuple):
     """Results of the microbatch groups of all workers, with this worker's buffer sums and the losses of its groups."""
 
-    parts: list[Part]
+    parts: list[MicrobatchResult]
     header: StepHeader
     statistics: Accumulator
     pairs: list[torch.Tensor]
@@ -61,7 +61,7 @@ class AllReduce(Strategy):
     """Strategy in which all workers compute a share of each batch and average their gradients.
 
     Args:
-        job: training context.
+        context: training context.
         reducer: reducer of the gradients. Defaults to a reduction over all workers.
         shares: deterministic function from the number of microbatches to each rank's share. Defaults to even shares.
         apply: update function. Defaults to the same whole update on every worker.
@@ -72,29 +72,29 @@ class AllReduce(Strategy):
 
     def __init__(
         self,
-        job: Job,
+        context: TrainingContext,
         reducer: Reducer | None = None,
         shares: Callable[[int], Sequence[range]] | None = None,
         apply: Apply | None = None,
     ) -> None:
-        self._job = job
-        self.seconds: list[float] = [0.0] * job.world.size
-        self._fusion = Fusion(job)
-        self._reducer = reducer or Reducer(job, any_order=not job.settings.along_tree)
-        self._shares = shares or (lambda microbatches: even(microbatches, job.world.size))
-        self._results = Results(job, self._largest_share(), apply)
+        self._context = context
+        self.seconds: list[float] = [0.0] * context.world.size
+        self._fusion = Fusion(context)
+        self._reducer = reducer or Reducer(context, any_order=not context.settings.along_tree)
+        self._shares = shares or (lambda microbatches: even(microbatches, context.world.size))
+        self._results = Results(context, self._largest_share(), apply)
 
     def pieces(self, step: int) -> list[range]:
-        return self._layout(step)[self._job.world.rank]
+        return self._layout(step)[self._context.world.rank]
 
     def _largest_share(self) -> int:
         """Return the most microbatches of any worker in a step, including the short step at the end of an epoch."""
-        return max(len(share) for count in self._job.order.cuts() for share in self._shares(count))
+        return max(len(share) for count in self._context.order.cuts() for share in self._shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
         """Return the microbatch groups of each rank."""
-        microbatches = len(self._job.order.parts_of(step))
-        audited = self._job.audits.microbatch(step, microbatches) if self._job.audits.is_due(step) else None
+        microbatches = len(self._context.order.parts_of(step))
+        audited = self._context.audits.microbatch(step, microbatches) if self._context.audits.is_due(step) else None
         return [self._fusion.pieces(share, audited) for share in self._shares(microbatches)]
 
     def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
@@ -104,20 +104,22 @@ class AllReduce(Strategy):
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job, layout = self._job, self._layout(step)
-        shares = self._shares(len(job.order.parts_of(step)))
+        context, layout = self._context, self._layout(step)
+        shares = self._shares(len(context.order.parts_of(step)))
         self._results.audit(step, layout)
-        job.compute.buffers.begin()
-        job.update.check_structure()
+        context.compute.buffers.begin()
+        context.update.check_structure()
         computed = self._gradients(step, pieces, layout, shares)
         header = computed.header
         self.seconds = header.seconds
         self._fusion.decide(pieces, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
         sums = [values for _, values in computed.statistics.nodes()]
-        means = self._reducer.statistics(self._nodes(shares, job.settings.exact), sums, job.order.samples_of(step))
+        means = self._reducer.statistics(
+            self._nodes(shares, context.settings.exact), sums, context.order.samples_of(step)
+        )
         apply = self._results.apply(header)
         result = commit(
-            *(job, step, pieces, computed.parts, means, header.notice, apply),
+            *(context, step, pieces, computed.parts, means, header.notice, apply),
             again=lambda: self._gradients(step, pieces, layout, shares, again=True).parts,
         )
         self._reducer.accept()
@@ -127,14 +129,14 @@ class AllReduce(Strategy):
         self, step: int, pieces: list[Piece], layout: list[list[range]], shares: Sequence[range], again: bool = False
     ) -> _Computed:
         """Compute the mean gradients into ``.grad``, for the first time in a step or ``again``."""
-        job, reducer = self._job, self._reducer
-        nodes = self._nodes(shares, job.settings.along_tree)
-        statistics, pairs = Accumulator(job.settings.exact), list[torch.Tensor]()
-        starts = [piece.start for piece in layout[job.world.rank]]
+        context, reducer = self._context, self._reducer
+        nodes = self._nodes(shares, context.settings.along_tree)
+        statistics, pairs = Accumulator(context.settings.exact), list[torch.Tensor]()
+        starts = [piece.start for piece in layout[context.world.rank]]
         begin = perf_counter()
-        reducer.begin(nodes, job.settings.along_tree)
+        reducer.begin(nodes, context.settings.along_tree)
         for piece in pieces:
-            job.world.check()
+            context.world.check()
             computed = self._fusion.forward(piece, step)
             pairs.append(computed.pair)
             statistics.push(piece.microbatches.start, [*computed.buffers])

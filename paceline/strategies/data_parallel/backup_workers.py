@@ -31,10 +31,10 @@ from paceline.errors import ConfigError
 from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, drop_late, resume_epoch, return_late
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
-from paceline.step.checks import Part
+from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, commit
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Values, add
-from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
@@ -80,67 +80,67 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
         )
 
 
-def build(job: Job) -> Strategy:
+def build(context: TrainingContext) -> Strategy:
     """Build the strategy, which is plain all-reduce without backup workers."""
-    return AllReduce(job) if job.settings.backup.workers == 0 else BackupWorkers(job)
+    return AllReduce(context) if context.settings.backup.workers == 0 else BackupWorkers(context)
 
 
-def build_alone(job: Job) -> Strategy:
+def build_alone(context: TrainingContext) -> Strategy:
     """Build the strategy of a single worker, which still owes the epoch its late microbatches."""
-    return Single(job) if job.settings.backup.workers == 0 else BackupWorkers(job)
+    return Single(context) if context.settings.backup.workers == 0 else BackupWorkers(context)
 
 
 class BackupWorkers(Strategy):
     """All-reduce over the workers that finish first.
 
     Args:
-        job: training context.
+        context: training context.
         reducer: reducer of the gradients. Defaults to a reduction over all workers.
         apply: update function. Defaults to the same whole update on every worker.
     """
 
-    def __init__(self, job: Job, reducer: Reducer | None = None, apply: Apply | None = None) -> None:
-        self._job = job
-        self._reducer = reducer or Reducer(job, overlap=False)
-        most = 2 * job.order.microbatches  # the last step of an epoch owes less than one additional batch
-        self._results = Results(job, most, apply)
-        size, order = job.world.size, job.order
+    def __init__(self, context: TrainingContext, reducer: Reducer | None = None, apply: Apply | None = None) -> None:
+        self._context = context
+        self._reducer = reducer or Reducer(context, overlap=False)
+        most = 2 * context.order.microbatches  # the last step of an epoch owes less than one additional batch
+        self._results = Results(context, most, apply)
+        size, order = context.world.size, context.order
         assert isinstance(order, Order)
-        wanted = _spare(job.settings)
+        wanted = _spare(context.settings)
         self._spare = min(wanted, size - 1)
         if size > 1 and self._spare < wanted:
-            job.warnings.append(
+            context.warnings.append(
                 f"{size} workers are left, of which at most {size - 1} can be backup workers: {self._spare} instead of "
                 f"backup.workers = {wanted}"
             )
         waited = size - self._spare
         if self._spare and order.microbatches < _FEW * waited:
-            job.warnings.append(
+            context.warnings.append(
                 f"{order.microbatches} microbatches for {waited} workers that are waited for: a late worker holds up "
                 f"the others by a part of one of its microbatches; set microbatches to {_FEW * waited} or more"
             )
         last = len(order.parts_of(order.steps_per_epoch - 1))
         total = (order.steps_per_epoch - 1) * order.microbatches + last
         self._length = EpochLength(order.steps_per_epoch, order.microbatches, total)
-        self._quorum = quorum_for(job.world)
+        self._quorum = quorum_for(context.world)
 
     def pieces(self, step: int) -> list[range]:
         """Return no groups: the microbatches of a step depend on which workers were late in the previous step."""
         return []
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job = self._job
+        context = self._context
         progress = self._progress(step)
         groups = self._groups(progress, step)
         self._reducer.clear()
-        job.compute.buffers.begin()
-        job.update.check_structure()
+        context.compute.buffers.begin()
+        context.update.check_structure()
         self._quorum.begin(step, len(groups.members), groups.needed)
         counted = self._compute(step, groups)
         agreed = self._quorum.agreed()
         result = self._finish(step, groups, agreed, counted)
         used = [one for group in agreed for one in groups.members[group]]
-        job.strategy_state[_STATE] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
+        context.strategy_state[_STATE] = {"epoch": context.order.epoch_of(step), **asdict(progress.after(used))}
         self._record(step, groups, agreed)
         return result
 
@@ -150,7 +150,7 @@ class BackupWorkers(Strategy):
     def _progress(self, step: int) -> EpochProgress:
         """Return the progress of the epoch before a step."""
         epoch, place = divmod(step, self._length.steps)
-        state = self._job.strategy_state.get(_STATE)
+        state = self._context.strategy_state.get(_STATE)
         if state is None:
             return resume_epoch(place, self._length)
         progress = EpochProgress()
@@ -161,11 +161,11 @@ class BackupWorkers(Strategy):
         return progress
 
     def _groups(self, progress: EpochProgress, step: int) -> BackupShares:
-        size = self._job.world.size
-        if self._job.settings.backup.late == "return":
+        size = self._context.world.size
+        if self._context.settings.backup.late == "return":
             return return_late(progress, self._length, size, self._spare)
         start = progress.steps * self._length.batch
-        return drop_late(range(start, start + len(self._job.order.parts_of(step))), size, self._spare)
+        return drop_late(range(start, start + len(self._context.order.parts_of(step))), size, self._spare)
 
     def _origin(self, step: int, microbatch: int) -> tuple[int, int]:
         """Return the step of a microbatch of the epoch, and its index in the batch of that step."""
@@ -174,7 +174,7 @@ class BackupWorkers(Strategy):
 
     def _compute(self, step: int, groups: BackupShares) -> Counted:
         """Compute this worker's group, and copies of other groups if that may help, until enough groups are done."""
-        quorum, world = self._quorum, self._job.world
+        quorum, world = self._quorum, self._context.world
         counted = Counted()
         group = groups.of(world.rank, step, world.size)
         while group is not None:
@@ -192,41 +192,41 @@ class BackupWorkers(Strategy):
 
     def _computed(self, step: int, members: tuple[int, ...], group: int) -> Result | None:
         """Compute a group. Returns None if its result would be too late to count."""
-        job, result = self._job, Result()
+        context, result = self._context, Result()
         for microbatch in members:
-            job.world.check()
+            context.world.check()
             if self._quorum.is_late(group):
                 return None
             origin, number = self._origin(step, microbatch)
-            (piece,) = job.feed.load(origin, [range(number, number + 1)])
-            computed = job.compute.forward_pass(piece, origin)
+            (piece,) = context.feed.load(origin, [range(number, number + 1)])
+            computed = context.compute.forward_pass(piece, origin)
             if self._quorum.is_late(group):
                 return None
             computed.total.backward()
-            job.world.synchronize()  # queued work is not done work
+            context.world.synchronize()  # queued work is not done work
             result.add(piece.samples, computed.pair, self._reducer.take(), [*computed.buffers])
         return result
 
     def _finish(self, step: int, groups: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
         """Reduce the results that count, and update the model."""
-        job, size = self._job, self._job.world.size
+        context, size = self._context, self._context.world.size
         places = _places(groups)
         held = [[place for group in agreed if agreed[group] == rank for place in places[group]] for rank in range(size)]
         layout = [[range(place, place + 1) for place in own] for own in held]
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         pairs = [pair for group in sorted(counted.results) for pair in counted.results[group].pairs]
-        header = self._results.send(step, held[job.world.rank], pairs)
+        header = self._results.send(step, held[context.world.rank], pairs)
         self._reducer.send(nodes, counted.gradients(), header.count, header.check)
         self._reducer.finish()
         missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
         note = self._results.send_missing(layout, missing) if header.missing else None
         parts = [self._named(step, groups, part) for part in self._results.parts(layout, header, note)]
         used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
-        samples = sum(len(job.order.parts_of(origin)[number]) for origin, number in used)
+        samples = sum(len(context.order.parts_of(origin)[number]) for origin, number in used)
         means = self._reducer.statistics(nodes, counted.statistics(), samples)
-        return commit(job, step, [], parts, means, header.notice, self._results.apply(header))
+        return commit(context, step, [], parts, means, header.notice, self._results.apply(header))
 
-    def _named(self, step: int, groups: BackupShares, part: Part) -> Part:
+    def _named(self, step: int, groups: BackupShares, part: MicrobatchResult) -> MicrobatchResult:
         """Rename a result from its index in the step to the index of its microbatch in the batch it belongs to."""
         members = [one for group in groups.members for one in group]
         origin, number = self._origin(step, members[part.microbatches.start])
@@ -235,7 +235,7 @@ class BackupWorkers(Strategy):
     def _record(self, step: int, groups: BackupShares, agreed: dict[int, int]) -> None:
         """Record the agreed set: rank and microbatches of each contribution, and the dropped groups."""
         origins = [[self._origin(step, one) for one in group] for group in groups.members]
-        self._job.events.mark(
+        self._context.events.mark(
             "backup",
             step=step,
             used=[(rank, origins[group]) for group, rank in agreed.items()],

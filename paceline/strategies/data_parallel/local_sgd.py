@@ -40,7 +40,7 @@ from paceline.settings import Settings
 from paceline.step.buffers import summable
 from paceline.step.checks import mean_loss
 from paceline.step.commit import locate_here, skip
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.full_batch import FullBatch
@@ -57,17 +57,17 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 class LocalSgd(Strategy):
     """Strategy of local updates with a periodic average of the models."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        local = job.settings.local
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        local = context.settings.local
         self._every, self._after = local.every, local.after
-        self._synchronous = AllReduce(job) if local.after else None
-        self._share = None if local.after else FullBatch(job)
-        self._models = Models(job)
+        self._synchronous = AllReduce(context) if local.after else None
+        self._share = None if local.after else FullBatch(context)
+        self._models = Models(context)
         self._trained: list[int] = []
         self._pair = 0.0, 0.0
         self._metrics: dict[str, tuple[float, float]] = {}
-        job.warnings.append(
+        context.warnings.append(
             f"from step {local.after} on each worker updates its own model; the models are averaged after every "
             f"{local.every} steps, before evaluations and checkpoints, and at the end. In between the loss is that of "
             f"the worker's own share, and the bits depend on the number of workers"
@@ -77,14 +77,14 @@ class LocalSgd(Strategy):
         if step < self._after:
             assert self._synchronous is not None
             return self._synchronous.pieces(step)
-        share = even(len(self._job.order.parts_of(step)), self._job.world.size)[self._job.world.rank]
+        share = even(len(self._context.order.parts_of(step)), self._context.world.size)[self._context.world.rank]
         return self._own().pieces(step, share)
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         if step < self._after:
             assert self._synchronous is not None
             return self._synchronous.step(step, pieces)
-        self._job.world.check()
+        self._context.world.check()
         result = self._train(step, pieces)
         if len(self._trained) < self._every:
             return result
@@ -102,7 +102,7 @@ class LocalSgd(Strategy):
     def _own(self) -> FullBatch:
         """Return the computation of this worker's share, created after the synchronous steps have decided on fusion."""
         if self._share is None:
-            self._share = FullBatch(self._job)
+            self._share = FullBatch(self._context)
         return self._share
 
     def _train(self, step: int, pieces: list[Piece]) -> StepResult:
@@ -111,13 +111,13 @@ class LocalSgd(Strategy):
         Does nothing if the update has been made before: when a worker is lost in the average after a step, the step is
         repeated, from the model of a worker that has made its update.
         """
-        job, state = self._job, self._job.strategy_state.get(_STATE, {})
+        context, state = self._context, self._context.strategy_state.get(_STATE, {})
         if step < state.get("steps", 0):
             return StepResult(state["loss"], state["norm"], state["learning_rate"], metrics=state.get("metrics", {}))
         self._pair, self._metrics = (0.0, 0.0), {}
         result = self._update(step, pieces) if pieces else self._without_share(state)
         self._trained.append(step)
-        job.strategy_state[_STATE] = {
+        context.strategy_state[_STATE] = {
             "steps": step + 1,
             "loss": result.loss,
             "norm": float(result.norm),
@@ -127,43 +127,43 @@ class LocalSgd(Strategy):
         return result
 
     def _update(self, step: int, pieces: list[Piece]) -> StepResult:
-        job = self._job
+        context = self._context
         parts, changed = self._own().gradients(step, pieces)
-        skipped = skip(job, step, parts, lambda bad: locate_here(job, step, pieces, bad))
+        skipped = skip(context, step, parts, lambda bad: locate_here(context, step, pieces, bad))
         if skipped is not None:
-            job.update.advance()  # the schedule is the same for all workers
+            context.update.advance()  # the schedule is the same for all workers
             return skipped
-        job.compute.buffers.accept(changed)
+        context.compute.buffers.accept(changed)
         self._pair = math.fsum(part.loss for part in parts), math.fsum(part.counted for part in parts)
         columns = [math.fsum(column) for column in zip(*(part.metrics for part in parts), strict=True)]
         pairs = zip(columns[::2], columns[1::2], strict=True)
-        self._metrics = dict(zip(job.compute.metrics or (), pairs, strict=True))
-        seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        norm, rate = (self._own().apply or job.update.apply)(step)
+        self._metrics = dict(zip(context.compute.metrics or (), pairs, strict=True))
+        seed_torch(seed_of(UPDATE, context.settings.seed, step))
+        norm, rate = (self._own().apply or context.update.apply)(step)
         self._models.weight += self._pair[1]
         return StepResult(mean_loss(parts, exact=False), norm, rate, metrics=_means([self._metrics]))
 
     def _without_share(self, state: dict[str, Any]) -> StepResult:
         """Advance only the schedule, as a short batch may have too few microbatches. Returns the last known loss."""
-        self._job.update.advance()
-        rate = self._job.update.learning_rate
+        self._context.update.advance()
+        rate = self._context.update.learning_rate
         return StepResult(state.get("loss", math.nan), 0.0, rate, metrics=state.get("metrics", {}))
 
     def _average(self, step: int, result: StepResult | None) -> StepResult:
         """Average the models, and return the result of the step with the loss of the whole batch."""
         begin = time.perf_counter()
-        world = self._job.world
+        world = self._context.world
         own = self._trained, self._models.weight, self._pair, self._metrics, world.notice(), self._models.kinds()
         everyone = world.gather(own, f"averaging after step {step}")
         _check_trained([trained for trained, *_ in everyone])
         weights = [weight for _, weight, *_ in everyone]
         self._models.average(step, weights, same=all(kinds == own[-1] for *_, kinds in everyone))
         self._trained = []
-        self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
+        self._context.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
         metrics = _means([metrics for _, _, _, metrics, *_ in everyone])
         count = math.fsum(pair[1] for _, _, pair, *_ in everyone)
         if result is None or count == 0:
-            result = result or StepResult(math.nan, math.nan, self._job.update.learning_rate)
+            result = result or StepResult(math.nan, math.nan, self._context.update.learning_rate)
             loss, metrics = result.loss, result.metrics
         else:
             loss = math.fsum(pair[0] for _, _, pair, *_ in everyone) / count
@@ -205,8 +205,8 @@ class Models:
         weight: weight of this worker's model: the count of its losses since the last average, usually samples.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self._names: list[str] = []
         self._reduction: Reduction | None = None
         self.weight = 0.0
@@ -228,7 +228,7 @@ class Models:
         if total == 0:  # no worker has made an update
             return
         values = self._changing() if same else self._completed()
-        own = weights[self._job.world.rank] / total
+        own = weights[self._context.world.rank] / total
         reduction = self._reduction_of(values)
         reduction.begin([[Node(0, rank)] if weight else [] for rank, weight in enumerate(weights)], lambda: 1.0)
         for member, value in enumerate(values.values()):
@@ -236,30 +236,30 @@ class Models:
                 slot.copy_(value).mul_(own)
             reduction.written(member)
         reduction.finish()
-        self._job.world.confirm(step)
+        self._context.world.confirm(step)
         self._take({name: reduction.mean(member) for member, name in enumerate(values)}, values)
 
     def _changing(self) -> dict[str, torch.Tensor]:
         """Return the tensors that updates and forward passes change, by name."""
-        job = self._job
-        fixed = {f"buffer/{name}" for name, _ in job.compute.model.named_buffers()}
-        fixed |= {f"parameter/{name}" for name, _ in job.compute.model.named_parameters()}
-        fixed -= {f"buffer/{name}" for name in job.compute.buffers.live}
-        fixed -= {f"parameter/{name}" for name in job.update.parameters}
-        tensors = named_tensors(job.compute.model, job.update.optimizer)
+        context = self._context
+        fixed = {f"buffer/{name}" for name, _ in context.compute.model.named_buffers()}
+        fixed |= {f"parameter/{name}" for name, _ in context.compute.model.named_parameters()}
+        fixed -= {f"buffer/{name}" for name in context.compute.buffers.live}
+        fixed -= {f"parameter/{name}" for name in context.update.parameters}
+        tensors = named_tensors(context.compute.model, context.update.optimizer)
         return {name: value for name, value in tensors.items() if name not in fixed}
 
     def _completed(self) -> dict[str, torch.Tensor]:
         """Return these tensors in the same order on all workers, with zeros for those that only other workers have."""
-        job, own = self._job, self._changing()
+        context, own = self._context, self._changing()
         kinds = {name: (value.dtype, value.shape) for name, value in own.items()}
-        everyone = job.world.gather((job.compute.buffers.live, kinds), "step")
-        job.compute.buffers.fix(name for live, _ in everyone for name in live)
+        everyone = context.world.gather((context.compute.buffers.live, kinds), "step")
+        context.compute.buffers.fix(name for live, _ in everyone for name in live)
         known: dict[str, tuple[torch.dtype, torch.Size]] = {}
         for _, others in everyone:
             known |= others
         own |= {name: value for name, value in self._changing().items() if name in known}
-        device = job.world.device
+        device = context.world.device
         return {
             name: own[name] if name in own else torch.zeros(known[name][1], dtype=known[name][0], device=device)
             for name in sorted(known)
@@ -267,13 +267,13 @@ class Models:
 
     def _reduction_of(self, values: dict[str, torch.Tensor]) -> Reduction:
         if self._reduction is None or self._names != list(values):
-            examples = [summable(value).to(self._job.world.device) for value in values.values()]
+            examples = [summable(value).to(self._context.world.device) for value in values.values()]
             self._names = list(values)
-            self._reduction = reduction_for(self._job.world, examples, self._job.events, "models", _TAGS)
+            self._reduction = reduction_for(self._context.world, examples, self._context.events, "models", _TAGS)
         return self._reduction
 
     def _take(self, means: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-        job, state = self._job, {}
+        context, state = self._context, {}
         with torch.no_grad():
             for name, value in values.items():
                 counts = not (value.is_floating_point() or value.is_complex()) or name.endswith("/step")
@@ -282,4 +282,4 @@ class Models:
                     state[name] = mean.to(value.dtype).to(value.device)
                 else:
                     value.copy_(mean)
-        load_optimizer_state(job.compute.model, job.update.optimizer, state)
+        load_optimizer_state(context.compute.model, context.update.optimizer, state)

@@ -29,9 +29,9 @@ from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.schedule.tree import Node, total
 from paceline.step.checks import check_dense
+from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, Values, add, add_one, align_value
 from paceline.step.gradients.fixed_point import FixedPoint
-from paceline.step.job import Job
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
 _NOT_HERE = -1.0
@@ -46,7 +46,7 @@ class Reducer:
     Call ``send`` for sums that are already complete. In both cases ``finish`` then puts the means into ``.grad``.
 
     Args:
-        job: training context.
+        context: training context.
         parameters: parameters whose gradients are reduced. Defaults to all trained parameters.
         workers: workers that contribute to each sum. Defaults to all workers.
         reduction: reduction of the gradients, last parameter first. Defaults to a reduction that fits the workers.
@@ -58,20 +58,20 @@ class Reducer:
 
     def __init__(
         self,
-        job: Job,
+        context: TrainingContext,
         parameters: Mapping[str, nn.Parameter] | None = None,
         workers: World | Subgroup | None = None,
         reduction: Reduction | None = None,
         overlap: bool = True,
         any_order: bool = False,
     ) -> None:
-        named = job.update.parameters if parameters is None else parameters
-        self._job = job
-        self._workers = workers or job.world
+        named = context.update.parameters if parameters is None else parameters
+        self._context = context
+        self._workers = workers or context.world
         self._any_order = any_order
         self._names = list(named)
         self._parameters = list(named.values())
-        self._fixed = FixedPoint(job) if job.settings.fixed_point else None
+        self._fixed = FixedPoint(context) if context.settings.fixed_point else None
         examples = self._fixed.examples() if self._fixed else [value.detach() for value in self._parameters]
         self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
@@ -85,14 +85,14 @@ class Reducer:
 
     def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int, any_order: bool) -> Reduction | None:
         if isinstance(self._workers, World):
-            settings = self._job.settings
+            settings = self._context.settings
             wanted = Wanted(settings.reduction if any_order else "tree", settings.bucket_megabytes)
-            chosen = reduction_for(self._workers, examples, self._job.events, name, tags, wanted)
-            self._job.events.mark("reduction", what=name, **chosen.describe())
+            chosen = reduction_for(self._workers, examples, self._context.events, name, tags, wanted)
+            self._context.events.mark("reduction", what=name, **chosen.describe())
             return chosen
         if self._workers.size == 1:
             return None
-        return Reduction(self._workers, DirectExchange(self._workers, tags), examples, self._job.events, name)
+        return Reduction(self._workers, DirectExchange(self._workers, tags), examples, self._context.events, name)
 
     def close(self) -> None:
         """Stop sending gradients, and release them."""
@@ -153,7 +153,7 @@ class Reducer:
 
     def _scaled(self, divisor: Divisor) -> Divisor:
         """Return a divisor that also removes the loss scale from the gradients."""
-        scale = self._job.compute.scale
+        scale = self._context.compute.scale
         return divisor if scale == 1.0 else lambda: divisor() * scale
 
     def written(self) -> list[list[int]]:
@@ -237,7 +237,7 @@ class Reducer:
         if self._reduction is None:
             means = [align_value(value) for value in self._means]
         else:
-            self._reduction.finish(self._job.update.measure if measure and self._fixed is None else None)
+            self._reduction.finish(self._context.update.measure if measure and self._fixed is None else None)
             means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]
         if self._fixed is not None:
             if not self._fixed.fits():
@@ -258,8 +258,8 @@ class Reducer:
         """
         sums = Accumulator(exact=False)
         for piece in pieces:
-            self._job.world.check()
-            self._job.compute.forward_pass(piece, step).total.backward()
+            self._context.world.check()
+            self._context.compute.forward_pass(piece, step).total.backward()
             sums.push(piece.microbatches.start, self.take())
         self.send(nodes, [values for _, values in sums.nodes()], header.count, header.check)
 
@@ -278,9 +278,9 @@ class Reducer:
             sums: for each node of this worker, the sums of the results of :meth:`Buffers.collect`.
             samples: divisor of the sums.
         """
-        buffers = self._job.compute.buffers
+        buffers = self._context.compute.buffers
         if not buffers.fixed:
-            places = buffers.fix(chain.from_iterable(self._job.world.gather(buffers.live, "step")))
+            places = buffers.fix(chain.from_iterable(self._context.world.gather(buffers.live, "step")))
             sums = [[values[place] for place in places] for values in sums]
         if not buffers.live:
             return []
@@ -301,7 +301,7 @@ class Reducer:
         Args:
             own: names of the parameters whose ``.grad`` this worker contributes. No two workers share a name.
         """
-        parameters, world = self._job.update.parameters, self._job.world
+        parameters, world = self._context.update.parameters, self._context.world
         if self._norms is None:
             self._norms = AllGather(world, NORMS_TAG, 8 * len(parameters))
         here = torch.full((len(parameters),), _NOT_HERE, dtype=torch.float64)

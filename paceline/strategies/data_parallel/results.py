@@ -8,30 +8,30 @@ import torch
 
 from paceline.comm.collectives.all_gather import AllGather, PendingGather
 from paceline.comm.collectives.step_header import MISSING_TAG, Headers, StepHeader
-from paceline.step.checks import Part
+from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, with_norm
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
+from paceline.step.probes.audit import Audit
 from paceline.step.replicas import Replicas
-from paceline.step.trials.audit import Audit
 
 
 class Results:
     """Losses of all microbatch groups, and the parameters to which each group gave no gradient.
 
     Args:
-        job: training context.
+        context: training context.
         most: largest number of groups of a worker in a step.
         apply: update function. Defaults to the same whole update on every worker.
     """
 
-    def __init__(self, job: Job, most: int, apply: Apply | None = None) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, most: int, apply: Apply | None = None) -> None:
+        self._context = context
         self._apply = apply
         self._norm: torch.Tensor | None = None
-        self._headers = Headers(job.world, most)
-        self._replicas = Replicas(job)
-        self._audit = Audit(job)
-        self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters), host=True)
+        self._headers = Headers(context.world, most)
+        self._replicas = Replicas(context)
+        self._audit = Audit(context)
+        self._missing = AllGather(context.world, MISSING_TAG, (most + 1) * len(context.update.parameters), host=True)
 
     def audit(self, step: int, layout: Sequence[Sequence[range]]) -> None:
         """Begin a step; ``layout`` has the groups that each rank will compute, as far as they are known."""
@@ -50,7 +50,7 @@ class Results:
 
         If the step is computed ``again``, weights are not compared, because the optimizer is still changing them.
         """
-        self._headers.own = self._job.compute.metrics
+        self._headers.own = self._context.compute.metrics
         self._headers.audited = self._headers.audited and not again
         digest = None if again else self._replicas.digest(step)
         return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
@@ -63,13 +63,15 @@ class Results:
             missing: for each group of this worker, the indices of those parameters.
         """
         rows = max(map(len, layout))
-        own = torch.zeros(rows, len(self._job.update.parameters), dtype=torch.uint8)
+        own = torch.zeros(rows, len(self._context.update.parameters), dtype=torch.uint8)
         for row, places in enumerate(missing):
             if places:
                 own[row, places] = 1
         return self._missing.start(own)
 
-    def parts(self, layout: list[list[range]], header: StepHeader, missing: PendingGather | None) -> list[Part]:
+    def parts(
+        self, layout: list[list[range]], header: StepHeader, missing: PendingGather | None
+    ) -> list[MicrobatchResult]:
         """Return the results of the groups of all workers, in the order of microbatches.
 
         Args:
@@ -83,17 +85,19 @@ class Results:
         """
         without = _without_gradient(layout, None if missing is None else missing.wait())
         if header.on_device:
-            self._norm = None if self._apply else self._job.update.norm(frozenset.intersection(*without))
+            self._norm = None if self._apply else self._context.update.norm(frozenset.intersection(*without))
             header.read(self._norm)
         self._replicas.check(header.state_digests(), header.seconds)
         unequal = frozenset[int]().union(*without) - frozenset.intersection(*without)
-        if header.audited and not (unequal and self._job.settings.missing_gradient == "stop"):  # commit reports these
+        if header.audited and not (
+            unequal and self._context.settings.missing_gradient == "stop"
+        ):  # commit reports these
             self._audit.compare()
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
-        metrics = metrics_of(self._job, header)
+        metrics = metrics_of(self._context, header)
         return [
-            Part(piece, rank, loss, count, places, metrics=metrics.get(start, ()))
+            MicrobatchResult(piece, rank, loss, count, places, metrics=metrics.get(start, ()))
             for ((piece, rank), places), (start, _, loss, count) in zip(known, header.losses(), strict=True)
         ]
 
@@ -104,13 +108,13 @@ class Results:
 
     def apply(self, header: StepHeader) -> Apply | None:
         """Return the update function after :meth:`parts`. None stands for :meth:`Update.apply`."""
-        return self._apply if self._norm is None else with_norm(self._job, self._norm, header.norm())
+        return self._apply if self._norm is None else with_norm(self._context, self._norm, header.norm())
 
 
-def metrics_of(job: Job, header: StepHeader) -> dict[int, tuple[float, ...]]:
+def metrics_of(context: TrainingContext, header: StepHeader) -> dict[int, tuple[float, ...]]:
     """Return the metrics of the groups of all workers, and save their names in the job."""
     metrics = header.metrics()
-    job.compute.metrics = header.names
+    context.compute.metrics = header.names
     return metrics
 
 

@@ -30,8 +30,8 @@ from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
 from paceline.step.commit import commit
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
-from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
@@ -49,87 +49,87 @@ class WorkStealing(Strategy):
         seconds: compute time of each worker in the last step.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        total = job.order.microbatches
-        self.seconds: list[float] = [0.0] * job.world.size
-        self._reducer = Reducer(job, overlap=False)
-        self._results = Results(job, total)
-        self._leases = leases_for(job.world, total)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        total = context.order.microbatches
+        self.seconds: list[float] = [0.0] * context.world.size
+        self._reducer = Reducer(context, overlap=False)
+        self._results = Results(context, total)
+        self._leases = leases_for(context.world, total)
         self._steps = 0  # steps begun; a batch may have several
-        self._pace = SpeedShares(job.world.size, total, fits=job.settings.shares == "speed")
-        if total < 4 * job.world.size:
-            job.warnings.append(
-                f"{total} microbatches for {job.world.size} workers leave little to take over: set microbatches to "
-                f"{4 * job.world.size} or more (it is part of what decides the bits)"
+        self._pace = SpeedShares(context.world.size, total, fits=context.settings.shares == "speed")
+        if total < 4 * context.world.size:
+            context.warnings.append(
+                f"{total} microbatches for {context.world.size} workers leave little to take over: set microbatches to "
+                f"{4 * context.world.size} or more (it is part of what decides the bits)"
             )
 
     def pieces(self, step: int) -> list[range]:
         """Return this worker's share if loader processes prefetch it. Otherwise microbatches are loaded when leased."""
-        if not self._job.settings.workers_per_loader:
+        if not self._context.settings.workers_per_loader:
             return []
-        share = self._shares(step)[self._job.world.rank]
+        share = self._shares(step)[self._context.world.rank]
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
     def _shares(self, step: int) -> tuple[range, ...]:
-        return self._pace.shares(len(self._job.order.parts_of(step)))
+        return self._pace.shares(len(self._context.order.parts_of(step)))
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job = self._job
-        computed = ComputedPieces(job, step, pieces)
+        context = self._context
+        computed = ComputedPieces(context, step, pieces)
         self._reducer.clear()
         self._results.audit(step, [[range(one, one + 1) for one in share] for share in self._shares(step)])
-        job.compute.buffers.begin()
-        job.update.check_structure()
+        context.compute.buffers.begin()
+        context.update.check_structure()
         self._steps += 1
         self._leases.begin(self._steps, self._shares(step), self._pace.seconds())
         while (lease := self._leases.next()) is not None:
-            if lease.share != job.world.rank or lease.again:
+            if lease.share != context.world.rank or lease.again:
                 seconds = time.monotonic() - self._leases.asked
-                job.events.mark("steal", step=step, seconds=seconds, **lease._asdict())
+                context.events.mark("steal", step=step, seconds=seconds, **lease._asdict())
             self._compute(step, lease, computed)
         return self._finish(step, computed)
 
     def _compute(self, step: int, lease: Lease, computed: ComputedPieces) -> None:
         """Compute a microbatch, unless another worker's result is available first."""
-        job, begin = self._job, time.perf_counter()
-        job.world.check()
+        context, begin = self._context, time.perf_counter()
+        context.world.check()
         piece = computed.piece(lease.microbatch)
-        forward = job.compute.forward_pass(piece, step)
+        forward = context.compute.forward_pass(piece, step)
         if lease.again and self._leases.overtaken(lease.microbatch):
             return
         forward.total.backward()
-        job.world.synchronize()  # a microbatch that is only queued says nothing about the speed
+        context.world.synchronize()  # a microbatch that is only queued says nothing about the speed
         gradients = self._reducer.take()
         if self._leases.finish(lease.microbatch):
             computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
 
     def _finish(self, step: int, computed: ComputedPieces) -> StepResult:
-        job = self._job
+        context = self._context
         pieces, pairs = computed.sorted()
         starts = [piece.microbatches.start for piece in pieces]
         missing = [computed.missing[start] for start in starts]
         header = self._results.send(step, starts, pairs, computed.seconds, missing=any(map(len, missing)))
-        if not job.settings.along_tree:  # one sum per worker, so the microbatches that it covers do not matter
-            nothing: Values = [None] * len(job.update.parameters)
-            one_each = [[Node(0, rank)] for rank in range(job.world.size)]
+        if not context.settings.along_tree:  # one sum per worker, so the microbatches that it covers do not matter
+            nothing: Values = [None] * len(context.update.parameters)
+            one_each = [[Node(0, rank)] for rank in range(context.world.size)]
             self._reducer.send(one_each, computed.gradients.values() or [nothing], header.count, header.check)
         held = self._held(header, step)
         whole = [nodes_of(own) for own in held]
         running = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
-        if job.settings.along_tree:
+        if context.settings.along_tree:
             self._reducer.send(whole, computed.gradients.values(), header.count, header.check)
         while not self._reducer.finish(measure=True):
             self._reducer.again(step, pieces, running, header)
         layout = [[range(one, one + 1) for one in own] for own in held]
         note = self._results.send_missing(layout, missing) if header.missing else None
         parts = self._results.parts(layout, header, note)
-        nodes = whole if job.settings.exact else running
-        means = self._reducer.statistics(nodes, computed.statistics.values(), job.order.samples_of(step))
+        nodes = whole if context.settings.exact else running
+        means = self._reducer.statistics(nodes, computed.statistics.values(), context.order.samples_of(step))
         self.seconds = header.seconds
         if self._pace.observe(header.seconds, [len(own) for own in held]):
-            job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
-        result = commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
+            context.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
+        result = commit(context, step, pieces, parts, means, header.notice, self._results.apply(header))
         self._reducer.accept()
         return result
 
@@ -140,27 +140,27 @@ class WorkStealing(Strategy):
         """Return the microbatches whose results each rank holds."""
         header.check()
         numbers = sorted(chain.from_iterable(header.starts))
-        assert numbers == list(range(len(self._job.order.parts_of(step)))), f"step {step} has results of {numbers}"
+        assert numbers == list(range(len(self._context.order.parts_of(step)))), f"step {step} has results of {numbers}"
         return header.starts
 
 
 class ComputedPieces:
     """Results that a worker has computed in a step."""
 
-    def __init__(self, job: Job, step: int, pieces: list[Piece]) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, step: int, pieces: list[Piece]) -> None:
+        self._context = context
         self._step = step
         self._loaded = {piece.microbatches.start: piece for piece in pieces}
         self._results: dict[int, tuple[Piece, torch.Tensor]] = {}
-        self.gradients = ScatteredAccumulator(job.settings.along_tree)
-        self.statistics = ScatteredAccumulator(job.settings.exact)
+        self.gradients = ScatteredAccumulator(context.settings.along_tree)
+        self.statistics = ScatteredAccumulator(context.settings.exact)
         self.missing: dict[int, list[int]] = {}
         self.seconds = 0.0
 
     def piece(self, microbatch: int) -> Piece:
         """Return the data of a microbatch, and load it first if necessary."""
         if microbatch not in self._loaded:
-            (self._loaded[microbatch],) = self._job.feed.load(self._step, [range(microbatch, microbatch + 1)])
+            (self._loaded[microbatch],) = self._context.feed.load(self._step, [range(microbatch, microbatch + 1)])
         return self._loaded[microbatch]
 
     def add(self, piece: Piece, pair: torch.Tensor, gradients: Values, buffers: Values, seconds: float) -> None:

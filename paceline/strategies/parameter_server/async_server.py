@@ -14,7 +14,7 @@ from __future__ import annotations
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.shard import Shard, cut
 from paceline.settings import ServerSettings, Settings
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.parameter_server.async_steps import Gradients, Server, finish, update
 from paceline.strategies.parameter_server.sharing import OnOneMachine
 
@@ -24,30 +24,30 @@ class ShardedServer(Server):
 
     def __init__(self, shared: OnOneMachine, computing: int) -> None:
         super().__init__(shared)
-        job = self._job
+        context = self._context
         self._memory, self._claims = shared.memory, shared.claims
-        self._settings = job.settings.server
+        self._settings = context.settings.server
         self._computing = computing  # steps per round
-        count = servers_among(job.settings, job.world.size)
-        buffers = [name for name, _ in job.compute.model.named_buffers()]
+        count = servers_among(context.settings, context.world.size)
+        buffers = [name for name, _ in context.compute.model.named_buffers()]
         self._shards = [
             Shard(
                 self._memory,
-                job.compute.model,
+                context.compute.model,
                 part,
                 [] if place else buffers,
-                job.update.optimizer,
-                job.update.schedule,
+                context.update.optimizer,
+                context.update.schedule,
             )
-            for place, part in enumerate(cut(job.update.parameters, count))
+            for place, part in enumerate(cut(context.update.parameters, count))
         ]
-        job.warnings.extend(warnings_of_servers(job))
+        context.warnings.extend(warnings_of_servers(context))
         self._version: int | None = None  # version that this worker's weights and buffers still equal
         self._version_of_states = 0
         self._pulled = self._rounds_behind = 0
 
     def begin(self, version: int) -> None:
-        if self._job.world.rank == 0:
+        if self._context.world.rank == 0:
             self._write(version)
         self._version = self._version_of_states = version
 
@@ -81,21 +81,21 @@ class ShardedServer(Server):
     def _record_update(self, step: int, delay: int, version: int, rate: float) -> None:
         self._staleness.add(delay, self._rounds_behind)
         age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}
-        self._job.events.mark("update", step=step, version=version, learning_rate=rate, **age)
+        self._context.events.mark("update", step=step, version=version, learning_rate=rate, **age)
 
     def _record_drop(self, step: int, delay: int) -> None:
         age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}
-        self._job.events.mark("dropped", step=step, **age)
+        self._context.events.mark("dropped", step=step, **age)
 
 
 class InlineServer(ShardedServer):
     """Server inside the workers: the worker that pushes a gradient updates all shards, one after the other."""
 
     def __init__(self, shared: OnOneMachine) -> None:
-        super().__init__(shared, computing=shared.job.world.size)
+        super().__init__(shared, computing=shared.context.world.size)
 
     def push(self, gradients: Gradients) -> StepResult | None:
-        step, norm = gradients.step, self._job.update.norm()
+        step, norm = gradients.step, self._context.update.norm()
         with self._claims.change() as table:
             delay = table.version - self._pulled
             late = self._is_late(delay)
@@ -105,7 +105,7 @@ class InlineServer(ShardedServer):
                 if table.version != self._version_of_states:
                     for shard in self._shards:
                         shard.read(table.version % 2)
-                result = update(self._job, gradients, table.done, self._factor(delay), norm)
+                result = update(self._context, gradients, table.done, self._factor(delay), norm)
                 self._write(table.version + 1)
                 finish(table, step, result)
                 self._version = self._version_of_states = table.version
@@ -131,9 +131,9 @@ def servers_among(settings: Settings, workers: int) -> int:
     return min(settings.server.count, workers - settings.server.dedicated)
 
 
-def warnings_of_servers(job: Job) -> list[str]:
+def warnings_of_servers(context: TrainingContext) -> list[str]:
     """Return a warning if there are fewer servers than configured, otherwise an empty list."""
-    count, wanted = servers_among(job.settings, job.world.size), job.settings.server.count
+    count, wanted = servers_among(context.settings, context.world.size), context.settings.server.count
     if count == wanted:
         return []
-    return [f"{job.world.size} workers are left, of which {count} can serve: not server.count = {wanted}"]
+    return [f"{context.world.size} workers are left, of which {count} can serve: not server.count = {wanted}"]

@@ -27,11 +27,11 @@ from paceline.comm.assignment.step_claims import FREE, Claims, ClaimTable
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError, WorkerLost
-from paceline.step.checks import Part
+from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import locate_here, means, skip
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
-from paceline.strategies.parameter_server.last_worker import STATE, newest_result, restored
+from paceline.strategies.parameter_server.final_drain import STATE, newest_result, restored
 from paceline.strategies.parameter_server.sharing import Shared
 
 
@@ -46,7 +46,7 @@ class Gradients:
     """
 
     step: int
-    parts: list[Part]
+    parts: list[MicrobatchResult]
     buffers: list[torch.Tensor]
 
 
@@ -55,14 +55,14 @@ class Server(ABC):
 
     Attributes:
         computes: whether this worker computes steps. Otherwise it only serves.
-        holds: parameters and buffers that could be restored after a loss. None if all of them could.
+        owned: parameters and buffers that could be restored after a loss. None if all of them could.
     """
 
     computes = True
-    holds: frozenset[str] | None = None
+    owned: frozenset[str] | None = None
 
     def __init__(self, shared: Shared) -> None:
-        self._job, self._batch, self._staleness = shared.job, shared.batch, shared.staleness
+        self._context, self._batch, self._staleness = shared.context, shared.batch, shared.staleness
         self._table: Claims = shared.claims
 
     @abstractmethod
@@ -96,10 +96,10 @@ class AsyncSteps(Strategy):
     """Strategy that claims steps, computes them with the weights of a server and pushes the gradients to it."""
 
     def __init__(self, shared: Shared, server: Server) -> None:
-        self._job, self._claims, self._server = shared.job, shared.claims, server
+        self._context, self._claims, self._server = shared.context, shared.claims, server
         self._batch, self._staleness = shared.batch, shared.staleness
-        self._job.warnings.extend(_warnings(self._job))
-        self._warned = len(self._job.warnings)
+        self._context.warnings.extend(_warnings(self._context))
+        self._warned = len(self._context.warnings)
         self._synchronized = True
         self._claimed: int | None = None
         self._top = 0
@@ -109,7 +109,7 @@ class AsyncSteps(Strategy):
         return []
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        self._job.world.check()
+        self._context.world.check()
         notice = self._start(step) if self._synchronized else 0
         stops = self._enter(step)
         result = self._work(step) or self._newest()
@@ -122,7 +122,7 @@ class AsyncSteps(Strategy):
 
     def synchronize(self, steps: int) -> None:
         if self._synchronized:
-            if not self._job.strategy_state.get(STATE, {}).get("open"):
+            if not self._context.strategy_state.get(STATE, {}).get("open"):
                 return
             self._start(steps)  # a worker was lost while synchronizing, so its claimed steps are free again
         self._drain(steps)
@@ -149,18 +149,18 @@ class AsyncSteps(Strategy):
             self._save_state(table)
             self._synchronized = True
         self._batch.take_gradients()
-        return self._server.holds
+        return self._server.owned
 
     # While synchronized: before the first step, and after all steps are done.
 
     def _start(self, step: int) -> int:
         """Start from the same state on all workers. Returns the highest notice of any worker."""
-        notices = self._gather("at", step, self._job.world.notice())
-        state = self._job.strategy_state.get(STATE, {})
+        notices = self._gather("at", step, self._context.world.notice())
+        state = self._context.strategy_state.get(STATE, {})
         version = int(state.get("version", 0))
         self._top = max(step, int(state.get("top", 0)))
         self._server.begin(version)
-        if self._job.world.rank == 0:
+        if self._context.world.rank == 0:
             table = ClaimTable(self._top, dict.fromkeys(state.get("open", []), FREE), version)
             self._claims.begin(restored(table, state))
         self._claims.await_begin()
@@ -168,14 +168,14 @@ class AsyncSteps(Strategy):
         return max(map(int, notices))
 
     def _gather(self, where: str, step: int, value: Any) -> list[Any]:
-        found = self._job.world.gather((where, step, value), "step")
+        found = self._context.world.gather((where, step, value), "step")
         if any(other[:2] != (where, step) for other in found):
             raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(found)])
         return [value for *_, value in found]
 
     def _save_state(self, table: ClaimTable) -> None:
         """Save the state that the next membership and a checkpoint need."""
-        self._job.strategy_state[STATE] = {
+        self._context.strategy_state[STATE] = {
             "top": table.top,
             "open": sorted(table.open),
             "version": table.version,
@@ -187,16 +187,16 @@ class AsyncSteps(Strategy):
         summary = self._staleness.summary()
         if not summary:
             return
-        if self._job.world.rank == 0:
+        if self._context.world.rank == 0:
             delays, rounds = self._staleness.counts()
-            self._job.events.mark("staleness", delays=delays, rounds=rounds)
-        self._job.warnings[self._warned :] = [summary]
+            self._context.events.mark("staleness", delays=delays, rounds=rounds)
+        self._context.warnings[self._warned :] = [summary]
 
     # While not synchronized.
 
     def _enter(self, step: int) -> bool:
         """Offer a step and claim a free one. Returns whether all workers stop at its end to act on a notice."""
-        notice = self._job.world.notice()
+        notice = self._context.world.notice()
         table = self._claims.look()
         if notice or step >= table.top or table.has_free:
             with self._claims.change() as table:
@@ -206,7 +206,7 @@ class AsyncSteps(Strategy):
                     table.notice = max(table.notice, notice)
                 if self._server.computes:
                     table.offer(step)
-                    self._claimed = table.take(self._job.world.rank)
+                    self._claimed = table.take(self._context.world.rank)
         return 0 <= table.stop <= step
 
     def _work(self, step: int) -> StepResult | None:
@@ -221,25 +221,25 @@ class AsyncSteps(Strategy):
     def _newest(self) -> StepResult:
         """Return the newest result known to all workers, and wait for the first step if none is done yet."""
         self._server.wait(lambda table: table.newest >= 0 or not table.open)
-        return newest_result(self._claims.look(), self._job)
+        return newest_result(self._claims.look(), self._context)
 
     def _compute(self, step: int) -> StepResult | None:
         """Compute a step and claim the next one. Returns None if its gradients came too late."""
-        job = self._job
-        job.world.check()
-        pieces = job.feed.load(step, self._batch.pieces(step))
+        context = self._context
+        context.world.check()
+        pieces = context.feed.load(step, self._batch.pieces(step))
         self._server.pull(step)
         parts, buffers = self._batch.gradients(step, pieces)
-        result = skip(job, step, parts, lambda bad: locate_here(job, step, pieces, bad))
+        result = skip(context, step, parts, lambda bad: locate_here(context, step, pieces, bad))
         if result is None:
             result = self._server.push(Gradients(step, parts, buffers))
             with self._claims.change() as table:
                 self._server.record_result(table)
-                self._claimed = table.take(job.world.rank)
+                self._claimed = table.take(context.world.rank)
         else:  # skipped
             with self._claims.change() as table:
                 finish(table, step, result)
-                self._claimed = table.take(job.world.rank)
+                self._claimed = table.take(context.world.rank)
         return result
 
     def _drain(self, steps: int) -> None:
@@ -250,7 +250,7 @@ class AsyncSteps(Strategy):
         while True:
             self._server.wait(lambda table: self._is_drained(table, steps) or table.has_free)
             with self._claims.change() as table:
-                self._claimed = table.take(self._job.world.rank)
+                self._claimed = table.take(self._context.world.rank)
             if self._claimed is None and not table.open:
                 return
             self._work(steps)
@@ -270,7 +270,7 @@ class AsyncSteps(Strategy):
             DisagreementError: another worker's loop is beyond the step after which this worker synchronizes.
         """
         if table.top > max(steps, self._top):
-            here = f"rank {self._job.world.rank} synchronizing after step {steps - 1}"
+            here = f"rank {self._context.world.rank} synchronizing after step {steps - 1}"
             taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)
             ahead = [f"rank {rank} at step {step}" for rank, step in taken]
             raise _different([here, *(ahead or [f"another one at step {table.top - 1}"])])
@@ -291,7 +291,7 @@ def set_newest(table: ClaimTable, step: int, result: StepResult) -> None:
 
 
 def update(
-    job: Job,
+    context: TrainingContext,
     gradients: Gradients,
     done: int,
     factor: float = 1.0,
@@ -299,10 +299,10 @@ def update(
     made: Callable[[], None] | None = None,
 ) -> StepResult:
     """Update the weights of this process after ``done`` steps; ``made`` is called as soon as they are updated."""
-    job.compute.buffers.accept(gradients.buffers)
-    seed_torch(seed_of(UPDATE, job.settings.seed, gradients.step))
-    norm, rate = job.update.apply(done, factor, norm, made=made)
-    loss, metrics = means(job, gradients.parts)
+    context.compute.buffers.accept(gradients.buffers)
+    seed_torch(seed_of(UPDATE, context.settings.seed, gradients.step))
+    norm, rate = context.update.apply(done, factor, norm, made=made)
+    loss, metrics = means(context, gradients.parts)
     return StepResult(loss, norm, rate, metrics=metrics)
 
 
@@ -313,13 +313,13 @@ def _different(places: list[str]) -> DisagreementError:
     )
 
 
-def _warnings(job: Job) -> list[str]:
+def _warnings(context: TrainingContext) -> list[str]:
     """Return warnings about guarantees that asynchronous training does not give."""
     warnings = [
-        f"strategy {job.settings.strategy} promises no exact bits: the result depends on which worker was faster; the "
-        f"loss of a report is that of the newest step that its worker knows of"
+        f"strategy {context.settings.strategy} promises no exact bits: the result depends on which worker was faster; "
+        f"the loss of a report is that of the newest step that its worker knows of"
     ]
-    if job.compute.buffers.live:
+    if context.compute.buffers.live:
         warnings.append(
             "running statistics, as of batch norm, are those of the last update: updates of other workers are lost"
         )

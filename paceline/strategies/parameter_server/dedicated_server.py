@@ -20,7 +20,7 @@ from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.mailbox import Mailbox, Reply
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.step.commit import means
-from paceline.step.job import StepResult
+from paceline.step.context import StepResult
 from paceline.strategies.parameter_server.async_server import ShardedServer, servers_among
 from paceline.strategies.parameter_server.async_steps import Gradients, finish
 from paceline.strategies.parameter_server.sharing import OnOneMachine
@@ -33,13 +33,13 @@ class DedicatedServer(ShardedServer):
     """Server on one of the first ranks, or a worker's client of the servers."""
 
     def __init__(self, shared: OnOneMachine) -> None:
-        job, world = shared.job, shared.job.world
-        count = servers_among(job.settings, world.size)
+        context, world = shared.context, shared.context.world
+        count = servers_among(context.settings, world.size)
         super().__init__(shared, computing=world.size - count)
         self.computes = world.rank >= count
-        parameters = job.update.parameters
+        parameters = context.update.parameters
         values = [value.detach() for value in parameters.values()]
-        self._mailbox = Mailbox(self._memory, values, sum(value.nbytes for value in job.compute.model.buffers()))
+        self._mailbox = Mailbox(self._memory, values, sum(value.nbytes for value in context.compute.model.buffers()))
         self._pushes = self._memory.reserve(1)
         self._answers = self._memory.reserve(world.size)
         self._orders = self._memory.reserve(2)
@@ -54,11 +54,11 @@ class DedicatedServer(ShardedServer):
     # On workers.
 
     def push(self, gradients: Gradients) -> StepResult | None:
-        job, rank, step = self._job, self._job.world.rank, gradients.step
-        job.compute.buffers.accept(gradients.buffers)
-        named = dict(job.compute.model.named_buffers())
-        buffers = {name: named[name].detach().clone() for name in job.compute.buffers.live}
-        norm, (loss, metrics) = job.update.norm(), means(job, gradients.parts)
+        context, rank, step = self._context, self._context.world.rank, gradients.step
+        context.compute.buffers.accept(gradients.buffers)
+        named = dict(context.compute.model.named_buffers())
+        buffers = {name: named[name].detach().clone() for name in context.compute.buffers.live}
+        norm, (loss, metrics) = context.update.norm(), means(context, gradients.parts)
         words = step, self._pulled, norm, (loss, metrics), buffers
         self._mailbox.write(rank, self._batch.take_gradients(), words)
         self._pushed += 1
@@ -80,7 +80,7 @@ class DedicatedServer(ShardedServer):
 
         if self.computes:
             super().wait(ready)
-        elif self._job.world.rank == _FIRST:
+        elif self._context.world.rank == _FIRST:
             self._serve(is_ready, self._has_pushes, self._decide, self._workers)
         else:
             self._serve(is_ready, self._has_orders, self._follow, [_FIRST])
@@ -127,7 +127,7 @@ class DedicatedServer(ShardedServer):
         """Order the other servers to apply the gradients of a worker, too."""
         self._ordered += 1
         if self._followers:
-            self._mailbox.write(_FIRST, [None] * len(self._job.update.parameters), (rank, table.done, delay))
+            self._mailbox.write(_FIRST, [None] * len(self._context.update.parameters), (rank, table.done, delay))
             self._memory.announce(self._orders, self._ordered)
 
     def _behind(self) -> list[int]:
@@ -149,17 +149,17 @@ class DedicatedServer(ShardedServer):
         self, rank: int, step: int, norm: torch.Tensor, there: list[bool], table: ClaimTable, delay: int
     ) -> float:
         """Update this server's shard with the gradients of a worker, into the spare copy."""
-        job, gradients = self._job, self._mailbox.gradients(rank)
-        parameters = list(job.update.parameters.values())
+        context, gradients = self._context, self._mailbox.gradients(rank)
+        parameters = list(context.update.parameters.values())
         for place in self._own:
             parameters[place].grad = gradients[place] if there[place] else None
-        seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        _, rate = job.update.apply(table.done, self._factor(delay), norm)
-        self._shards[job.world.rank].write((table.version + 1) % 2)
+        seed_torch(seed_of(UPDATE, context.settings.seed, step))
+        _, rate = context.update.apply(table.done, self._factor(delay), norm)
+        self._shards[context.world.rank].write((table.version + 1) % 2)
         self._batch.take_gradients()
         return rate
 
     def _put_buffers(self, buffers: dict[str, torch.Tensor]) -> None:
-        held = dict(self._job.compute.model.named_buffers())
+        held = dict(self._context.compute.model.named_buffers())
         for name, value in buffers.items():
             held[name].data.copy_(value)

@@ -27,15 +27,15 @@ import torch
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.shard import Shard
 from paceline.settings import Settings
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Capabilities
 from paceline.strategies.parameter_server.async_steps import AsyncSteps, Gradients, Server, finish, update
 from paceline.strategies.parameter_server.sharing import OnOneMachine, on_one_machine
 
 
-def build(job: Job) -> AsyncSteps:
+def build(context: TrainingContext) -> AsyncSteps:
     """Build the asynchronous loop on shared weights."""
-    shared = on_one_machine(job, audited=False)
+    shared = on_one_machine(context, audited=False)
     return AsyncSteps(shared, SharedWeights(shared))
 
 
@@ -59,7 +59,7 @@ class SharedWeights(Server):
     def __init__(self, shared: OnOneMachine) -> None:
         super().__init__(shared)
         self._memory, self._claims = shared.memory, shared.claims
-        trained, model = self._job.update, self._job.compute.model
+        trained, model = self._context.update, self._context.compute.model
         names = [name for name, _ in model.named_buffers()]
         self._shard = Shard(self._memory, model, trained.parameters, names, trained.optimizer, trained.schedule)
         self._private: list[torch.Tensor] = []
@@ -68,7 +68,7 @@ class SharedWeights(Server):
         self._checked = False
 
     def begin(self, version: int) -> None:
-        if self._job.world.rank == 0:
+        if self._context.world.rank == 0:
             self._shard.write(0)
         self._updates = version
         self._pulled = None
@@ -95,7 +95,7 @@ class SharedWeights(Server):
         assert self._pulled is not None
         with self._claims.updating() as table:
             self._schedule_to(table.version)
-            result = update(self._job, gradients, table.done, made=lambda: self._claims.made(gradients.step))
+            result = update(self._context, gradients, table.done, made=lambda: self._claims.made(gradients.step))
             self._updates += 1
             if not self._checked:
                 self._shard.check_states()
@@ -106,19 +106,19 @@ class SharedWeights(Server):
                 finish(table, gradients.step, result)
             self._staleness.add(delay)
         age = {"pulled": self._pulled, "delay": delay}
-        self._job.events.mark(
+        self._context.events.mark(
             "update", step=gradients.step, version=table.version, learning_rate=result.learning_rate, **age
         )
         return result
 
     def _schedule_to(self, version: int) -> None:
         """Advance the learning-rate schedule to the global update count."""
-        self._job.update.advance_after(version - self._updates)
+        self._context.update.advance_after(version - self._updates)
         self._updates = max(self._updates, version)
 
     def flush(self, table: ClaimTable) -> None:
         self._schedule_to(table.version)
-        if self._job.world.rank == 0:
+        if self._context.world.rank == 0:
             self._shard.write_states(0)
 
     def restore(self, table: ClaimTable, complete: bool) -> None:

@@ -9,7 +9,7 @@
 
 Each shard is on one worker, with a copy on another, and has its own lock. A *commit* in the claim table, which is also
 on two workers, numbers an update and closes its step in one operation. All shards make the updates in the order of
-these numbers (``held_shard``). If a step was not committed when a worker was lost, its update was never made.
+these numbers (``shard_replica``). If a step was not committed when a worker was lost, its update was never made.
 
 A pull returns the weights of the version that the table had at the request, or newer ones from shards that were updated
 meanwhile. Mode ``bounded`` follows the finished steps in the table.
@@ -28,10 +28,10 @@ from paceline.comm.servers.rpc import Answer, RpcClient, holders
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.errors import WorkerLost
 from paceline.step.commit import means
-from paceline.step.job import StepResult
+from paceline.step.context import StepResult
 from paceline.strategies.parameter_server.async_server import factor_of, is_late, servers_among, warnings_of_servers
 from paceline.strategies.parameter_server.async_steps import Gradients, Server, set_newest
-from paceline.strategies.parameter_server.held_shard import HeldShard, PendingGradients
+from paceline.strategies.parameter_server.shard_replica import PendingGradients, ShardReplica
 from paceline.strategies.parameter_server.sharing import OverNetwork, copies_of
 
 _PART_SECONDS = 10.0
@@ -43,23 +43,25 @@ class NetworkServer(Server):
 
     def __init__(self, shared: OverNetwork) -> None:
         super().__init__(shared)
-        job, self._claims, self._peers = shared.job, shared.claims, shared.peers
-        self._settings, rank = job.settings.server, job.world.rank
-        count = servers_among(job.settings, job.world.size)
+        context, self._claims, self._peers = shared.context, shared.claims, shared.peers
+        self._settings, rank = context.settings.server, context.world.rank
+        count = servers_among(context.settings, context.world.size)
         self.computes = not self._settings.dedicated or rank >= count
-        self._computing = job.world.size - (count if self._settings.dedicated else 0)  # steps per round
-        buffers = [name for name, _ in job.compute.model.named_buffers()]
-        update = job.update
+        self._computing = context.world.size - (count if self._settings.dedicated else 0)  # steps per round
+        buffers = [name for name, _ in context.compute.model.named_buffers()]
+        update = context.update
         self._parts = cut(update.parameters, count)
-        self._shards, self._held = list[Shard](), dict[int, HeldShard]()
-        self._holders = [holders(self._peers, place, copies_of(job)) for place in range(count)]
+        self._shards, self._held = list[Shard](), dict[int, ShardReplica]()
+        self._holders = [holders(self._peers, place, copies_of(context)) for place in range(count)]
         for place, part in enumerate(self._parts):
             names = [] if place else buffers
-            self._shards.append(Shard(OwnBlocks(), job.compute.model, part, names, update.optimizer, update.schedule))
+            self._shards.append(
+                Shard(OwnBlocks(), context.compute.model, part, names, update.optimizer, update.schedule)
+            )
             if rank in self._holders[place]:
-                self._held[place] = HeldShard(job, part, names, self._forward(place))
+                self._held[place] = ShardReplica(context, part, names, self._forward(place))
         self._serve()
-        job.warnings.extend(warnings_of_servers(job))
+        context.warnings.extend(warnings_of_servers(context))
         self._known = [-1] * count  # version of the weights in each shard
         self._order = [(rank + place) % count for place in range(count)]  # spreads the workers over the servers
         self._pulled = self._rounds_behind = 0
@@ -68,7 +70,7 @@ class NetworkServer(Server):
 
     def _forward(self, place: int) -> RpcClient | None:
         first, *others = self._holders[place]
-        if self._job.world.rank != first or not others:
+        if self._context.world.rank != first or not others:
             return None
         return self._peers.new_client(others[0])
 
@@ -113,8 +115,8 @@ class NetworkServer(Server):
         self._rounds_behind = max(0, current - table.done_before // self._computing)
 
     def push(self, gradients: Gradients) -> StepResult | None:
-        job, step, norm = self._job, gradients.step, self._job.update.norm()
-        loss, metrics = means(job, gradients.parts)
+        context, step, norm = self._context, gradients.step, self._context.update.norm()
+        loss, metrics = means(context, gradients.parts)
         self._stage(gradients, norm)
         with self._claims.change() as table:
             delay = table.version - self._pulled
@@ -127,7 +129,7 @@ class NetworkServer(Server):
         orders = self._claims.log.orders
         if late:
             age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}
-            job.events.mark("dropped", step=step, **age)
+            context.events.mark("dropped", step=step, **age)
             return None
         rates = self._ask_all("shard.apply", lambda place: ((place, orders), ()))
         result = StepResult(loss, norm, float(rates[0][0]), metrics=metrics)
@@ -137,16 +139,16 @@ class NetworkServer(Server):
 
     def _stage(self, gradients: Gradients, norm: torch.Tensor) -> None:
         """Send each shard its gradients."""
-        job = self._job
-        job.compute.buffers.accept(gradients.buffers)
-        named = dict(job.compute.model.named_buffers())
-        buffers = {name: named[name].detach().clone() for name in job.compute.buffers.live}
+        context = self._context
+        context.compute.buffers.accept(gradients.buffers)
+        named = dict(context.compute.model.named_buffers())
+        buffers = {name: named[name].detach().clone() for name in context.compute.buffers.live}
 
         def words_of(place: int) -> tuple[PendingGradients, Sequence[memoryview]]:
             values = [parameter.grad for parameter in self._parts[place].values()]
             pending = PendingGradients(
                 place,
-                job.world.rank,
+                context.world.rank,
                 gradients.step,
                 [value is not None for value in values],
                 norm,
@@ -162,8 +164,8 @@ class NetworkServer(Server):
         log, done = self._claims.log, table.done
         del table.open[step]
         table.version += 1
-        log.orders.append(Order(table.version, step, self._job.world.rank, done, factor_of(self._settings, delay)))
-        del log.orders[: -2 * self._job.world.size]  # a worker waits for its own update before its next commit
+        log.orders.append(Order(table.version, step, self._context.world.rank, done, factor_of(self._settings, delay)))
+        del log.orders[: -2 * self._context.world.size]  # a worker waits for its own update before its next commit
         self._staleness.add(delay, self._rounds_behind)
 
     def record_result(self, table: ClaimTable) -> None:
@@ -174,7 +176,7 @@ class NetworkServer(Server):
 
     def _record_update(self, step: int, delay: int, version: int, rate: float) -> None:
         age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}
-        self._job.events.mark("update", step=step, version=version, learning_rate=rate, **age)
+        self._context.events.mark("update", step=step, version=version, learning_rate=rate, **age)
         self._pending = None
 
     def _ask_all(
@@ -197,13 +199,13 @@ class NetworkServer(Server):
             self._shards[place].fill(table.version % 2, found)
             self._shards[place].read(table.version % 2)
         if complete:
-            self._job.world.gather(None, "step")  # no worker ends while another still reads from it
+            self._context.world.gather(None, "step")  # no worker ends while another still reads from it
         elif lost:
-            self.holds = frozenset(name for name, _ in _named(self._job.compute.model)).difference(lost)
+            self.owned = frozenset(name for name, _ in _named(self._context.compute.model)).difference(lost)
         if self._pending is not None and self._pending[0] not in table.open:  # it was committed
             step, delay = self._pending
             version = next(one.version for one in self._claims.log.orders if one.step == step)
-            self._record_update(step, delay, version, self._job.update.learning_rate)
+            self._record_update(step, delay, version, self._context.update.learning_rate)
 
     def _fetch(self, place: int, version: int, complete: bool) -> bytearray | None:
         """Return a whole shard from a worker that still has it, or None if no worker has."""
@@ -211,7 +213,7 @@ class NetworkServer(Server):
         if complete:
             return self._peers.client(self._holders[place][0]).ask("shard.fetch", words)[1]
         for rank in self._holders[place]:
-            if not self._job.world.is_missing(rank):
+            if not self._context.world.is_missing(rank):
                 try:
                     return self._peers.parting(rank, _PART_SECONDS).ask("shard.fetch", words)[1]
                 except WorkerLost:

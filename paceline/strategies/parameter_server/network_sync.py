@@ -22,7 +22,7 @@ import torch
 from paceline.comm.servers.rpc import Answer, holders
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.errors import WorkerLost
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.strategies.parameter_server.async_server import servers_among
 from paceline.strategies.parameter_server.sharing import connect_servers, copies_of
 
@@ -43,16 +43,16 @@ class NetworkServers:
         version: number of updates made.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._peers = connect_servers(job)
-        update, rank = job.update, job.world.rank
-        count = servers_among(job.settings, job.world.size)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._peers = connect_servers(context)
+        update, rank = context.update, context.world.rank
+        count = servers_among(context.settings, context.world.size)
         parts = cut(update.parameters, count)
-        memory, model = OwnBlocks(), job.compute.model
+        memory, model = OwnBlocks(), context.compute.model
         self.shards = [Shard(memory, model, part, [], update.optimizer, update.schedule) for part in parts]
         self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
-        self._holders = [holders(self._peers, home, copies_of(job)) for home in range(count)]
+        self._holders = [holders(self._peers, home, copies_of(context)) for home in range(count)]
         self.copies = {home: one[1] for home, one in enumerate(self._holders) if len(one) > 1}
         self.own = {name for name, home in self.homes.items() if home == rank}
         self.version = 0
@@ -81,7 +81,7 @@ class NetworkServers:
             step: number of updates before this one.
             norm: global norm of the mean gradients, before clipping.
         """
-        update, version = self._job.update, self.version + 1
+        update, version = self._context.update, self.version + 1
         for name, parameter in update.parameters.items():
             if name not in self._here:
                 parameter.grad = None
@@ -89,8 +89,8 @@ class NetworkServers:
         for home in self._held:
             self.shards[home].write(version % 2)
         self._announce(written=version)
-        if self._job.world.rank in self.copies:
-            copy, world = self.copies[self._job.world.rank], self._job.world
+        if self._context.world.rank in self.copies:
+            copy, world = self.copies[self._context.world.rank], self._context.world
             with world.awaiting("to update its copy of a shard"), world.waiting_for([copy]):
                 begin = time.monotonic()
                 while not self._peers.client(copy).ask("shard.written", version)[0]:
@@ -104,7 +104,7 @@ class NetworkServers:
     def _pull(self, version: int) -> None:
         """Pull the weights of the shards that this worker does not hold."""
         waiting = self._order
-        world = self._job.world
+        world = self._context.world
         with world.awaiting("to pull weights"), world.waiting_for(waiting):
             begin = time.monotonic()
             while waiting:
@@ -125,7 +125,7 @@ class NetworkServers:
         for home in self._order:
             self.shards[home].fill(self.version % 2, self._peers.client(home).ask("shard.fetch", self._words(home))[1])
             self.shards[home].read_states(self.version % 2)
-        self._job.world.gather(None, "step")  # no worker ends while another still reads from it
+        self._context.world.gather(None, "step")  # no worker ends while another still reads from it
         self._has_states = True
 
     def put_back(self) -> frozenset[str] | None:
@@ -145,14 +145,14 @@ class NetworkServers:
             shard.forget()
             shard.read(self.version % 2)
         self._has_states = True
-        model = self._job.compute.model
+        model = self._context.compute.model
         everything = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
         return frozenset(everything.difference(lost)) if lost else None
 
     def _fetch(self, home: int) -> bytearray | None:
         """Return a whole shard from a worker that still has it, or None if no worker has."""
         for rank in self._holders[home]:
-            if not self._job.world.is_missing(rank):
+            if not self._context.world.is_missing(rank):
                 try:
                     return self._peers.parting(rank, _PART_SECONDS).ask("shard.fetch", self._words(home))[1]
                 except WorkerLost:
@@ -176,7 +176,7 @@ class NetworkServers:
     def _answer_weights(self, rank: int, version: int, data: bytearray) -> Answer:
         with self._changed:
             ready = self._changed.wait_for(lambda: self._given >= version, _SLICE_SECONDS)
-        own = self._job.world.rank
+        own = self._context.world.rank
         return ready, (self.shards[own].weights(version % 2),) if ready else ()
 
     def _answer_fetch(self, rank: int, words: Any, data: bytearray) -> Answer:

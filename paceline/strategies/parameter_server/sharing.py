@@ -10,9 +10,9 @@ from paceline.comm.servers.rpc import RpcPeers
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.histogram import Histogram
 from paceline.errors import ConfigError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.strategies.full_batch import FullBatch
-from paceline.strategies.parameter_server.last_worker import STATE
+from paceline.strategies.parameter_server.final_drain import STATE
 from paceline.strategies.parameter_server.staleness import Staleness
 
 _STATES = 8
@@ -24,7 +24,7 @@ _OTHER_BYTES = 1 << 24
 class Shared:
     """Objects that the loop and its server both use."""
 
-    job: Job
+    context: TrainingContext
     claims: Claims
     staleness: Staleness
     batch: FullBatch
@@ -46,60 +46,60 @@ class OverNetwork(Shared):
     peers: RpcPeers
 
 
-def on_one_machine(job: Job, audited: bool = True) -> OnOneMachine:
+def on_one_machine(context: TrainingContext, audited: bool = True) -> OnOneMachine:
     """Create the shared objects of workers on one machine; ``audited``: see :class:`FullBatch`.
 
     Raises:
         ConfigError: the workers are on several machines, or on GPUs.
     """
-    memory, rank = shared_memory_of(job), job.world.rank
-    claims = StepClaims(job.world, memory)
-    staleness = Staleness(Histogram(memory, rank), Histogram(memory, rank), job.strategy_state.get(STATE, {}))
-    return OnOneMachine(job, claims, staleness, FullBatch(job, audited), memory)
+    memory, rank = shared_memory_of(context), context.world.rank
+    claims = StepClaims(context.world, memory)
+    staleness = Staleness(Histogram(memory, rank), Histogram(memory, rank), context.strategy_state.get(STATE, {}))
+    return OnOneMachine(context, claims, staleness, FullBatch(context, audited), memory)
 
 
-def over_network(job: Job) -> OverNetwork:
+def over_network(context: TrainingContext) -> OverNetwork:
     """Create the shared objects of workers on several machines.
 
     Raises:
         ConfigError: the workers are on GPUs.
     """
-    peers = connect_servers(job)
-    claims = NetworkClaims(peers, copies_of(job))
-    staleness = Staleness(claims.delays, claims.rounds, job.strategy_state.get(STATE, {}))
-    return OverNetwork(job, claims, staleness, FullBatch(job), peers)
+    peers = connect_servers(context)
+    claims = NetworkClaims(peers, copies_of(context))
+    staleness = Staleness(claims.delays, claims.rounds, context.strategy_state.get(STATE, {}))
+    return OverNetwork(context, claims, staleness, FullBatch(context), peers)
 
 
-def connect_servers(job: Job) -> RpcPeers:
+def connect_servers(context: TrainingContext) -> RpcPeers:
     """Connect the workers over the network, as servers and clients of each other.
 
     Raises:
         ConfigError: the workers are on GPUs.
     """
-    if not job.world.transport.capabilities.on_host:
+    if not context.world.transport.capabilities.on_host:
         raise ConfigError(
-            f"strategy {job.settings.strategy!r} needs workers on CPUs, and this one is on {job.world.device}: use "
-            f"'allreduce' or 'local-sgd', or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+            f"strategy {context.settings.strategy!r} needs workers on CPUs, and this one is on {context.world.device}: "
+            f"use 'allreduce' or 'local-sgd', or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
-    held = [*job.update.parameters.values(), *job.compute.model.buffers()]
-    return RpcPeers(job.world, (_STATES + 2) * sum(value.nbytes for value in held) + _OTHER_BYTES)
+    held = [*context.update.parameters.values(), *context.compute.model.buffers()]
+    return RpcPeers(context.world, (_STATES + 2) * sum(value.nbytes for value in held) + _OTHER_BYTES)
 
 
-def copies_of(job: Job) -> int:
+def copies_of(context: TrainingContext) -> int:
     """Return the number of workers that hold each shard. It is 1 if the run cannot continue after a loss."""
-    return job.settings.server.copies if job.world.coordinator is not None else 1
+    return context.settings.server.copies if context.world.coordinator is not None else 1
 
 
-def shared_memory_of(job: Job) -> SharedMemory:
+def shared_memory_of(context: TrainingContext) -> SharedMemory:
     """Return the shared memory of workers on one machine.
 
     Raises:
         ConfigError: the workers are on several machines, or on GPUs.
     """
-    if job.world.shared_memory is None:
+    if context.world.shared_memory is None:
         raise ConfigError(
-            f"strategy {job.settings.strategy!r} is for one machine, a Linux on x86-64 whose workers share memory on "
-            f"the CPU. These {job.world.size} are not on one, or not on its CPU: use 'parameter-server' with "
+            f"strategy {context.settings.strategy!r} is for one machine, a Linux on x86-64 whose workers share memory "
+            f"on the CPU. These {context.world.size} are not on one, or not on its CPU: use 'parameter-server' with "
             f"server.mode = 'async', 'allreduce' or 'local-sgd'."
         )
-    return job.world.shared_memory
+    return context.world.shared_memory

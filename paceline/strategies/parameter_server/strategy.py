@@ -23,33 +23,33 @@ from torch import nn
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel import backup_workers
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
 from paceline.strategies.parameter_server.async_server import InlineServer, servers_among
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.strategies.parameter_server.dedicated_server import DedicatedServer
-from paceline.strategies.parameter_server.last_worker import LastWorker
+from paceline.strategies.parameter_server.final_drain import FinalDrain
 from paceline.strategies.parameter_server.network_server import NetworkServer
 from paceline.strategies.parameter_server.sharing import on_one_machine, over_network
 from paceline.strategies.parameter_server.sync_server import SyncServer
 
 
-def build(job: Job) -> Strategy:
+def build(context: TrainingContext) -> Strategy:
     """Build the strategy of the configured mode."""
-    if job.settings.server.mode == "sync":
-        return SyncServer(job)
-    if job.world.shared_memory is None:
-        remote = over_network(job)
+    if context.settings.server.mode == "sync":
+        return SyncServer(context)
+    if context.world.shared_memory is None:
+        remote = over_network(context)
         return AsyncSteps(remote, NetworkServer(remote))
-    shared = on_one_machine(job)
-    return AsyncSteps(shared, (DedicatedServer if job.settings.server.dedicated else InlineServer)(shared))
+    shared = on_one_machine(context)
+    return AsyncSteps(shared, (DedicatedServer if context.settings.server.dedicated else InlineServer)(shared))
 
 
-def build_alone(job: Job) -> Strategy:
+def build_alone(context: TrainingContext) -> Strategy:
     """Build the strategy of a single worker, which also completes the unfinished work of earlier workers."""
-    return BackupWorkers(job) if job.settings.backup.workers else LastWorker(job)
+    return BackupWorkers(context) if context.settings.backup.workers else FinalDrain(context)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

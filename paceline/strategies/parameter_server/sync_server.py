@@ -25,8 +25,8 @@ from paceline.comm.servers.shard import Shard, cut
 from paceline.data.feed import Piece
 from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
-from paceline.step.job import Job, StepResult
-from paceline.step.trials.optimizer_probe import check_draws
+from paceline.step.context import StepResult, TrainingContext
+from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
@@ -45,34 +45,34 @@ class SyncServer(Strategy):
     With backup workers the servers wait for the first N of N + b workers, and drop later gradients.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self._servers: Servers | NetworkServers
-        names = [*job.update.parameters][::-1]
-        values = [job.update.parameters[name].detach() for name in names]
+        names = [*context.update.parameters][::-1]
+        values = [context.update.parameters[name].detach() for name in names]
         exchange: DirectExchange | SharedMemoryExchange
-        if job.world.shared_memory is None:
-            self._servers = servers = NetworkServers(job)
+        if context.world.shared_memory is None:
+            self._servers = servers = NetworkServers(context)
             homes = [servers.homes[name] for name in names]
-            exchange = DirectExchange(job.world, _TAGS, homes=homes, copies=servers.copies)
+            exchange = DirectExchange(context.world, _TAGS, homes=homes, copies=servers.copies)
         else:
-            self._servers = Servers(job)
+            self._servers = Servers(context)
             homes = [self._servers.homes[name] for name in names]
-            exchange = SharedMemoryExchange(job.world.shared_memory, homes)
-        reduction = Reduction(job.world, exchange, values, job.events, "pushes")
-        backup = bool(job.settings.backup.workers)
-        self._reducer = Reducer(job, reduction=reduction, overlap=not backup)
+            exchange = SharedMemoryExchange(context.world.shared_memory, homes)
+        reduction = Reduction(context.world, exchange, values, context.events, "pushes")
+        backup = bool(context.settings.backup.workers)
+        self._reducer = Reducer(context, reduction=reduction, overlap=not backup)
         self._workers: AllReduce | BackupWorkers
         if backup:
-            self._workers = BackupWorkers(job, self._reducer, self._apply)
+            self._workers = BackupWorkers(context, self._reducer, self._apply)
         else:
-            self._workers = AllReduce(job, self._reducer, self._shares, self._apply)
+            self._workers = AllReduce(context, self._reducer, self._shares, self._apply)
         self._before: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (0, [])
-        job.warnings.extend(warnings_of_servers(job))
+        context.warnings.extend(warnings_of_servers(context))
 
     def _shares(self, microbatches: int) -> Sequence[range]:
-        world = self._job.world
-        if not self._job.settings.server.dedicated:
+        world = self._context.world
+        if not self._context.settings.server.dedicated:
             return even(microbatches, world.size)
         servers = len(self._servers.shards)
         return (range(0),) * servers + even(microbatches, world.size - servers)
@@ -85,12 +85,12 @@ class SyncServer(Strategy):
         return self._workers.pieces(step)
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        buffers = [(value.data, value.detach().clone()) for value in self._job.compute.model.buffers()]
+        buffers = [(value.data, value.detach().clone()) for value in self._context.compute.model.buffers()]
         self._before = self._servers.version, buffers
         result = self._workers.step(step, pieces)
         if self._before[0] == 0 < self._servers.version:
             with contextlib.suppress(WorkerLost):  # the step is done; the next step detects the loss
-                check_draws(self._job)
+                check_draws(self._context)
         return result
 
     def synchronize(self, steps: int) -> None:
@@ -98,12 +98,12 @@ class SyncServer(Strategy):
 
     def close(self) -> frozenset[str] | None:
         self._workers.close()
-        holds = self._servers.put_back()
+        owned = self._servers.put_back()
         version, buffers = self._before
         if version == self._servers.version:  # the buffers are one step ahead of the weights
             for now, before in buffers:
                 now.copy_(before)
-        return holds
+        return owned
 
 
 class Servers:
@@ -116,17 +116,17 @@ class Servers:
         version: number of updates made.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._memory = shared_memory_of(job)
-        update, model = job.update, job.compute.model
-        count = servers_among(job.settings, job.world.size)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._memory = shared_memory_of(context)
+        update, model = context.update, context.compute.model
+        count = servers_among(context.settings, context.world.size)
         parts = cut(update.parameters, count)
         self.shards = [Shard(self._memory, model, part, [], update.optimizer, update.schedule) for part in parts]
         self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
-        self.own = {name for name, home in self.homes.items() if home == job.world.rank}
+        self.own = {name for name, home in self.homes.items() if home == context.world.rank}
         self.version = 0
-        self._shard = self.shards[job.world.rank] if job.world.rank < count else None
+        self._shard = self.shards[context.world.rank] if context.world.rank < count else None
         self._servers = range(count)
         self._flag = self._memory.reserve(1)
         self._kept = False
@@ -145,7 +145,7 @@ class Servers:
             step: number of updates before this one.
             norm: global norm of the mean gradients, before clipping.
         """
-        update, copy = self._job.update, (self.version + 1) % 2
+        update, copy = self._context.update, (self.version + 1) % 2
         for name, parameter in update.parameters.items():
             if name not in self.own:
                 parameter.grad = None

@@ -20,17 +20,17 @@ from paceline.data.feed import Piece
 from paceline.data.keys import preserve_generators
 from paceline.data.objects.attributes import Attributes
 from paceline.partition.backward import backward
+from paceline.step.context import TrainingContext
 from paceline.step.forward import computed_again
-from paceline.step.job import Job
 from paceline.step.loss import pair_of
-from paceline.step.trials.audit import tell, text_of
-from paceline.step.trials.digests import DATA, Digests, Found, difference
-from paceline.step.trials.repeatability import moved
+from paceline.step.probes.audit import tell, text_of
+from paceline.step.probes.digests import DATA, Digests, Found, difference
+from paceline.step.probes.repeatability import moved
 from paceline.strategies.pipeline.stages import LocalStage
 
 
 def audits_of(
-    job: Job,
+    context: TrainingContext,
     step: int,
     first: int,
     stages: Mapping[int, LocalStage],
@@ -41,7 +41,7 @@ def audits_of(
     """Return the audits of a step on this worker, by stage and microbatch.
 
     Args:
-        job: training context.
+        context: training context.
         step: number of the step.
         first: number of the first microbatch of the step.
         stages: stages of this worker.
@@ -49,14 +49,14 @@ def audits_of(
         worker_of: function that returns the rank that computes a stage for a microbatch.
         data: microbatches that this worker has loaded.
     """
-    if not (job.audits.is_due(step) or job.audits.is_last(step)):
+    if not (context.audits.is_due(step) or context.audits.is_last(step)):
         return {}
-    microbatch = job.audits.microbatch(step, len(job.order.parts_of(step)))
+    microbatch = context.audits.microbatch(step, len(context.order.parts_of(step)))
     number = first + microbatch
     return {
-        (stage, number): StageAudit(job, step, microbatch, stage, local, stage == last, data.get(number))
+        (stage, number): StageAudit(context, step, microbatch, stage, local, stage == last, data.get(number))
         for stage, local in stages.items()
-        if worker_of(stage, number) == job.world.rank
+        if worker_of(stage, number) == context.world.rank
     }
 
 
@@ -64,7 +64,7 @@ class StageAudit:
     """Audit of a microbatch, which a stage computes twice.
 
     Args:
-        job: training context.
+        context: training context.
         step: audited step.
         microbatch: index of the microbatch in the step.
         stage: number of the stage.
@@ -77,13 +77,20 @@ class StageAudit:
     """
 
     def __init__(
-        self, job: Job, step: int, microbatch: int, stage: int, local: LocalStage, is_last: bool, data: Any
+        self,
+        context: TrainingContext,
+        step: int,
+        microbatch: int,
+        stage: int,
+        local: LocalStage,
+        is_last: bool,
+        data: Any,
     ) -> None:
-        self._job = job
+        self._context = context
         self._step, self._microbatch = step, microbatch
-        self._parameters = {name: job.update.parameters[name] for name in local.trained}
+        self._parameters = {name: context.update.parameters[name] for name in local.trained}
         self._stage, self._is_last, self._buffers = stage, is_last, local.buffers
-        self._passes = Digests(bool(job.settings.exact)), Digests(bool(job.settings.exact))
+        self._passes = Digests(bool(context.settings.exact)), Digests(bool(context.settings.exact))
         self._data: Any = None
         self._inputs: list[torch.Tensor] = []
         self.output_gradients: list[torch.Tensor | None] | None = None
@@ -93,17 +100,17 @@ class StageAudit:
                 digests.add_data(loaded)
 
     def _load(self) -> Piece:
-        (piece,) = self._job.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
+        (piece,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
         return piece
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Save the state from which the forward pass starts."""
         self._inputs = [value.detach() for value in inputs]
         self._before = self._attributes()
-        _, self._as_before = computed_again(self._job.compute.buffers, self._buffers)
+        _, self._as_before = computed_again(self._context.compute.buffers, self._buffers)
 
     def _attributes(self) -> Attributes:
-        compute = self._job.compute
+        compute = self._context.compute
         known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
         return Attributes({"model": compute.model, "forward": compute.forward}, known)
 
@@ -116,7 +123,7 @@ class StageAudit:
         """
         for place, value in enumerate(outputs):
             self._passes[again].add("the loss" if self._is_last else f"output {place} of stage {self._stage}", value)
-        buffers = self._job.compute.buffers
+        buffers = self._context.compute.buffers
         for name, (_, _, value) in zip(buffers.names_in(self._buffers), buffers.copies(self._buffers), strict=True):
             self._passes[again].add(f"the buffer {name!r}", value)
 
@@ -156,7 +163,7 @@ class StageAudit:
         Raises:
             InputError: the results differ, and the run is to stop.
         """
-        job, begin = self._job, time.perf_counter()
+        context, begin = self._context, time.perf_counter()
         between = self._attributes()
         inputs = tuple(value.clone().requires_grad_(value.is_floating_point()) for value in self._inputs)
         try:
@@ -170,13 +177,13 @@ class StageAudit:
         finally:
             between.put_back()
         seconds = time.perf_counter() - begin
-        job.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
-        told = (name == DATA) in job.learned.told
+        context.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
+        told = (name == DATA) in context.probe_results.told
         if name and not told:
-            job.learned.told.add(name == DATA)
-            by = f"twice by rank {job.world.rank}"
-            tell(job, text_of(self._step, self._microbatch, by, name, ", ".join(cause[:3])))
+            context.probe_results.told.add(name == DATA)
+            by = f"twice by rank {context.world.rank}"
+            tell(context, text_of(self._step, self._microbatch, by, name, ", ".join(cause[:3])))
 
     def _difference(self) -> str:
-        found: list[tuple[int, Found]] = [(self._job.world.rank, digests.found()) for digests in self._passes]
+        found: list[tuple[int, Found]] = [(self._context.world.rank, digests.found()) for digests in self._passes]
         return difference(found)[0]

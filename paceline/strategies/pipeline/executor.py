@@ -32,8 +32,8 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
+from paceline.step.context import TrainingContext
 from paceline.step.forward import NO_GRADIENT, computed_again, name_call, on_copy
-from paceline.step.job import Job
 from paceline.step.loss import pair_of
 from paceline.strategies.pipeline.audit import StageAudit, audits_of
 from paceline.strategies.pipeline.links import Links
@@ -89,7 +89,7 @@ class Executor:
     Microbatches are numbered from the last time that the pipeline was empty.
 
     Args:
-        job: training context.
+        context: training context.
         stages: stages of this worker.
         workers_of: for each stage of the model, the ranks that hold it.
 
@@ -101,12 +101,14 @@ class Executor:
         busy_seconds: compute time of this worker.
     """
 
-    def __init__(self, job: Job, stages: Mapping[int, LocalStage], workers_of: Sequence[Sequence[int]]) -> None:
-        self._job = job
+    def __init__(
+        self, context: TrainingContext, stages: Mapping[int, LocalStage], workers_of: Sequence[Sequence[int]]
+    ) -> None:
+        self._context = context
         self._stages = stages
         self._last = len(workers_of) - 1
         self._states = len(pack_generators())
-        self._links = Links(job, workers_of, host=range(1, 1 + self._states))
+        self._links = Links(context, workers_of, host=range(1, 1 + self._states))
         self._random: set[int] = set()
         """Stages that have drawn random numbers, or that follow a stage that has."""
         self._silent: set[int] = set()
@@ -158,13 +160,13 @@ class Executor:
         self._worker_of = worker_of
         for piece in pieces:
             self._data[first + piece.microbatches.start] = piece.data
-        rank = self._job.world.rank
-        for microbatch, part in enumerate(self._job.order.parts_of(step)):
+        rank = self._context.world.rank
+        for microbatch, part in enumerate(self._context.order.parts_of(step)):
             number = first + microbatch
             if any(self._worker_of(stage, number) == rank for stage in self._stages):
                 self.samples[number] = len(part)
                 self._origins[number] = step, microbatch
-        self._audits |= audits_of(self._job, step, first, self._stages, self._last, worker_of, self._data)
+        self._audits |= audits_of(self._context, step, first, self._stages, self._last, worker_of, self._data)
 
     def origin(self, microbatch: int) -> tuple[int, int]:
         """Return the step of a microbatch, and its index in the batch."""
@@ -195,13 +197,13 @@ class Executor:
                     rank = self._worker_of(peer, microbatch)
                     self._links.receiver(stage, peer, rank).expect(self.samples[microbatch])
                 posted += 1
-            self._job.world.check()
+            self._context.world.check()
             begin = time.perf_counter()
             size = self._run[operation.kind](operation)
             seconds = time.perf_counter() - begin
             self.busy_seconds += seconds if operation.peer < 0 else 0.0
             self._record(operation, seconds, size)
-        if not self._job.settings.exact:
+        if not self._context.settings.exact:
             self._observed.clear()
 
     def reset_links(self) -> None:
@@ -218,15 +220,15 @@ class Executor:
         more: dict[str, int | None] = {"bytes": size, "peer": peer} if peer >= 0 else {"version": version}
         if microbatch >= 0:
             more["step"], more["microbatch"] = self._origins[microbatch]
-        self._job.events.mark(kind.name.lower(), stage=stage, seconds=seconds, **more)
+        self._context.events.mark(kind.name.lower(), stage=stage, seconds=seconds, **more)
 
     def _forward(self, operation: Operation) -> None:
         stage, microbatch = operation.stage, operation.microbatch
-        compute, local, key = self._job.compute, self._stages[stage], (stage, microbatch)
+        compute, local, key = self._context.compute, self._stages[stage], (stage, microbatch)
         states, values = self._inputs(stage, microbatch)
         compute.buffers.reset()
         if states is None:
-            seed_all(seed_of(STEP, self._job.settings.seed, *self._origins[microbatch]))
+            seed_all(seed_of(STEP, self._context.settings.seed, *self._origins[microbatch]))
         else:
             unpack_generators(states)
         before = generator_states() if stage in self._observed else None
@@ -235,7 +237,7 @@ class Executor:
         if audit is not None:
             audit.begin(saved.inputs)
         call = partial(local.forward, values)
-        if self._job.settings.pipeline.recompute:
+        if self._context.settings.pipeline.recompute:
             contexts = partial(computed_again, compute.buffers, local.buffers)
             again = partial(on_copy, local.forward) if stage == 0 else local.forward
             call = partial(checkpoint, again, values, use_reentrant=False, context_fn=contexts)
@@ -254,7 +256,7 @@ class Executor:
                 self._activations[key] = [self._hooks.attach(microbatch, forward=True), *packed, *saved.outputs]
         if audit is not None:
             audit.add_forward(saved.outputs)
-        whole = self._job.order.samples_of(self._origins[microbatch][0])
+        whole = self._context.order.samples_of(self._origins[microbatch][0])
         changed = compute.buffers.collect(self.samples[microbatch], whole, local.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
 
@@ -288,7 +290,7 @@ class Executor:
         self, stage: int, microbatch: int, call: Callable[[], Any], data: Any
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the outputs of a stage; for the last stage, the loss, and the sums and counts of loss and metrics."""
-        compute, samples = self._job.compute, self.samples[microbatch]
+        compute, samples = self._context.compute, self.samples[microbatch]
         with compute.keeping_weights(), compute.precision():
             try:
                 if stage < self._last:
@@ -346,7 +348,7 @@ class Executor:
         self._hooks.on_gradients(operation.stage, operation.microbatch)
 
     def _weights(self, stage: int) -> list[nn.Parameter]:
-        return [self._job.update.parameters[name] for name in self._stages[stage].trained]
+        return [self._context.update.parameters[name] for name in self._stages[stage].trained]
 
     def _take_saved(self, operation: Operation) -> Saved:
         """Return what the forward pass saved, with the gradients of its outputs."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.comm.links.channel import TAGS, Receiver, Sender, communicator_of
 from paceline.comm.shm.ring import Ring
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 
 _TAGS = 1 << 24
 
@@ -15,18 +15,18 @@ class Links:
     """Senders and receivers by stage, neighboring stage (``peer``) and the rank that holds the neighbor.
 
     Args:
-        job: training context.
+        context: training context.
         workers_of: for each stage, the ranks that hold it.
         host: indices in a payload of the tensors that are on the CPU, such as the generator states.
     """
 
-    def __init__(self, job: Job, workers_of: Sequence[Sequence[int]], host: range) -> None:
-        self._world = job.world
-        self._exact = bool(job.settings.exact)
+    def __init__(self, context: TrainingContext, workers_of: Sequence[Sequence[int]], host: range) -> None:
+        self._world = context.world
+        self._exact = bool(context.settings.exact)
         self._host = host
-        self._rings = job.world.rings(2 * len(workers_of))
+        self._rings = context.world.rings(2 * len(workers_of))
         neighbours = [(one, one + 1) for one in range(len(workers_of) - 1)]
-        job.world.open_communicators(
+        context.world.open_communicators(
             communicator_of(_tag(sender, receiver), one, other)
             for border in neighbours
             for sender, receiver in (border, border[::-1])

@@ -35,9 +35,9 @@ from paceline.schedule.pipeline.choice import async_pipeline_for
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.pipeline.pipedream import AsyncPipeline, drain, window
 from paceline.schedule.tree import Node
-from paceline.step.checks import Part, check_dense, non_finite
+from paceline.step.checks import MicrobatchResult, check_dense, non_finite
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
-from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Executor, Hooks
 from paceline.strategies.pipeline.stages import Stages
@@ -53,16 +53,16 @@ _NOTICE_STEPS = 20
 class PipeDream(Strategy):
     """Asynchronous pipeline, which drains only when it must."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        job.warnings.append(
-            f"schedule {job.settings.pipeline.schedule!r} uses older weights for microbatches in flight: the bits are "
-            f"not those of one process, and the loss reported is that of the microbatches that have come back"
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        context.warnings.append(
+            f"schedule {context.settings.pipeline.schedule!r} uses older weights for microbatches in flight: the bits "
+            f"are not those of one process, and the loss reported is that of the microbatches that have come back"
         )
-        self._stream = async_pipeline_for(job.settings.pipeline, job.world.size, job.order.microbatches)
-        self.stages = Stages(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
-        self._executor = Executor(job, self.stages.local, self.stages.workers_of)
-        self._updates = _StageUpdates(job, self.stages, self._stream, self._executor)
+        self._stream = async_pipeline_for(context.settings.pipeline, context.world.size, context.order.microbatches)
+        self.stages = Stages(context, window(self._stream, 0, 2 * sum(self._stream.replicas)))
+        self._executor = Executor(context, self.stages.local, self.stages.workers_of)
+        self._updates = _StageUpdates(context, self.stages, self._stream, self._executor)
         self._round = math.lcm(*self._stream.replicas)
         self._entered = 0
         """Number of microbatches since the pipeline was last empty."""
@@ -72,14 +72,14 @@ class PipeDream(Strategy):
         (stage,) = self.stages.local
         if stage not in (0, self.stages.count - 1):
             return []
-        numbers = range(len(self._job.order.parts_of(step)))
-        rank = self._job.world.rank
+        numbers = range(len(self._context.order.parts_of(step)))
+        rank = self._context.world.rank
         return [range(number, number + 1) for number in numbers if self._stream.worker(stage, number) == rank]
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job, training, grads = self._job, self.stages.training_flags, self.stages.requires_grad_flags
-        job.world.check()
-        job.world.await_process_group()
+        context, training, grads = self._context, self.stages.training_flags, self.stages.requires_grad_flags
+        context.world.check()
+        context.world.await_process_group()
         if training.changed or grads.changed:
             self._drain()
         self.stages.prepare()
@@ -89,10 +89,10 @@ class PipeDream(Strategy):
             grads.save()
         begin = self._entered
         if begin == 0:
-            job.compute.buffers.begin()
-        job.update.check_structure()
+            context.compute.buffers.begin()
+        context.update.check_structure()
         self._updates.forget_done()
-        self._entered += len(job.order.parts_of(step))
+        self._entered += len(context.order.parts_of(step))
         self.stages.mark_updated()
         self._executor.add(step, pieces, self._stream.worker, begin)
         self._run(window(self._stream, begin, self._entered))
@@ -101,11 +101,11 @@ class PipeDream(Strategy):
         if self._entered % self._round:
             self._drain()
         result = self._updates.result()
-        every = job.settings.pipeline.flush_every
+        every = context.settings.pipeline.flush_every
         flushes = every is not None and (step + 1) % every == 0
         if not flushes and (step + 1) % _NOTICE_STEPS:
             return result
-        notice = max(job.world.gather(job.world.notice(), "step"))
+        notice = max(context.world.gather(context.world.notice(), "step"))
         if flushes:
             self._drain()
         if notice:  # a worker that leaves may have the only copy of a stage
@@ -119,10 +119,10 @@ class PipeDream(Strategy):
     def close(self) -> frozenset[str] | None:
         self.stages.close()
         self._updates.clear_gradients()
-        return self.stages.holds
+        return self.stages.owned
 
     def _run(self, schedule: Schedule) -> None:
-        operations = schedule.workers[self._job.world.rank]
+        operations = schedule.workers[self._context.world.rank]
         self._executor.run([one for one in operations if one.kind is not Kind.REDUCE], self._updates)
 
     def _drain(self) -> None:
@@ -136,7 +136,7 @@ class PipeDream(Strategy):
         self._updates.finish()
         self._executor.reset()
         if not self._buffers_agreed:
-            self.stages.agree_on_buffers(self._job.compute.buffers.agreed)
+            self.stages.agree_on_buffers(self._context.compute.buffers.agreed)
             self._buffers_agreed = True
         self._entered = 0
 
@@ -144,23 +144,23 @@ class PipeDream(Strategy):
 class _StageUpdates(Hooks):
     """Accumulated gradients of this worker's stage, and its updates."""
 
-    def __init__(self, job: Job, stages: Stages, stream: AsyncPipeline, executor: Executor) -> None:
+    def __init__(self, context: TrainingContext, stages: Stages, stream: AsyncPipeline, executor: Executor) -> None:
         ((self._stage, local),) = stages.local.items()
-        self._job = job
+        self._context = context
         self._replicas = stages.replicas
         self._stream = stream
         self._executor = executor
         self._names, self._buffers = local.trained, local.buffers
-        self._parameters = [job.update.parameters[name] for name in self._names]
+        self._parameters = [context.update.parameters[name] for name in self._names]
         self._stash = WeightStash(self._parameters)
-        self._tied = TiedPipeDream(job, self._stage, stages.tied, stream)
+        self._tied = TiedPipeDream(context, self._stage, stages.tied, stream)
         self._reduction: Reduction | None = None
-        self._count = int(job.strategy_state.get(_STATE, {}).get("updates", 0))
+        self._count = int(context.strategy_state.get(_STATE, {}).get("updates", 0))
         self._done: list[int] = []
         self._next = 0
         """Next microbatch whose gradients this worker will get."""
         self._losses: list[list[float]] = []
-        self._result = StepResult(math.nan, torch.tensor(math.nan), job.update.learning_rate)
+        self._result = StepResult(math.nan, torch.tensor(math.nan), context.update.learning_rate)
         self._squares = 0.0
         self._heard = {True: 0.0, False: 0.0}
         """Sums of the squared gradients of the previous stages (forward) and of the following stages."""
@@ -176,7 +176,7 @@ class _StageUpdates(Hooks):
     def attach(self, microbatch: int, forward: bool) -> torch.Tensor:
         squares = torch.tensor([self._squares + self._heard[forward]], dtype=torch.float64)
         attachment = squares if forward else torch.cat((self._executor.losses[microbatch].cpu(), squares))
-        return attachment.to(self._job.world.device)
+        return attachment.to(self._context.world.device)
 
     def on_attachment(self, microbatch: int, forward: bool, attachment: torch.Tensor) -> None:
         self._heard[forward] = float(attachment[-1])
@@ -193,7 +193,7 @@ class _StageUpdates(Hooks):
         loss = self._executor.losses[microbatch]
         self._sums.push(microbatch, values)
         changed = self._executor.statistics[stage][microbatch]
-        names = self._job.compute.buffers.names_in(self._buffers)  # may be fewer than when the forward pass ran
+        names = self._context.compute.buffers.names_in(self._buffers)  # may be fewer than when the forward pass ran
         self._statistics.push(microbatch, [changed[name] for name in names])
         self._totals += loss[:2].cpu()
         self._losses.append(loss.tolist())
@@ -205,22 +205,22 @@ class _StageUpdates(Hooks):
 
     def update(self, operation: Operation) -> None:
         """Update the stage with the mean gradients since the last update."""
-        job, version = self._job, operation.version
+        context, version = self._context, operation.version
         sums = (self._sums.values() or [[None] * len(self._parameters)])[0]
         sums = self._tied.exchange_gradients(self._names, sums)
         statistics = self._changed_buffers()
-        totals = torch.cat((self._totals, torch.tensor([self._samples], dtype=torch.float64))).to(job.world.device)
+        totals = torch.cat((self._totals, torch.tensor([self._samples], dtype=torch.float64))).to(context.world.device)
         if self._replicas.size > 1:
             sums, statistics, totals = self._reduce(sums, statistics, totals)
         staleness = [version - 1 - one for one in self._versions]
-        job.events.mark("staleness", stage=self._stage, version=version, staleness=staleness)
-        job.world.synchronize()
+        context.events.mark("staleness", stage=self._stage, version=version, staleness=staleness)
+        context.world.synchronize()
         with self._stash.update(self._stream.version(self._stage, self._next)):
             if self._is_finite(totals):
                 self._apply(sums, float(totals[1]), [value.div_(totals[2].item()) for value in statistics])
             self._tied.receive_weights(version)
         self._count += 1
-        job.strategy_state[_STATE] = {"updates": self._count}
+        context.strategy_state[_STATE] = {"updates": self._count}
         self._reset_sums()
 
     def result(self) -> StepResult:
@@ -229,7 +229,7 @@ class _StageUpdates(Hooks):
         if sums and sums[1]:
             pairs = zip(sums[::2], sums[1::2], strict=True)
             loss, *means = (total / count if count else math.nan for total, count in pairs)
-            metrics = dict(zip(self._job.compute.metrics or (), means, strict=True))
+            metrics = dict(zip(self._context.compute.metrics or (), means, strict=True))
             self._result = replace(self._result, loss=loss, metrics=metrics)
             self._losses = []
         return self._result
@@ -253,7 +253,7 @@ class _StageUpdates(Hooks):
 
     def _changed_buffers(self) -> list[torch.Tensor]:
         """Return the changing buffers, weighted by samples and summed over the microbatches."""
-        buffers = self._job.compute.buffers
+        buffers = self._context.compute.buffers
         names = buffers.names_in(self._buffers)
         if not buffers.fixed:
             buffers.fix_part(self._buffers)
@@ -263,18 +263,18 @@ class _StageUpdates(Hooks):
         return [value for name in buffers.live if (value := values[names.index(name)]) is not None]
 
     def _apply(self, sums: Values, count: float, statistics: list[torch.Tensor]) -> None:
-        job = self._job
+        context = self._context
         for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
             if value is not None and parameter.requires_grad and not self._tied.is_owned_elsewhere(name):
                 parameter.grad = value.div_(count)
-        job.compute.buffers.accept(statistics)
-        seed_torch(seed_of(UPDATE, job.settings.seed, self._count))
-        self._squares = float(job.update.norm()) ** 2
-        norm = torch.tensor(math.sqrt(self._squares + sum(self._heard.values())), device=job.world.device)
-        _, rate = job.update.apply(self._count, norm=norm)
+        context.compute.buffers.accept(statistics)
+        seed_torch(seed_of(UPDATE, context.settings.seed, self._count))
+        self._squares = float(context.update.norm()) ** 2
+        norm = torch.tensor(math.sqrt(self._squares + sum(self._heard.values())), device=context.world.device)
+        _, rate = context.update.apply(self._count, norm=norm)
         self._result = replace(self._result, norm=norm, learning_rate=rate)
         if not self._count:
-            check_savable(job.update.optimizer)
+            check_savable(context.update.optimizer)
         self.clear_gradients()
         self._tied.send_weights()
 
@@ -285,7 +285,7 @@ class _StageUpdates(Hooks):
         if self._reduction is None:
             examples = [*(parameter.detach() for parameter in self._parameters), *statistics, totals]
             exchange = DirectExchange(self._replicas, _TAGS)
-            self._reduction = Reduction(self._replicas, exchange, examples, self._job.events, "gradients")
+            self._reduction = Reduction(self._replicas, exchange, examples, self._context.events, "gradients")
         reduction = self._reduction
         reduction.begin([[Node(0, place)] for place in range(self._replicas.size)], lambda: 1.0)
         for member, value in enumerate([*sums, *statistics, totals]):
@@ -303,7 +303,7 @@ class _StageUpdates(Hooks):
             NonFiniteLoss: a loss is not finite, and the run is to stop.
             InputError: the count of the losses is 0.
         """
-        job = self._job
+        context = self._context
         if totals[1] == 0:
             raise InputError(
                 f"The microbatches of an update of stage {self._stage} count 0: there is nothing to take a mean over. "
@@ -312,11 +312,13 @@ class _StageUpdates(Hooks):
         if totals.isfinite().all():
             return True
         step, microbatch = self._origin or (0, 0)
-        part = Part(range(microbatch, microbatch + len(self._versions)), job.world.rank, float(totals[0]), 0.0)
+        part = MicrobatchResult(
+            range(microbatch, microbatch + len(self._versions)), context.world.rank, float(totals[0]), 0.0
+        )
         error = non_finite(part, part.microbatches, step)
-        if job.settings.nonfinite == "stop":
+        if context.settings.nonfinite == "stop":
             raise error
-        job.events.mark("skipped", step=step, reason=str(error))
-        job.update.advance()
+        context.events.mark("skipped", step=step, reason=str(error))
+        context.update.advance()
         self._tied.send_weights()
         return False

@@ -20,11 +20,11 @@ from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, balance, check_memory
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
-from paceline.step.gather_state import gather_state
-from paceline.step.job import Job
+from paceline.step.consolidate import consolidate_state_dict
+from paceline.step.context import TrainingContext
 from paceline.step.loss import pair_of
-from paceline.step.trials.counting import check_counting
-from paceline.step.trials.kept import check_kept
+from paceline.step.probes.kept import check_kept
+from paceline.step.probes.loss_reduction import check_loss_reduction
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
@@ -67,7 +67,7 @@ class Stages:
     """Stages of a model, with the stages that this worker holds.
 
     Args:
-        job: training context, with its current process group.
+        context: training context, with its current process group.
         schedule: any of the schedules to run. It defines which workers hold which stage.
         partition: cut of the model. Defaults to the cut that the settings ask for.
 
@@ -83,15 +83,15 @@ class Stages:
         updated: for each local stage, the names of the parameters that it updates, in the order of the model.
     """
 
-    def __init__(self, job: Job, schedule: Schedule, partition: Partition | None = None) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, schedule: Schedule, partition: Partition | None = None) -> None:
+        self._context = context
         self.count = schedule.stages
-        world, model = job.world, job.compute.model
+        world, model = context.world, context.compute.model
         self.training_flags = training_flags(model)
-        self.requires_grad_flags = requires_grad_flags(job.update.parameters.values())
+        self.requires_grad_flags = requires_grad_flags(context.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
-        with preserve_generators(), job.loop.noting_forward():
-            (piece,) = job.feed.load(0, [range(1)])
+        with preserve_generators(), context.loop.noting_forward():
+            (piece,) = context.feed.load(0, [range(1)])
             self._layers = layers = layers_of(model, pair_of(piece.data)[0])
             self._prepare_all_modes()
         self.partition = partition or self._agree_on_partition(layers, piece)
@@ -104,8 +104,8 @@ class Stages:
         for number, stage in enumerate(stages):
             for name in stage.parameters:
                 users.setdefault(name, []).append(number)
-        self.tied = TiedWeights(job, {name: used for name, used in users.items() if len(used) > 1}, self.workers_of)
-        trained = job.update.parameters
+        self.tied = TiedWeights(context, {name: used for name, used in users.items() if len(used) > 1}, self.workers_of)
+        trained = context.update.parameters
         own = schedule.stages_of(world.rank)
         self.local = {
             number: LocalStage(
@@ -121,12 +121,12 @@ class Stages:
         }
         self.replicas = Subgroup(world, self.workers_of[own[0]])
         self._split_state(stages, users, own)
-        if job.compute.buffers.fixed:
+        if context.compute.buffers.fixed:
             self._restrict_buffers()
 
     def _split_state(self, stages: list[Stage], users: dict[str, list[int]], own: Sequence[int]) -> None:
         """Find the parameters and buffers whose newest values this worker has, and the parameters to release."""
-        model = self._job.compute.model
+        model = self._context.compute.model
         every = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
         unused = every - users.keys() - {name for stage in stages for name in stage.buffers}  # all workers have these
         owned = {name for name, used in users.items() if used[0] in own}
@@ -134,42 +134,42 @@ class Stages:
         self._owned = frozenset(owned | unused)
         self._is_whole = True
         used = unused.union(*(stages[number].parameters for number in own))
-        self._released = Released(model, self._job.update.optimizer, used, unused.union(*self.updated.values()))
+        self._released = Released(model, self._context.update.optimizer, used, unused.union(*self.updated.values()))
 
     def _prepare_all_modes(self) -> None:
         """Prepare for the modes of all workers, because a worker that joins starts in the script's first mode."""
-        for mode in self._job.world.gather(self.training_flags.current(), "start"):
+        for mode in self._context.world.gather(self.training_flags.current(), "start"):
             with self.training_flags.set_to(mode):
                 self._layers.prepare()
 
     def _record(self, stages: list[Sequence[str]], again: bool) -> None:
         """Record the data needed to predict a step; ``again`` marks another cut of a model that was cut before."""
-        job, times = self._job, None
+        context, times = self._context, None
         if self.partition.times is not None:
             parts = [self.partition.times[begin:end] for begin, end in self.partition.bounds]
             times = [[sum(forward for forward, _ in part), sum(backward for _, backward in part)] for part in parts]
-        job.events.mark(
+        context.events.mark(
             "cut",
             stages=stages,
             times=times,
             again=again,
-            device=job.world.device.type,
-            workers=job.world.size,
-            microbatches=job.order.microbatches,
-            pipeline=job.settings.pipeline.model_dump(mode="json"),
+            device=context.world.device.type,
+            workers=context.world.size,
+            microbatches=context.order.microbatches,
+            pipeline=context.settings.pipeline.model_dump(mode="json"),
         )
 
     def _agree_on_partition(self, layers: Layers, piece: Piece) -> Partition:
         """Return the choice of rank 0, because no two workers measure the same."""
         chosen: Partition | tuple[str, str] | None = None
-        if self._job.world.rank == 0:
+        if self._context.world.rank == 0:
             try:
                 chosen = self._choose_partition(layers, piece)
             except (ConfigError, InputError) as error:
                 chosen = type(error).__name__, str(error)
-        compute, values = self._job.compute, self._job.loop.forward_values
+        compute, values = self._context.compute, self._context.loop.forward_values
         known = chosen, compute.metrics, list(values.left)
-        chosen, compute.metrics, left = self._job.world.gather(known, "start")[0]
+        chosen, compute.metrics, left = self._context.world.gather(known, "start")[0]
         values.load(left)
         if isinstance(chosen, tuple):
             raise {"ConfigError": ConfigError, "InputError": InputError}[chosen[0]](chosen[1])
@@ -177,16 +177,16 @@ class Stages:
         return chosen
 
     def _choose_partition(self, layers: Layers, piece: Piece) -> Partition:
-        compute, settings = self._job.compute, self._job.settings.pipeline
-        with self._job.loop.noting_forward():
+        compute, settings = self._context.compute, self._context.settings.pipeline
+        with self._context.loop.noting_forward():
             check_loss(compute, piece)
-        check_counting(self._job, [piece], 0)
-        check_kept(self._job, piece, 0)
-        check_gradients(compute, layers, piece, self._job.settings.exact, self._job.settings.seed)
+        check_loss_reduction(self._context, [piece], 0)
+        check_kept(self._context, piece, 0)
+        check_gradients(compute, layers, piece, self._context.settings.exact, self._context.settings.seed)
         if settings.cut is not None and settings.memory_gigabytes is None:
             return Partition(bounds_of(layers, self.count, settings.cut))
         memory_bytes = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
-        cluster = Cluster(memory_bytes=memory_bytes, microbatches=self._job.order.microbatches)
+        cluster = Cluster(memory_bytes=memory_bytes, microbatches=self._context.order.microbatches)
         costs = measure_layers(compute, layers, piece, _REPEATS)
         times = [(cost.forward, cost.backward) for cost in costs]
         if settings.cut is None:
@@ -201,7 +201,7 @@ class Stages:
         Raises:
             InputError: two stages change the same buffer. Raised on all workers alike.
         """
-        changing = set(self._job.compute.buffers.agreed)
+        changing = set(self._context.compute.buffers.agreed)
         for stage, names in enumerate(self._buffers):
             for other in range(stage):
                 both = sorted(changing & set(names) & set(self._buffers[other]))
@@ -213,14 +213,14 @@ class Stages:
 
     def agree_on_buffers(self, changing: Sequence[str]) -> None:
         """Agree on the buffers that change on any worker. All workers call this with those that change on them."""
-        gathered = self._job.world.gather(changing, "step")
-        self._job.compute.buffers.fix({name for names in gathered for name in names})
+        gathered = self._context.world.gather(changing, "step")
+        self._context.compute.buffers.fix({name for names in gathered for name in names})
         self._check_buffers()
         self._restrict_buffers()
 
     def _restrict_buffers(self) -> None:
         """Restrict the average to the buffers of local stages."""
-        self._job.compute.buffers.restrict({name for stage in self.local.values() for name in stage.buffers})
+        self._context.compute.buffers.restrict({name for stage in self.local.values() for name in stage.buffers})
 
     def nodes(self, schedule: Schedule) -> list[list[Node]]:
         """Return, for each replica, the tree nodes whose sums it has. Without ``exact`` there is at most one."""
@@ -228,13 +228,13 @@ class Stages:
         nodes = []
         for place, rank in enumerate(self.replicas.ranks):
             mine = [one.microbatch for one in schedule.workers[rank] if one.kind is Kind.FORWARD and one.stage == first]
-            nodes.append(nodes_of(mine) if self._job.settings.exact else [Node(0, place)] if mine else [])
+            nodes.append(nodes_of(mine) if self._context.settings.exact else [Node(0, place)] if mine else [])
         return nodes
 
     def pieces(self, schedule: Schedule) -> list[range]:
         """Return the microbatches whose data this worker needs, for the model's input or for the loss."""
         wanted = {0, self.count - 1}
-        mine = {one.microbatch for one in schedule.workers[self._job.world.rank] if one.stage in wanted}
+        mine = {one.microbatch for one in schedule.workers[self._context.world.rank] if one.stage in wanted}
         return [range(microbatch, microbatch + 1) for microbatch in sorted(mine) if microbatch >= 0]
 
     def prepare(self) -> None:
@@ -249,7 +249,7 @@ class Stages:
         self._released.release()
 
     @property
-    def holds(self) -> frozenset[str] | None:
+    def owned(self) -> frozenset[str] | None:
         """Names of the parameters and buffers whose newest values this worker has. None if it has all of them."""
         return None if self._is_whole else self._owned
 
@@ -257,7 +257,7 @@ class Stages:
         """Give all workers the whole state. All workers call this together."""
         if not self._is_whole:
             self._released.allocate()
-            gather_state(self._job, self._job.world.gather(self._owned, "synchronizing"))
+            consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))
             self._is_whole = True
 
     def close(self) -> None:

@@ -14,15 +14,15 @@ from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES, async_pipeline_for, shape_of
 from paceline.settings import Settings
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.pipeline.pipedream import PipeDream
 from paceline.strategies.pipeline.synchronous import Synchronous
 
 
-def build(job: Job) -> Strategy:
+def build(context: TrainingContext) -> Strategy:
     """Build the pipeline of the configured schedule."""
-    return PipeDream(job) if job.settings.pipeline.schedule in ASYNC_SCHEDULES else Synchronous(job)
+    return PipeDream(context) if context.settings.pipeline.schedule in ASYNC_SCHEDULES else Synchronous(context)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

@@ -39,11 +39,11 @@ from paceline.errors import InputError, WorkerLost
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node
-from paceline.step.checks import Part, check_dense
+from paceline.step.checks import MicrobatchResult, check_dense
 from paceline.step.commit import means, skip
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
-from paceline.step.job import Job, StepResult
-from paceline.step.trials.optimizer_probe import check_draws
+from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import metrics_of
@@ -55,22 +55,22 @@ from paceline.strategies.pipeline.stages import Partition, Stages
 class Synchronous(Strategy):
     """Pipeline that drains in each step."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
         self._schedules: dict[int, Schedule] = {}
         self._has_updated = False
-        self._parameters = job.update.parameters
-        self._headers = Headers(job.world, self._most_losses())
+        self._parameters = context.update.parameters
+        self._headers = Headers(context.world, self._most_losses())
         self._cut(None)
 
     def _cut(self, partition: Partition | None) -> None:
         """Cut the model, and set up the objects that depend on the stages of this worker."""
-        job = self._job
-        enough = max(job.order.microbatches, job.world.size)  # so that each worker has operations
-        self.stages = stages = Stages(job, self._schedule(enough), partition)
-        self._executor = Executor(job, stages.local, stages.workers_of)
+        context = self._context
+        enough = max(context.order.microbatches, context.world.size)  # so that each worker has operations
+        self.stages = stages = Stages(context, self._schedule(enough), partition)
+        self._executor = Executor(context, stages.local, stages.workers_of)
         self._updated = {name: self._parameters[name] for names in stages.updated.values() for name in names}
-        self._reducer = Reducer(job, self._updated, stages.replicas, overlap=False)
+        self._reducer = Reducer(context, self._updated, stages.replicas, overlap=False)
         self._rebalance: Rebalance | None = None
         if stages.partition.times is not None and not stages.partition.fixed and len(stages.local) == 1:
             seconds = [forward + backward for forward, backward in stages.partition.times]
@@ -79,13 +79,13 @@ class Synchronous(Strategy):
     def _schedule(self, microbatches: int) -> Schedule:
         if microbatches not in self._schedules:
             self._schedules[microbatches] = synchronous_schedule(
-                self._job.settings.pipeline, self._job.world.size, microbatches
+                self._context.settings.pipeline, self._context.world.size, microbatches
             )
         return self._schedules[microbatches]
 
     def _most_losses(self) -> int:
         """Return the most losses of any worker in a step; the replicas of the last stage share them."""
-        schedules = map(self._schedule, self._job.order.cuts())
+        schedules = map(self._schedule, self._context.order.cuts())
         return max(
             Counter(one.worker_of(one.stages - 1, microbatch) for microbatch in range(one.microbatches)).most_common()[
                 0
@@ -94,18 +94,18 @@ class Synchronous(Strategy):
         )
 
     def pieces(self, step: int) -> list[range]:
-        return self.stages.pieces(self._schedule(len(self._job.order.parts_of(step))))
+        return self.stages.pieces(self._schedule(len(self._context.order.parts_of(step))))
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job, stages = self._job, self.stages
-        job.world.check()
-        job.world.await_process_group()
+        context, stages = self._context, self.stages
+        context.world.check()
+        context.world.await_process_group()
         stages.prepare()
         if stages.requires_grad_flags.changed:
             self._executor.reset_links()
             stages.requires_grad_flags.save()
-        schedule = self._schedule(len(job.order.parts_of(step)))
-        scale = 1.0 if job.settings.exact else _scale_for(job.order.samples_of(step))
+        schedule = self._schedule(len(context.order.parts_of(step)))
+        scale = 1.0 if context.settings.exact else _scale_for(context.order.samples_of(step))
         gradients = self._compute(step, pieces, schedule, scale)
         header = self._send_header(step, any(gradients.missing.values()))
         self._executor.finish()
@@ -115,23 +115,23 @@ class Synchronous(Strategy):
         nodes = stages.nodes(schedule)
         self._mean_gradients(gradients, nodes, lambda: header.count() * scale)
         statistics = self._mean_statistics(step, nodes)
-        skipped = skip(job, step, parts, lambda bad: bad.microbatches, header.notice)
+        skipped = skip(context, step, parts, lambda bad: bad.microbatches, header.notice)
         if skipped is not None:
             self._synchronize_on(header.notice)
             return skipped
-        loss, metrics = means(job, parts)
+        loss, metrics = means(context, parts)
         norm = self._reducer.norm(set(self._updated) if stages.replicas.rank == 0 else ())
-        job.world.confirm(step)  # commit point: all workers have sent norms, so all have their means
-        job.compute.buffers.accept(statistics)
-        seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        _, rate = job.update.apply(step, norm=norm)
+        context.world.confirm(step)  # commit point: all workers have sent norms, so all have their means
+        context.compute.buffers.accept(statistics)
+        seed_torch(seed_of(UPDATE, context.settings.seed, step))
+        _, rate = context.update.apply(step, norm=norm)
         first, self._has_updated = not self._has_updated, True
         if first:
-            check_savable(job.update.optimizer)
+            check_savable(context.update.optimizer)
         stages.mark_updated()
         with contextlib.suppress(WorkerLost):  # owners have the tied weights; the next step detects the loss
             if first:
-                check_draws(job)
+                check_draws(context)
             stages.tied.send_weights()
             self._cut_again_if_slow(header.seconds)
             self._synchronize_on(header.notice)
@@ -139,15 +139,15 @@ class Synchronous(Strategy):
 
     def _compute(self, step: int, pieces: list[Piece], schedule: Schedule, scale: float) -> _StepGradients:
         """Run the forward and backward passes of a step."""
-        job = self._job
-        gradients = _StepGradients(job, self.stages, schedule)
-        job.compute.buffers.begin()
-        job.update.check_structure()
+        context = self._context
+        gradients = _StepGradients(context, self.stages, schedule)
+        context.compute.buffers.begin()
+        context.update.check_structure()
         for parameter in self._parameters.values():
             parameter.grad = None
         self._executor.reset()
         self._executor.add(step, pieces, schedule.worker_of, scale=scale)
-        operations = schedule.workers[job.world.rank]
+        operations = schedule.workers[context.world.rank]
         self._executor.run([one for one in operations if one.kind not in (Kind.REDUCE, Kind.UPDATE)], gradients)
         return gradients
 
@@ -155,7 +155,7 @@ class Synchronous(Strategy):
         pairs = self._executor.losses
         starts = sorted(pairs)
         seconds = self._executor.busy_seconds
-        self._headers.own = self._job.compute.metrics
+        self._headers.own = self._context.compute.metrics
         return StepHeader(self._headers, step, starts, [pairs[start] for start in starts], seconds, missing)
 
     def _synchronize_on(self, notice: int) -> None:
@@ -168,8 +168,8 @@ class Synchronous(Strategy):
         decision = self._rebalance.add_step(seconds) if self._rebalance else None
         if decision is None:
             return
-        self._job.events.mark("rebalance", **decision._asdict())
-        self._job.warnings.append(decision.describe())
+        self._context.events.mark("rebalance", **decision._asdict())
+        self._context.warnings.append(decision.describe())
         self.stages.synchronize()
         before = self.stages.partition
         try:
@@ -177,7 +177,7 @@ class Synchronous(Strategy):
         except InputError:  # two stages would change one buffer
             self._cut(before)
             self._rebalance = None
-        self._job.world.gather(None, "synchronizing")  # no step begins before the cut is recorded
+        self._context.world.gather(None, "synchronizing")  # no step begins before the cut is recorded
 
     def synchronize(self, steps: int) -> None:
         self.stages.synchronize()
@@ -186,17 +186,17 @@ class Synchronous(Strategy):
         self.stages.close()
         for parameter in self._parameters.values():
             parameter.grad = None
-        return self.stages.holds
+        return self.stages.owned
 
-    def _parts(self, header: StepHeader, missing: dict[int, Counter[str]]) -> list[Part]:
+    def _parts(self, header: StepHeader, missing: dict[int, Counter[str]]) -> list[MicrobatchResult]:
         everywhere: dict[int, Counter[str]] = defaultdict(Counter)
         if header.missing:
-            for one in self._job.world.gather(missing, "step"):
+            for one in self._context.world.gather(missing, "step"):
                 for microbatch, names in one.items():
                     everywhere[microbatch].update(names)
-        metrics = metrics_of(self._job, header)
+        metrics = metrics_of(self._context, header)
         return [
-            Part(
+            MicrobatchResult(
                 range(start, start + 1),
                 rank,
                 loss,
@@ -219,11 +219,11 @@ class Synchronous(Strategy):
 
     def _mean_statistics(self, step: int, nodes: list[list[Node]]) -> list[torch.Tensor]:
         """Return the means over all samples of the buffers that the forward passes of local stages change."""
-        buffers = self._job.compute.buffers
+        buffers = self._context.compute.buffers
         sums, names = [], []
         for stage, local in self.stages.local.items():
             names += buffers.names_in(local.buffers)
-            accumulator = ScatteredAccumulator(self._job.settings.exact)
+            accumulator = ScatteredAccumulator(self._context.settings.exact)
             for microbatch, values in self._executor.statistics[stage].items():
                 accumulator.push(microbatch, [*values.values()])
             sums.append(accumulator.values())
@@ -233,7 +233,7 @@ class Synchronous(Strategy):
             return []
         places = [names.index(name) for name in buffers.live]
         changing: list[Values] = [[values[place] for place in places] for values in _concatenate(sums)]
-        return self._reducer.statistics(nodes, changing, self._job.order.samples_of(step))
+        return self._reducer.statistics(nodes, changing, self._context.order.samples_of(step))
 
 
 class _StepGradients(Hooks):
@@ -247,9 +247,9 @@ class _StepGradients(Hooks):
         missing: for each microbatch, the parameters without a gradient, and the number of stages without one.
     """
 
-    def __init__(self, job: Job, stages: Stages, schedule: Schedule) -> None:
-        self._parameters = job.update.parameters
-        self._exact = job.settings.exact
+    def __init__(self, context: TrainingContext, stages: Stages, schedule: Schedule) -> None:
+        self._parameters = context.update.parameters
+        self._exact = context.settings.exact
         self._stages = stages
         self._schedule = schedule
         self._versions: dict[str, int] = {}

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.links.variable_length import TAGS, VariableLengthReceiver, VariableLengthSender, communicator_of
 from paceline.comm.transport.base import Message
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.strategies.pipeline.tied_exact import TiedUses
 
 _TAGS = 1 << 25
@@ -29,18 +29,20 @@ class TiedWeights:
     """Tied weights of the stages of this worker.
 
     Args:
-        job: training context.
+        context: training context.
         users: for each parameter name, the stages that use it, in order.
         workers_of: for each stage, the ranks that hold it.
     """
 
-    def __init__(self, job: Job, users: Mapping[str, Sequence[int]], workers_of: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, context: TrainingContext, users: Mapping[str, Sequence[int]], workers_of: Sequence[Sequence[int]]
+    ) -> None:
         self.users = users
-        self._world = job.world
-        self._parameters = job.update.parameters
-        self._autocast = job.settings.autocast is not None
+        self._world = context.world
+        self._parameters = context.update.parameters
+        self._autocast = context.settings.autocast is not None
         self._workers_of = workers_of
-        self._exact = job.settings.exact
+        self._exact = context.settings.exact
         self._numbers = {name: number for number, name in enumerate(users)}
         self._forward: Operation | None = None
         self._uses: dict[tuple[str, int, int], TiedUses] = {}

@@ -20,8 +20,8 @@ from paceline.comm.links.channel import TAGS, Receiver, Sender
 from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline.pipedream import AsyncPipeline
+from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
-from paceline.step.job import Job
 from paceline.strategies.pipeline.tied import TiedWeights
 
 _TAGS = 1 << 25
@@ -31,7 +31,7 @@ class TiedPipeDream:
     """Tied weights of the stage of one worker.
 
     Args:
-        job: training context.
+        context: training context.
         stage: stage of this worker.
         tied: parameters that several stages use.
         stream: asynchronous pipeline.
@@ -40,10 +40,10 @@ class TiedPipeDream:
         ConfigError: a stage that uses a tied parameter is replicated.
     """
 
-    def __init__(self, job: Job, stage: int, tied: TiedWeights, stream: AsyncPipeline) -> None:
+    def __init__(self, context: TrainingContext, stage: int, tied: TiedWeights, stream: AsyncPipeline) -> None:
         self._stage = stage
-        self._world = job.world
-        self._parameters = job.update.parameters
+        self._world = context.world
+        self._parameters = context.update.parameters
         self._late: dict[str, int] = {}
         self._gradient_receivers: dict[str, list[VariableLengthReceiver]] = {}
         self._gradient_senders: dict[str, VariableLengthSender] = {}
@@ -58,10 +58,12 @@ class TiedPipeDream:
                     f"{replicated[0]} has {stream.replicas[replicated[0]]} workers: schedule {stream.name!r} does not "
                     f"support that. Give these stages one worker each, or use a synchronous schedule such as '1f1b'."
                 )
-            self._connect(job, name, number, users, stream)
+            self._connect(context, name, number, users, stream)
 
-    def _connect(self, job: Job, name: str, number: int, users: Sequence[int], stream: AsyncPipeline) -> None:
-        world, owner = job.world, users[0]
+    def _connect(
+        self, context: TrainingContext, name: str, number: int, users: Sequence[int], stream: AsyncPipeline
+    ) -> None:
+        world, owner = context.world, users[0]
         for user in users[1:]:
             tag = _TAGS + 3 * (number * stream.stages + user) * TAGS
             gradient, weight = f"the gradient of {name!r}", f"the weights {name!r}"

@@ -334,7 +334,7 @@ def _surroundings(simulation: Simulation) -> Iterator[None]:
         mock.patch("paceline.training.position.seed_all", lambda seed: None),
         mock.patch("paceline.comm.rendezvous.coordinator_client.user_line", lambda frame: ""),
         mock.patch("paceline.training.recovery.recovery.platform", SimpleNamespace(node=simulation.machine)),
-        mock.patch("paceline.training.recovery.state_shards.gather_state", gather_parts),
+        mock.patch("paceline.training.recovery.state_shards.consolidate_state_dict", gather_parts),
         mock.patch("paceline.coordinator.agent.record_of", simulation.report_of),
         mock.patch("os.getpid", simulation.process_id),
     ):

@@ -20,7 +20,7 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.data.order import UNKNOWN
 from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.job import Learned, StepResult
+from paceline.step.context import ProbeResults, StepResult
 from paceline.strategies.base import Strategy
 from paceline.system import fault_points
 from paceline.testing.simulator.network import Link
@@ -191,14 +191,14 @@ class Simulated(Strategy):
     """All tell all which microbatches they have; then each makes the update, of its own parts if they are divided.
 
     Args:
-        job: what is trained, with whom.
+        context: what is trained, with whom.
         state: of the training.
         pause: lets time pass.
         random: draws how long.
     """
 
-    def __init__(self, job: Any, state: State, pause: Callable[[float], None], random: Random) -> None:
-        self._world, self._state, self._pause, self._random = job.world, state, pause, random
+    def __init__(self, context: Any, state: State, pause: Callable[[float], None], random: Random) -> None:
+        self._world, self._state, self._pause, self._random = context.world, state, pause, random
         every = range(len(state.parts))
         self._divides = len(every) > 1 and self._world.size > 1
         self._own = [part for part in every if part % self._world.size == self._world.rank or not self._divides]
@@ -243,11 +243,11 @@ def _gather(world: SimulatedWorld, state: State, own: Sequence[int]) -> None:
         state.parts[part] = value, steps
 
 
-def gather_parts(job: Any, holds: Sequence[frozenset[str] | None]) -> None:
-    """Give all workers all parts, in place of ``step.gather_state.gather_state``."""
-    held = [job.every if part is None else part for part in holds]
-    own = held[job.world.rank].difference(*held[: job.world.rank])
-    _gather(job.world, job.state, sorted(map(int, own)))
+def gather_parts(context: Any, owned: Sequence[frozenset[str] | None]) -> None:
+    """Give all workers all parts, in place of ``step.consolidate.gather_state``."""
+    held = [context.every if part is None else part for part in owned]
+    own = held[context.world.rank].difference(*held[: context.world.rank])
+    _gather(context.world, context.state, sorted(map(int, own)))
 
 
 @contextmanager
@@ -288,12 +288,12 @@ class Worker:
         """Do what a script does, from ``paceline.start`` to its last line."""
         script = ScriptState()
         state = State(script, self._parts)
-        job = self._job(state)
+        context = self._context(state)
         checkpointer = Checkpointer(self.world, self._disk)
-        beginning: Any = Beginning(job, {}, state, checkpointer, None)  # type: ignore[arg-type]
+        beginning: Any = Beginning(context, {}, state, checkpointer, None)  # type: ignore[arg-type]
 
-        def build(job: Any) -> Simulated:
-            return Simulated(job, state, self._hub.pause, self._random)
+        def build(context: Any) -> Simulated:
+            return Simulated(context, state, self._hub.pause, self._random)
 
         loop = TrainingLoop(beginning, script, build)
         script.register({"done": self.done})
@@ -320,7 +320,7 @@ class Worker:
         everyone = self.world.gather([call[0], self.world.notice()], "evaluate")
         return float(sum(steps for steps, _ in everyone) / len(everyone)), max(notice for _, notice in everyone)
 
-    def _job(self, state: State) -> Any:
+    def _context(self, state: State) -> Any:
         names = [(str(part), None) for part in range(self._parts)]
         model = SimpleNamespace(
             modules=list, parameters=list, named_buffers=list, named_parameters=lambda: names,
@@ -333,7 +333,8 @@ class Worker:
         )  # fmt: skip
         return SimpleNamespace(
             world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(), phases={},
-            learned=Learned(repeatable=True), audits=AuditSchedule(off=True), events=EventLog(None, -1), warnings=[],
+            probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
+            events=EventLog(None, -1), warnings=[],
             compute=SimpleNamespace(buffers=buffers, model=model), state=state,
             update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from paceline.checkpoint.weights.match import Matched, match
 from paceline.checkpoint.weights.read import read
 from paceline.comm.collectives.agreement import check
 from paceline.errors import CheckpointError, PacelineError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.training.progress import Progress
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
@@ -25,38 +25,38 @@ class Beginning:
     """Training job with its initial state.
 
     Attributes:
-        job: training job, before the rendezvous.
-        facts: facts on which all workers must agree.
+        context: training job, before the rendezvous.
+        run_spec: what all workers must agree on, by key.
         state: training state.
         checkpointer: checkpointer of the run.
         resume: checkpoint to start from: a path, ``auto`` for the newest complete one, or None.
     """
 
-    job: Job
-    facts: dict[str, object]
+    context: TrainingContext
+    run_spec: dict[str, object]
     state: TrainingState
     checkpointer: Checkpointer
     resume: str | None
 
     def begin(self) -> Progress:
         """Check the facts, load the checkpoint or initial weights, and return the progress. All workers call this."""
-        check(self.job.world, self.facts)
+        check(self.context.world, self.run_spec)
         # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
-        again = self.resume is None and self.job.world.generation > 0 and self.checkpointer.enabled
+        again = self.resume is None and self.context.world.generation > 0 and self.checkpointer.enabled
         steps = self.checkpointer.resume(self.state, "auto" if again else self.resume)
-        if self.job.settings.weights.path is not None and self.checkpointer.last is None:
-            load_initial(self.job)
+        if self.context.settings.weights.path is not None and self.checkpointer.last is None:
+            load_initial(self.context)
         return Progress.resumed(steps, self.state.loaded_script if steps else {})
 
 
-def load_initial(job: Job) -> None:
+def load_initial(context: TrainingContext) -> None:
     """Read the weights that the settings name on rank 0, and load them on all workers. All workers call this.
 
     Raises:
         CheckpointError: the weights cannot be read or do not match the model. Raised on all workers.
         WorkerLost: a worker was lost during the call.
     """
-    world, model, settings = job.world, job.compute.model, job.settings.weights
+    world, model, settings = context.world, context.compute.model, context.settings.weights
     assert settings.path is not None
     matched: Matched | None = None
     said = "", ""
@@ -77,7 +77,7 @@ def load_initial(job: Job) -> None:
         tensors = dict(received.tensors) if received is not None else tensors
     with torch.no_grad():
         model.load_state_dict(tensors, strict=False)
-    if said[0] not in job.learned.warnings:
-        job.learned.warnings.append(said[0])
+    if said[0] not in context.probe_results.warnings:
+        context.probe_results.warnings.append(said[0])
         _log.log(logging.WARNING if ";" in said[0] and world.rank == 0 else logging.INFO, said[0])
-        job.events.mark("note", text=said[0])
+        context.events.mark("note", text=said[0])

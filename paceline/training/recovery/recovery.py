@@ -49,7 +49,7 @@ class Recovery:
     def __init__(self, coordinator: CoordinatorClient, beginning: Beginning) -> None:
         self._coordinator = coordinator
         self._beginning = beginning
-        self._job, self._state, self._checkpointer = beginning.job, beginning.state, beginning.checkpointer
+        self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
         self._undo_warm_up: Callable[[], None] = lambda: None
 
     def register(self, status: Callable[[], dict[str, Any]]) -> None:
@@ -61,16 +61,16 @@ class Recovery:
         launched, coordinator = env.launch_info(), self._coordinator
         assert launched is not None
         if launched.spare:
-            self._undo_warm_up = warm_up(self._job, self._state)
+            self._undo_warm_up = warm_up(self._context, self._state)
         coordinator.report(status)
         about = {
             "host": platform.node(),
             "pid": os.getpid(),
             "address": coordinator.address,
         }
-        known = {key: value for key, value in self._beginning.facts.items() if not key.startswith("initial")}
-        fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)
-        coordinator.register(about, known, self._job.settings.hang_seconds, fits)
+        known = {key: value for key, value in self._beginning.run_spec.items() if not key.startswith("initial")}
+        fits = worker_counts(self._context.settings, self._context.order.microbatches, launched.largest)
+        coordinator.register(about, known, self._context.settings.hang_seconds, fits)
 
     def re_form(self, progress: Progress | None, planned: bool = False, ended: Sequence[int] = ()) -> Progress:
         """Join the next membership and bring this worker to the state of its most advanced workers.
@@ -87,7 +87,7 @@ class Recovery:
             SystemExit: this worker leaves the run, or the run has ended.
             WorkerLost: the run cannot continue, or the coordinator is lost.
         """
-        world, begin = self._job.world, time.perf_counter()
+        world, begin = self._context.world, time.perf_counter()
         lost: list[int] = []
         while True:
             if progress is not None:
@@ -104,7 +104,7 @@ class Recovery:
                 world.join(answer)
                 if world.device != before:
                     self._undo_warm_up()
-                    move_to_device(self._job)
+                    move_to_device(self._context)
                 connected = time.perf_counter()
                 if answer.fresh:
                     self._undo_warm_up()
@@ -113,12 +113,12 @@ class Recovery:
                     progress = self._same_state(progress)
                     self._share_findings()
                     joined = [rank for rank, member in enumerate(answer.members) if member.worker in answer.joined]
-                    self._job.audits.look_at(progress.steps, joined)
+                    self._context.audits.look_at(progress.steps, joined)
             except WorkerLost as error:
                 planned, ended = False, world.worker_ids(error.ranks)
                 continue
             env.set_identity(world.rank, world.size, world.local_rank, world.local_size)
-            self._job.events.move(world.rank, answer.generation)
+            self._context.events.move(world.rank, answer.generation)
             now = time.perf_counter()
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
@@ -126,11 +126,11 @@ class Recovery:
 
     def _record(self, membership: Membership, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
         launched, count = env.launch_info(), len(lost)
-        if count and launched is not None and launched.ulfm and self._job.world.rank == 0:
+        if count and launched is not None and launched.ulfm and self._context.world.rank == 0:
             # no launcher reports the loss
             left = len(membership.members)
             _log.warning("lost %d of %d workers; %d go on from step %d", count, left + count, left, step)
-        self._job.events.mark(
+        self._context.events.mark(
             "recovered" if membership.generation > 0 else "gathered",
             step=step,
             workers=[member.worker for member in membership.members],
@@ -143,12 +143,12 @@ class Recovery:
     def _same_state(self, progress: Progress | None) -> Progress:
         """Bring all members to the most advanced state, or to a checkpoint if that is lost; return the progress."""
         if progress is not None:
-            progress.changes = self._job.loop.needed
-        everyone = self._job.world.gather(progress, RE_FORMING)
+            progress.changes = self._context.loop.needed
+        everyone = self._context.world.gather(progress, RE_FORMING)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
-        if assemble(self._job, everyone):
-            progress = None if progress is None else replace(progress, holds=None)
+        if assemble(self._context, everyone):
+            progress = None if progress is None else replace(progress, owned=None)
             progress = self._catch_up(everyone, progress)
         else:
             progress = self._go_back(everyone)
@@ -157,7 +157,7 @@ class Recovery:
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
         """Send the state of the most advanced workers to the others, and return this worker's progress."""
-        plan, world = plan_catch_up(everyone), self._job.world
+        plan, world = plan_catch_up(everyone), self._context.world
         if len(plan.senders) < len(everyone):
             sends = world.rank in plan.senders
             received = transfer(world, plan.senders, self._to_send(progress, plan.in_step) if sends else None)
@@ -169,12 +169,12 @@ class Recovery:
     def _to_send(self, progress: Progress | None, in_step: bool) -> StateBytes:
         """Return the state to send: the current one if ``in_step``, otherwise as of the return of the last step."""
         assert progress is not None
-        self._job.loop.now = in_step
+        self._context.loop.now = in_step
         try:
             with self._state.script_of_now() if in_step else contextlib.nullcontext():
                 snapshot = self._state.snapshot(progress.steps)
         finally:
-            self._job.loop.now = False
+            self._context.loop.now = False
         return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not in_step)), progress.steps)
 
     def _take_over(self, received: StateBytes, entered: int) -> Progress:
@@ -185,9 +185,9 @@ class Recovery:
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
         """Load the newest checkpoint on all workers, because a part of the state is lost; return the progress."""
-        furthest, own = furthest_of(everyone), everyone[self._job.world.rank]
+        furthest, own = furthest_of(everyone), everyone[self._context.world.rank]
         self._state.keeps_script = own is not None
-        steps = go_back(self._job, self._checkpointer, self._state, everyone)
+        steps = go_back(self._context, self._checkpointer, self._state, everyone)
         if own is not None and not own.has_script_at(steps):
             self._state.load_script()
         if furthest.changes and steps < furthest.steps:
@@ -197,23 +197,23 @@ class Recovery:
                 f"{furthest.changes[0]!r} between steps, which these would miss. Start the run again with "
                 f"--resume auto: then the script runs again from that checkpoint on."
             )
-        self._job.events.mark("went back", step=steps, steps=furthest.steps - steps)
-        return gone_back(everyone, self._job.world.rank, steps, self._state.loaded_script)
+        self._context.events.mark("went back", step=steps, steps=furthest.steps - steps)
+        return gone_back(everyone, self._context.world.rank, steps, self._state.loaded_script)
 
     def _share_findings(self) -> None:
         """Share the findings of the first step, on which communication depends, so that all workers have the same.
 
         Also share the launch number that checkpoint names contain.
         """
-        compute = self._job.compute
+        compute = self._context.compute
         buffers = compute.buffers
         changing = list(buffers.agreed) if buffers.fixed else None
         launch = self._checkpointer.launch
-        learned = self._job.learned
-        found = learned.fusible, learned.repeatable, changing, launch, sorted(buffers.added)
-        everyone = self._job.world.gather(found, RE_FORMING)
-        learned.fusible = next((fusible for fusible, *_ in everyone if fusible is not None), None)
-        learned.repeatable = any(repeatable for _, repeatable, *_ in everyone)
+        probe_results = self._context.probe_results
+        found = probe_results.fusible, probe_results.repeatable, changing, launch, sorted(buffers.added)
+        everyone = self._context.world.gather(found, RE_FORMING)
+        probe_results.fusible = next((fusible for fusible, *_ in everyone if fusible is not None), None)
+        probe_results.repeatable = any(repeatable for _, repeatable, *_ in everyone)
         self._checkpointer.launch = max((launch for *_, launch, _ in everyone if launch is not None), default=None)
         buffers.added.update(name for *_, names in everyone for name in names)
         known = [changing for _, _, changing, *_ in everyone if changing is not None]
@@ -222,20 +222,20 @@ class Recovery:
 
     def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:
         """Save a final checkpoint if the coordinator has chosen this worker to, then raise SystemExit or WorkerLost."""
-        self._job.world.become_single()
-        self._job.events.mark("departure", code=departure.code, reason=departure.reason)
+        self._context.world.become_single()
+        self._context.events.mark("departure", code=departure.code, reason=departure.reason)
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
-            if progress.holds is None:
+            if progress.owned is None:
                 self._checkpointer.save(self._state, progress.steps)
             else:  # a checkpoint of a part of the model would be mistaken for a complete one
-                self._job.events.mark("not saved", step=progress.steps)
+                self._context.events.mark("not saved", step=progress.steps)
         if departure.code in (0, PREEMPTED):
             raise SystemExit(departure.code)
         raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
 
     def prepare_to_leave(self) -> None:
         """Finish pending communication, and a running save if this worker leaves, before a planned :meth:`re_form`."""
-        world = self._job.world
+        world = self._context.world
         if world.size > 1 and world.shared_memory is None and not world.alarmed:
             with contextlib.suppress(WorkerLost):  # closing a connection may discard data that a peer has not read
                 world.gather(None, "leaving")

@@ -9,27 +9,27 @@ from collections.abc import Callable
 import torch
 
 from paceline.checkpoint.training_state import TrainingState
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.optimizers.exclusive import updating
 from paceline.step.optimizers.own_values import OwnValues
 
 _log = logging.getLogger("paceline")
 
 
-def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
+def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None]:
     """Take a step and discard its result, so that other workers do not wait for one-time costs of this process.
 
     Returns:
         a function that restores the optimizer's state, to be called if no worker has a state to send.
     """
-    compute, parameters, optimizer = job.compute, job.update.parameters, job.update.optimizer
+    compute, parameters, optimizer = context.compute, context.update.parameters, context.update.optimizer
     before = {name: value.detach().clone() for name, value in parameters.items()}
     optimizer_state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
     own_values = OwnValues(optimizer, dict(compute.model.named_parameters()))
     kept = copy.deepcopy(own_values.state(0))
     compute.buffers.begin()
     try:
-        (piece,) = job.feed.load(0, [range(1)])
+        (piece,) = context.feed.load(0, [range(1)])
         compute.forward_pass(piece, 0).total.backward()
         with updating:
             optimizer.step()
@@ -50,17 +50,17 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
     return undo
 
 
-def move_to_device(job: Job) -> None:
+def move_to_device(context: TrainingContext) -> None:
     """Move the model, optimizer state and feed from the CPU to this worker's device. Tensors keep their identity."""
-    device, model = job.world.device, job.compute.model
+    device, model = context.world.device, context.compute.model
     for tensor in (*model.parameters(), *model.buffers()):
         put(tensor, tensor.data.to(device))
-    for parameter, state in job.update.optimizer.state.items():
+    for parameter, state in context.update.optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # step counters stay on the host
                 state[key] = value.to(device)
-    job.compute.buffers.move_to(device)
-    job.feed.move_to(device)
+    context.compute.buffers.move_to(device)
+    context.feed.move_to(device)
 
 
 def put(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -8,17 +8,17 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
-from paceline.step.gather_state import gather_state
-from paceline.step.job import Job
+from paceline.step.consolidate import consolidate_state_dict
+from paceline.step.context import TrainingContext
 from paceline.strategies import registry
 from paceline.training.progress import Progress
 
 
-def assemble(job: Job, everyone: Sequence[Progress | None]) -> bool:
+def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
     """Gather the whole state on all workers, if it is sharded. All workers call this together.
 
     Args:
-        job: training job.
+        context: training job.
         everyone: progress of each worker; None for workers without a state.
 
     Returns:
@@ -28,46 +28,48 @@ def assemble(job: Job, everyone: Sequence[Progress | None]) -> bool:
     Raises:
         WorkerLost: another worker was lost during the call.
     """
-    if all(one is None or one.holds is None for one in everyone):
+    if all(one is None or one.owned is None for one in everyone):
         return True
-    if missing(job, everyone):
+    if missing(context, everyone):
         return False
     steps = {one.steps for one in everyone if one is not None}
-    settings = job.settings
-    if len(steps) > 1 and registry.capabilities(settings, job.world.size).exact:
+    settings = context.settings
+    if len(steps) > 1 and registry.capabilities(settings, context.world.size).exact:
         return False
-    gather_state(job, [frozenset() if one is None else one.holds for one in everyone])
+    consolidate_state_dict(context, [frozenset() if one is None else one.owned for one in everyone])
     return True
 
 
-def missing(job: Job, everyone: Sequence[Progress | None]) -> list[str]:
+def missing(context: TrainingContext, everyone: Sequence[Progress | None]) -> list[str]:
     """Return the names of parameters and buffers whose newest values no worker has."""
-    held = [one.holds for one in everyone if one is not None]
+    held = [one.owned for one in everyone if one is not None]
     if None in held:
         return []
-    names = {name for name, _ in [*job.compute.model.named_parameters(), *job.compute.model.named_buffers()]}
+    names = {name for name, _ in [*context.compute.model.named_parameters(), *context.compute.model.named_buffers()]}
     return sorted(names.difference(*(one for one in held if one is not None)))
 
 
-def go_back(job: Job, checkpointer: Checkpointer, state: TrainingState, everyone: Sequence[Progress | None]) -> int:
+def go_back(
+    context: TrainingContext, checkpointer: Checkpointer, state: TrainingState, everyone: Sequence[Progress | None]
+) -> int:
     """Load the newest checkpoint on all workers and return its number of steps.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    modes, trained = training_flags(job.compute.model), requires_grad_flags(job.compute.model.parameters())
+    modes, trained = training_flags(context.compute.model), requires_grad_flags(context.compute.model.parameters())
     with (
         modes.set_to(modes.current()),
         trained.set_to(trained.current()),
     ):  # keep the current modes and flags: the scripts have passed the checkpoint and may have changed them
         steps = checkpointer.resume(state, "auto") if checkpointer.enabled else 0
     if steps == 0:
-        lost = missing(job, everyone)
+        lost = missing(context, everyone)
         what = (
             f"{len(lost)} parameters and buffers, {lost[0]!r} among them, were" if lost else "The state of a step was"
         )
         raise CheckpointError(
-            f"Rank {job.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. Save "
-            f"regularly (checkpoint.every), or let two workers hold each part of the model."
+            f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "
+            f"Save regularly (checkpoint.every), or let two workers hold each part of the model."
         )
     return steps

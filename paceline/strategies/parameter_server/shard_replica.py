@@ -28,7 +28,7 @@ from paceline.comm.servers.rpc import Answer, RpcClient
 from paceline.comm.servers.shard import OwnBlocks, Shard
 from paceline.comm.values import sendable
 from paceline.errors import WorkerLost
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 
 
 @sendable
@@ -53,19 +53,21 @@ class PendingGradients:
     buffers: dict[str, torch.Tensor]
 
 
-class HeldShard:
+class ShardReplica:
     """Shard that this worker holds. Any thread may use it.
 
     Args:
-        job: training context.
+        context: training context.
         part: parameters of the shard, by name.
         buffers: names of the buffers of the shard.
         forward: client of the worker with the second copy. None if this is the second copy, or the only one.
     """
 
-    def __init__(self, job: Job, part: dict[str, nn.Parameter], buffers: list[str], forward: RpcClient | None) -> None:
-        self._update = job.update.copied(part)
-        named = dict(job.compute.model.named_buffers())
+    def __init__(
+        self, context: TrainingContext, part: dict[str, nn.Parameter], buffers: list[str], forward: RpcClient | None
+    ) -> None:
+        self._update = context.update.copied(part)
+        named = dict(context.compute.model.named_buffers())
         self._buffers = _Buffers({name: named[name].detach().clone() for name in buffers})
         self._parameters = [self._update.parameters[name] for name in part]
         own = dict(zip(part, self._parameters, strict=True))

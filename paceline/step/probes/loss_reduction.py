@@ -23,10 +23,10 @@ from paceline.data.feed import Piece
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import concatenated, leaves_in, map_tensors, rows
 from paceline.errors import InputError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.loss import is_counted, sum_and_count
-from paceline.step.trials.draws import RecordedDraws
-from paceline.step.trials.trial import warn, without_trace
+from paceline.step.probes.draws import RecordedDraws
+from paceline.step.probes.probe import warn, without_trace
 
 _CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
 """Relative tolerances: for rounding in float32, for rounding in 16-bit types, and for random numbers."""
@@ -59,32 +59,32 @@ _NOT_TRIED = (
 )
 
 
-def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
+def check_loss_reduction(context: TrainingContext, pieces: Sequence[Piece], step: int) -> None:
     """Compute the loss of some samples given once, twice and three times, and leave no trace.
 
     Raises:
         InputError: the loss is certainly not a mean. If that is only likely, the probe warns.
     """
-    if job.compute.carried is not None:
+    if context.compute.carried is not None:
         return
     failed = ""
     for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):
-                text, certain = _trial(job, pieces, step)
+                text, certain = _probe(context, pieces, step)
             break
         except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             failed = f"{type(error).__name__}: {error}"
     else:
-        warn(job, _NOT_TRIED.format(error=failed))
+        warn(context, _NOT_TRIED.format(error=failed))
         return
     if certain:
         raise InputError(text)
     if text:
-        warn(job, f"{text} It is not certain, so training goes on.")
+        warn(context, f"{text} It is not certain, so training goes on.")
 
 
-def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
+def _probe(context: TrainingContext, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
     """Return a message about what is wrong with the loss, or "", and whether that is certain."""
     first = pieces[0]
     if not has_rows(first):
@@ -94,41 +94,43 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
     part = rows(first.data, 0, third)
     draws = RecordedDraws()
     eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
-    with without_trace(job) as trial, eager:
+    with without_trace(context) as probe, eager:
 
         def computed(data: Any) -> tuple[float, float, bool]:
-            found = _computed(job, data, step)
-            trial.restore_weights()
+            found = _computed(context, data, step)
+            probe.restore_weights()
             return found
 
         values, buffers = [], []
         for times in (1, 2, 3):
             with draws.pass_of(_repeated):
                 values.append(computed(concatenated([part] * times)))
-            buffers.append(job.compute.buffers.grown())
-        _check_buffers(job, buffers, _grown_twice(job, part, step))
+            buffers.append(context.compute.buffers.grown())
+        _check_buffers(context, buffers, _grown_twice(context, part, step))
         totals, counts = [value for value, *_ in values], [count for _, count, _ in values]
         if not values[0][2]:
-            return _of_scalar(job, totals)
-        if _closeness(job, counts, grows=True):
-            return _of_counted(job, totals, counts)
+            return _of_scalar(context, totals)
+        if _closeness(context, counts, grows=True):
+            return _of_counted(context, totals, counts)
         parts = [rows(first.data, third, first.samples)] if first.samples > third else []
         parts += [piece.data for piece in pieces[1 : 1 + _OTHERS] if has_rows(piece)]
-        return _of_uncounted(job, totals, counts, [computed(data)[1] for data in parts])
+        return _of_uncounted(context, totals, counts, [computed(data)[1] for data in parts])
 
 
-def _grown_twice(job: Job, data: Any, step: int) -> dict[str, torch.Tensor]:
+def _grown_twice(context: TrainingContext, data: Any, step: int) -> dict[str, torch.Tensor]:
     """Return by how much buffers grow in two consecutive passes over the same samples."""
-    _computed(job, data, step)
-    _computed(job, data, step, goes_on=True)
-    return job.compute.buffers.grown()
+    _computed(context, data, step)
+    _computed(context, data, step, goes_on=True)
+    return context.compute.buffers.grown()
 
 
-def _check_buffers(job: Job, grown: Sequence[dict[str, torch.Tensor]], after: dict[str, torch.Tensor]) -> None:
+def _check_buffers(
+    context: TrainingContext, grown: Sequence[dict[str, torch.Tensor]], after: dict[str, torch.Tensor]
+) -> None:
     """Find the buffers that grow with the number of samples, and warn about buffers that queue samples.
 
     Args:
-        job: training context.
+        context: training context.
         grown: growth of the buffers with samples given once, twice and three times.
         after: growth in two consecutive passes. For an average that begins with zero, it is less than twice the first.
     """
@@ -138,17 +140,17 @@ def _check_buffers(job: Job, grown: Sequence[dict[str, torch.Tensor]], after: di
             continue
         added = [*zip((twice, thrice, after), (2, 3, 2), strict=True)]
         if all(torch.allclose(found.get(name, grown_once), times * grown_once) for found, times in added):
-            job.compute.buffers.added.add(name)
+            context.compute.buffers.added.add(name)
         elif grown_once.count_nonzero() < twice[name].count_nonzero() < thrice[name].count_nonzero():
-            warn(job, _QUEUE.format(name=name, microbatches=job.order.microbatches))
+            warn(context, _QUEUE.format(name=name, microbatches=context.order.microbatches))
 
 
-def _computed(job: Job, data: Any, step: int, goes_on: bool = False) -> tuple[float, float, bool]:
+def _computed(context: TrainingContext, data: Any, step: int, goes_on: bool = False) -> tuple[float, float, bool]:
     """Return the loss as it was returned, a count, and whether the forward pass returned a count.
 
     ``goes_on``: start from the current buffers, not from those at the start of the step.
     """
-    compute = job.compute
+    compute = context.compute
     if not goes_on:
         compute.buffers.reset()
     seed_all(compute.seed(STEP, step, 0))
@@ -159,29 +161,31 @@ def _computed(job: Job, data: Any, step: int, goes_on: bool = False) -> tuple[fl
     return float(total.detach()), float(torch.as_tensor(count).detach()), is_counted(value)
 
 
-def _of_scalar(job: Job, totals: list[float]) -> tuple[str, bool]:
-    closeness = _closeness(job, totals, grows=True)
-    if not closeness or job.order.microbatches == 1:  # a sum over the whole batch is the same as in plain PyTorch
+def _of_scalar(context: TrainingContext, totals: list[float]) -> tuple[str, bool]:
+    closeness = _closeness(context, totals, grows=True)
+    if not closeness or context.order.microbatches == 1:  # a sum over the whole batch is the same as in plain PyTorch
         return "", False
-    return _SUM.format(values=_listed(totals), parts=job.order.microbatches), closeness == _certain(job)
+    return _SUM.format(values=_listed(totals), parts=context.order.microbatches), closeness == _certain(context)
 
 
-def _of_counted(job: Job, totals: list[float], counts: list[float]) -> tuple[str, bool]:
+def _of_counted(context: TrainingContext, totals: list[float], counts: list[float]) -> tuple[str, bool]:
     """Check a pair whose second value is a count."""
-    closeness = _closeness(job, totals, grows=False)
-    certain = closeness == _certain(job) == _closeness(job, counts, grows=True)
+    closeness = _closeness(context, totals, grows=False)
+    certain = closeness == _certain(context) == _closeness(context, counts, grows=True)
     return (_MEAN.format(values=f"{totals[0]:.4g}"), certain) if closeness else ("", False)
 
 
-def _of_uncounted(job: Job, totals: list[float], counts: list[float], others: list[float]) -> tuple[str, bool]:
+def _of_uncounted(
+    context: TrainingContext, totals: list[float], counts: list[float], others: list[float]
+) -> tuple[str, bool]:
     """Check a pair whose second value does not grow with the samples. ``others``: second values for other samples.
 
     Valid are (mean, 1), a mean over microbatches, and a count of the classes that occur, which is a whole number.
     """
     if counts == [0.0] * 3 and not any(others):
-        stays = totals[0] != 0 and bool(_closeness(job, totals, grows=False))
+        stays = totals[0] != 0 and bool(_closeness(context, totals, grows=False))
         return (_NO_COUNT.format(values=_listed(counts), more=""), False) if stays else ("", False)
-    closeness = _closeness(job, counts, grows=False)
+    closeness = _closeness(context, counts, grows=False)
     varies = any(abs(other - counts[0]) > 1e-6 * abs(counts[0]) for other in others)
     numbers = (*counts, *others)
     fractional = any(number % 1 for number in numbers)
@@ -191,14 +195,14 @@ def _of_uncounted(job: Job, totals: list[float], counts: list[float], others: li
         return "", False
     more = f", and {_listed(others)} for others" if varies else ""
     return _NO_COUNT.format(values=_listed(counts), more=more), varies and fractional and closeness == _certain(
-        job
+        context
     ) and max(numbers) <= 1
 
 
-def _closeness(job: Job, values: list[float], *, grows: bool) -> float:
+def _closeness(context: TrainingContext, values: list[float], *, grows: bool) -> float:
     """Return the tolerance within which values grow with the samples, or stay the same. 0 if they do not."""
     wanted = [values[0] * (times if grows else 1) for times in (1, 2, 3)]
-    for tolerance in (_certain(job), _LIKELY):
+    for tolerance in (_certain(context), _LIKELY):
         if values[0] != 0 and all(
             abs(value - one) <= tolerance * abs(one) for value, one in zip(values, wanted, strict=True)
         ):
@@ -206,9 +210,9 @@ def _closeness(job: Job, values: list[float], *, grows: bool) -> float:
     return 0.0
 
 
-def _certain(job: Job) -> float:
-    half = job.settings.autocast or any(
-        value.dtype in (torch.float16, torch.bfloat16) for value in job.update.parameters.values()
+def _certain(context: TrainingContext) -> float:
+    half = context.settings.autocast or any(
+        value.dtype in (torch.float16, torch.bfloat16) for value in context.update.parameters.values()
     )
     return _CERTAIN_HALF if half else _CERTAIN
 

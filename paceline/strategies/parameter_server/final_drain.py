@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.data.feed import Piece
-from paceline.step.job import Job, StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
 
@@ -15,21 +15,21 @@ STATE = "asynchronous"
 """Key of the strategy state of all asynchronous strategies."""
 
 
-class LastWorker(Strategy):
+class FinalDrain(Strategy):
     """Training on one worker, which first computes the steps that earlier workers claimed but did not finish."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._single = Single(job)
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._single = Single(context)
 
     def pieces(self, step: int) -> list[range]:
         return self._single.pieces(step)
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        state = self._job.strategy_state.get(STATE, {})
+        state = self._context.strategy_state.get(STATE, {})
         result = self._catch_up()
         if step < state.get("top", 0):  # done earlier, or by _catch_up
-            return result or newest_result(restored(ClaimTable(), state), self._job)
+            return result or newest_result(restored(ClaimTable(), state), self._context)
         return self._compute(step, pieces)
 
     def synchronize(self, steps: int) -> None:
@@ -39,18 +39,18 @@ class LastWorker(Strategy):
         self._single.close()
 
     def _catch_up(self) -> StepResult | None:
-        result, claimed = None, self._job.strategy_state.get(STATE, {}).get("open", [])
+        result, claimed = None, self._context.strategy_state.get(STATE, {}).get("open", [])
         while claimed:
-            result = self._compute(claimed[0], self._job.feed.load(claimed[0], self.pieces(claimed[0])))
+            result = self._compute(claimed[0], self._context.feed.load(claimed[0], self.pieces(claimed[0])))
             del claimed[0]
         return result
 
     def _compute(self, step: int, pieces: list[Piece]) -> StepResult:
         result = self._single.step(step, pieces)
         if result.applied:
-            self._job.events.mark("update", step=step, delay=0, learning_rate=result.learning_rate)
+            self._context.events.mark("update", step=step, delay=0, learning_rate=result.learning_rate)
         newest = [step, result.loss, float(result.norm), result.learning_rate, result.applied, result.metrics]
-        self._job.strategy_state.setdefault(STATE, {})["newest"] = newest
+        self._context.strategy_state.setdefault(STATE, {})["newest"] = newest
         return result
 
 
@@ -62,8 +62,8 @@ def restored(table: ClaimTable, state: dict[str, Any]) -> ClaimTable:
     return table
 
 
-def newest_result(table: ClaimTable, job: Job) -> StepResult:
+def newest_result(table: ClaimTable, context: TrainingContext) -> StepResult:
     """Return the newest result known to all workers, for a worker that did not compute the step."""
     if table.newest < 0:
-        return StepResult(math.nan, math.nan, job.update.learning_rate)
+        return StepResult(math.nan, math.nan, context.update.learning_rate)
     return StepResult(table.loss, table.norm, table.rate, applied=table.applied, metrics=table.metrics)

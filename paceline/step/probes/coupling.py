@@ -25,11 +25,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import concatenated, map_tensors, rows
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.loss import is_of_loss, loss_of_result, pair_of
-from paceline.step.trials.counting import has_rows
-from paceline.step.trials.draws import RecordedDraws
-from paceline.step.trials.trial import warn, without_trace
+from paceline.step.probes.draws import RecordedDraws
+from paceline.step.probes.loss_reduction import has_rows
+from paceline.step.probes.probe import warn, without_trace
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -42,9 +42,9 @@ _TEXT = (
 )
 
 
-def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
+def check_coupling(context: TrainingContext, pieces: Sequence[Piece], step: int) -> None:
     """Warn if the loss of some samples is not the mean over their parts. Leaves no trace."""
-    if job.compute.carried is not None or job.order.microbatches == 1 or not all(map(has_rows, pieces)):
+    if context.compute.carried is not None or context.order.microbatches == 1 or not all(map(has_rows, pieces)):
         return
     data = concatenated([piece.data for piece in pieces[:2]])
     samples = sum(piece.samples for piece in pieces[:2])
@@ -54,23 +54,23 @@ def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
     for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):
-                text = next(filter(None, (_trial(job, data, (0, cut, samples), step) for cut in sorted(cuts))), "")
+                text = next(filter(None, (_probe(context, data, (0, cut, samples), step) for cut in sorted(cuts))), "")
             break
         except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             _log.debug("the loss of several microbatches at once could not be computed: %s", error)
             text = ""
     if text:
-        warn(job, text + _broadcast(job, data))
+        warn(context, text + _broadcast(context, data))
 
 
-def _broadcast(job: Job, data: Any) -> str:
+def _broadcast(context: TrainingContext, data: Any) -> str:
     """Explain that output and target broadcast to all pairs of samples. Empty if they do not, or if it is not known."""
-    if not is_of_loss(job.compute.forward):
+    if not is_of_loss(context.compute.forward):
         return ""
     try:
-        with without_trace(job), torch.no_grad(), job.compute.precision():
+        with without_trace(context), torch.no_grad(), context.compute.precision():
             features, target = pair_of(data)
-            output = job.compute.model(features)
+            output = context.compute.model(features)
         whole = torch.broadcast_shapes(output.shape, target.shape)
     except Exception:  # noqa: BLE001 - output and target may be anything
         return ""
@@ -83,40 +83,40 @@ def _broadcast(job: Job, data: Any) -> str:
     )
 
 
-def _trial(job: Job, data: Any, cuts: tuple[int, int, int], step: int) -> str:
+def _probe(context: TrainingContext, data: Any, cuts: tuple[int, int, int], step: int) -> str:
     start, middle, stop = cuts
     draws = RecordedDraws()
     pairs = []
     eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
-    with without_trace(job) as trial, eager, _learned_statistics(job):
+    with without_trace(context) as probe, eager, _learned_statistics(context):
         for first, last in ((start, stop), (start, middle), (middle, stop)):
-            job.compute.buffers.put_back()
-            seed_all(job.compute.seed(STEP, step, 0))
+            context.compute.buffers.put_back()
+            seed_all(context.compute.seed(STEP, step, 0))
             part = map_tensors(torch.clone, rows(data, first, last))  # the forward pass may change it
-            with job.compute.precision(), draws.pass_of(partial(_part, start=first, stop=last)):
-                value = job.compute.forward(job.compute.model, part)
+            with context.compute.precision(), draws.pass_of(partial(_part, start=first, stop=last)):
+                value = context.compute.forward(context.compute.model, part)
             pairs.append([float(one) for one in loss_of_result(value, last - first).pair()[:2]])
-            trial.restore_weights()
+            probe.restore_weights()
     (total, count), *halves = pairs
     if draws.unknown or not count or not all(one[1] for one in halves):
         return ""
     whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
     size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))
-    if abs(whole - mean) <= _tolerance(job) * size:
+    if abs(whole - mean) <= _tolerance(context) * size:
         return ""
-    return _TEXT.format(samples=stop, whole=whole, halves=mean, microbatches=job.order.microbatches)
+    return _TEXT.format(samples=stop, whole=whole, halves=mean, microbatches=context.order.microbatches)
 
 
-def _tolerance(job: Job) -> float:
-    if job.settings.autocast:
+def _tolerance(context: TrainingContext) -> float:
+    if context.settings.autocast:
         return _TOLERANCE_HALF
-    return max(_TOLERANCE.get(value.dtype, _TOLERANCE_HALF) for value in job.update.parameters.values())
+    return max(_TOLERANCE.get(value.dtype, _TOLERANCE_HALF) for value in context.update.parameters.values())
 
 
 @contextmanager
-def _learned_statistics(job: Job) -> Iterator[None]:
+def _learned_statistics(context: TrainingContext) -> Iterator[None]:
     """Make batch norm use its running statistics in this context."""
-    norms = [one for one in job.compute.model.modules() if isinstance(one, _NormBase) and one.training]
+    norms = [one for one in context.compute.model.modules() if isinstance(one, _NormBase) and one.training]
     for one in norms:
         one.training = False
     try:

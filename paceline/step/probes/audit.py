@@ -22,22 +22,22 @@ from torch.utils.hooks import RemovableHandle
 from paceline.data.feed import Piece
 from paceline.data.objects.attributes import same
 from paceline.errors import InputError
+from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
-from paceline.step.job import Job
+from paceline.step.probes.digests import DATA, Digests, Found, difference
+from paceline.step.probes.probe import warn, without_trace
+from paceline.step.probes.repeatability import CURE, what_changes
 from paceline.step.replicas import compare
-from paceline.step.trials.digests import DATA, Digests, Found, difference
-from paceline.step.trials.repeatability import CURE, what_changes
-from paceline.step.trials.trial import warn, without_trace
 
 
 class Recorder:
-    """Recorder of the digests of one microbatch while :class:`~paceline.step.forward.Compute` computes it."""
+    """Recorder of the digests of one microbatch while :class:`~paceline.step.forward.ForwardRunner` computes it."""
 
-    def __init__(self, job: Job, step: int, microbatch: int) -> None:
-        self._job = job
+    def __init__(self, context: TrainingContext, step: int, microbatch: int) -> None:
+        self._context = context
         self._step, self._microbatches = step, range(microbatch, microbatch + 1)
         self._begun = False
-        self._digests = Digests(bool(job.settings.exact))
+        self._digests = Digests(bool(context.settings.exact))
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, piece: Piece, step: int) -> bool:
@@ -53,11 +53,11 @@ class Recorder:
 
     def add(self, result: ForwardResult) -> None:
         """Record the digests of a forward pass, and of the gradients once they are computed."""
-        job = self._job
+        context = self._context
         self._digests.add("the loss", result.pair)
-        for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
+        for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
             self._digests.add(f"the buffer {name!r}", value)
-        for name, parameter in job.update.parameters.items():
+        for name, parameter in context.update.parameters.items():
             if parameter.requires_grad:
                 take = partial(self._digests.add, f"the gradient of {name!r}")
                 self._hooks.append(parameter.register_hook(take))
@@ -78,13 +78,13 @@ class Audit:
     """Audit of a step: two workers compute the same microbatch, and their digests are compared.
 
     Args:
-        job: training context.
+        context: training context.
         alone: whether this worker compares with itself, because no other worker has its weights.
     """
 
-    def __init__(self, job: Job, alone: bool = False) -> None:
-        self._job = job
-        self._alone = alone or job.world.size == 1
+    def __init__(self, context: TrainingContext, alone: bool = False) -> None:
+        self._context = context
+        self._alone = alone or context.world.size == 1
         self._step = self._microbatch = 0
         self._recorders: list[Recorder] = []
 
@@ -98,46 +98,48 @@ class Audit:
         Returns:
             whether the step is audited.
         """
-        job = self._job
-        if job.compute.recorder is not None:
-            job.compute.recorder.close()  # a worker was lost in an audited step
-        self._recorders, job.compute.recorder = [], None
-        if not (job.audits.is_due(step) or job.audits.is_last(step)):
+        context = self._context
+        if context.compute.recorder is not None:
+            context.compute.recorder.close()  # a worker was lost in an audited step
+        self._recorders, context.compute.recorder = [], None
+        if not (context.audits.is_due(step) or context.audits.is_last(step)):
             return False
-        self._step, self._microbatch = step, job.audits.microbatch(step, len(job.order.parts_of(step)))
+        self._step, self._microbatch = step, context.audits.microbatch(step, len(context.order.parts_of(step)))
         holders = [
             (place, piece) for place, pieces in enumerate(layout) for piece in pieces if self._microbatch in piece
         ]
         if self._alone and not holders:
             return False
         owner, piece = holders[0] if holders else (0, range(1))
-        others = [rank for rank in range(job.world.size) if rank != owner]
-        joined = job.audits.joined(step)
-        if self._alone or job.world.rank == (joined if joined in others else others[self._microbatch % len(others)]):
+        others = [rank for rank in range(context.world.size) if rank != owner]
+        joined = context.audits.joined(step)
+        if self._alone or context.world.rank == (
+            joined if joined in others else others[self._microbatch % len(others)]
+        ):
             self._compute()
-        if len(piece) > 1 and (self._alone or job.world.rank == owner):
+        if len(piece) > 1 and (self._alone or context.world.rank == owner):
             self._compute()  # the step computes it together with other microbatches
-        recorder = Recorder(job, step, self._microbatch)
+        recorder = Recorder(context, step, self._microbatch)
         self._recorders.append(recorder)
-        job.compute.recorder = recorder
+        context.compute.recorder = recorder
         return True
 
     def _compute(self) -> None:
         """Load and compute the microbatch, and leave no trace."""
-        job, begin = self._job, time.perf_counter()
-        recorder = Recorder(job, self._step, self._microbatch)
+        context, begin = self._context, time.perf_counter()
+        recorder = Recorder(context, self._step, self._microbatch)
         self._recorders.append(recorder)
-        with without_trace(job):
-            for value in job.compute.model.parameters():
+        with without_trace(context):
+            for value in context.compute.model.parameters():
                 value.grad = None
-            job.compute.recorder = recorder
-            job.compute.forward_pass(self._load(), self._step).total.backward()
+            context.compute.recorder = recorder
+            context.compute.forward_pass(self._load(), self._step).total.backward()
             recorder.close()
         seconds = time.perf_counter() - begin
-        job.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
+        context.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
 
     def _load(self) -> Piece:
-        (piece,) = self._job.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
+        (piece,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
         return piece
 
     def compare(self) -> None:
@@ -147,31 +149,31 @@ class Audit:
             InputError: the digests differ, and the run is to stop.
             DisagreementError: the workers do not hold the same weights.
         """
-        job = self._job
+        context = self._context
         recorded = [found for recorder in self._recorders if (found := recorder.found())]
-        self._recorders, job.compute.recorder = [], None
-        everyone = [recorded] if self._alone else job.world.gather(recorded, "audit")
+        self._recorders, context.compute.recorder = [], None
+        everyone = [recorded] if self._alone else context.world.gather(recorded, "audit")
         name, ranks = difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
-        if not name or not (self._alone or compare(job, "audit")):  # the weights themselves may differ
+        if not name or not (self._alone or compare(context, "audit")):  # the weights themselves may differ
             return
-        told = (name == DATA) in job.learned.told
-        cause = self._cause(name) if not told and (self._alone or job.world.rank in ranks) else ""
-        own = told, cause, job.loop.said, job.loop.attributes()
-        known = [own] if self._alone else job.world.gather(own, "audit")
+        told = (name == DATA) in context.probe_results.told
+        cause = self._cause(name) if not told and (self._alone or context.world.rank in ranks) else ""
+        own = told, cause, context.loop.said, context.loop.attributes()
+        known = [own] if self._alone else context.world.gather(own, "audit")
         text = _set_apart([attributes for *_, attributes in known])
         text = text or next((said for _, _, said, _ in known if said), "")
         text = text or self._text(name, ranks, next((cause for _, cause, *_ in known if cause), ""))
-        job.learned.told.add(name == DATA)
+        context.probe_results.told.add(name == DATA)
         if any(told for told, *_ in known):
             return
-        tell(job, text)
+        tell(context, text)
 
     def _cause(self, name: str) -> str:
         """Return what the forward pass changes, or "" if nothing is found."""
         if name == DATA:
             return ""
-        self._job.compute.buffers.reset()
-        return ", ".join(what_changes(self._job, self._load(), self._step)[:3])
+        self._context.compute.buffers.reset()
+        return ", ".join(what_changes(self._context, self._load(), self._step)[:3])
 
     def _text(self, name: str, ranks: tuple[int, int], cause: str) -> str:
         rank, other = ranks
@@ -202,15 +204,15 @@ def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
     return f"{audit}, computed {by}, does not give the same: {name} differs{because}. {CURE}"
 
 
-def tell(job: Job, text: str) -> None:
+def tell(context: TrainingContext, text: str) -> None:
     """Report what an audit has found: warn, or raise if the run is to stop.
 
     Raises:
         InputError: the run is to stop.
     """
-    if job.settings.stops_at_difference:
+    if context.settings.stops_at_difference:
         raise InputError(f"{text} With audit_action='warn' training goes on.")
-    warn(job, text)
+    warn(context, text)
 
 
 def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:

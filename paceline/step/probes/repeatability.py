@@ -16,9 +16,9 @@ import torch
 from paceline.data.feed import Piece
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
-from paceline.step.job import Job
-from paceline.step.trials.digests import TOLERANCE
-from paceline.step.trials.trial import Trial, warn, without_trace
+from paceline.step.context import TrainingContext
+from paceline.step.probes.digests import TOLERANCE
+from paceline.step.probes.probe import Probe, warn, without_trace
 
 _log = logging.getLogger("paceline")
 CURE = (
@@ -32,36 +32,36 @@ _GROWS = (
 )
 
 
-def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
+def check_repeatable(context: TrainingContext, piece: Piece, step: int) -> bool:
     """Compute a microbatch twice and leave no trace. Returns whether the microbatch can be computed.
 
     Raises:
         InputError: the results differ, and the run is to stop. Otherwise the probe warns.
     """
     try:
-        text, grows = _trial(job, piece, step)
+        text, grows = _probe(context, piece, step)
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("a microbatch could not be computed twice: %s", error)
         return False
     if text:
         text = f"{text}. {CURE}"
-        if job.settings.stops_at_difference:
+        if context.settings.stops_at_difference:
             raise InputError(f"{text} With audit_action='warn' training goes on.")
-        warn(job, text)
-        job.learned.told.add(False)
+        warn(context, text)
+        context.probe_results.told.add(False)
     elif grows:
-        warn(job, _GROWS.format(name=grows))
+        warn(context, _GROWS.format(name=grows))
     return True
 
 
-def _trial(job: Job, piece: Piece, step: int) -> tuple[str, str]:
+def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[str, str]:
     """Return a message about what is wrong, and the name of a growing container. Both are empty if all is well."""
-    with without_trace(job) as trial:
-        first, between, second, after = _twice(job, piece, step, trial)
-        alike = same if job.settings.exact else _close
+    with without_trace(context) as probe:
+        first, between, second, after = _twice(context, piece, step, probe)
+        alike = same if context.settings.exact else _close
         different = [key for key, value in first.items() if not alike(value, second[key])]
-        changed = moved(trial.before, between, after)
-        grows = _growing(trial.before, between, after)
+        changed = moved(probe.before, between, after)
+        grows = _growing(probe.before, between, after)
     named = ", ".join(changed[:3])
     if different:
         because = f": it changes {named}" if changed else ", as it keeps something of its own from pass to pass"
@@ -71,37 +71,37 @@ def _trial(job: Job, piece: Piece, step: int) -> tuple[str, str]:
 
 
 def _twice(
-    job: Job, piece: Piece, step: int, trial: Trial
+    context: TrainingContext, piece: Piece, step: int, probe: Probe
 ) -> tuple[dict[str, Any], Attributes, dict[str, Any], Attributes]:
     """Return a microbatch's results and the attributes after it, then both again for a second pass."""
-    with job.loop.noting_forward():
-        first = _computed(job, piece, step)
-    between = trial.attributes()
-    trial.restore_weights()
-    return first, between, _computed(job, piece, step), trial.attributes()
+    with context.loop.noting_forward():
+        first = _computed(context, piece, step)
+    between = probe.attributes()
+    probe.restore_weights()
+    return first, between, _computed(context, piece, step), probe.attributes()
 
 
-def what_changes(job: Job, piece: Piece, step: int) -> list[str]:
+def what_changes(context: TrainingContext, piece: Piece, step: int) -> list[str]:
     """Return the names of values that the forward pass of a microbatch changes. Leaves no trace."""
     try:
-        with without_trace(job) as trial:
-            _, between, _, after = _twice(job, piece, step, trial)
-            return moved(trial.before, between, after) or _growing(trial.before, between, after)
+        with without_trace(context) as probe:
+            _, between, _, after = _twice(context, piece, step, probe)
+            return moved(probe.before, between, after) or _growing(probe.before, between, after)
     except Exception as error:  # noqa: BLE001 - the cause is optional
         _log.debug("a microbatch could not be computed twice: %s", error)
         return []
 
 
-def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
+def _computed(context: TrainingContext, piece: Piece, step: int) -> dict[str, Any]:
     """Return the loss of a microbatch, the buffers after it, and its gradients."""
-    for one in job.compute.model.parameters():
+    for one in context.compute.model.parameters():
         one.grad = None
-    result = job.compute.forward_pass(replace(piece, data=copy.deepcopy(piece.data)), step)  # it may change data
+    result = context.compute.forward_pass(replace(piece, data=copy.deepcopy(piece.data)), step)  # it may change data
     found: dict[str, Any] = {"the loss": result.pair}
-    for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
+    for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value
     result.total.backward()
-    for name, parameter in job.update.parameters.items():
+    for name, parameter in context.update.parameters.items():
         found[f"the gradient of {name!r}"] = parameter.grad
     return found
 

@@ -15,22 +15,22 @@ from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import map_tensors
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.loss import loss_of_result, pair_of
-from paceline.step.trials.trial import without_trace
+from paceline.step.probes.probe import without_trace
 
 _log = logging.getLogger("paceline")
 
 
-def check_kept(job: Job, piece: Piece, step: int) -> None:
+def check_kept(context: TrainingContext, piece: Piece, step: int) -> None:
     """Compute the loss of a microbatch, and once more from the output alone. Leaves no trace.
 
     Raises:
         InputError: the losses differ. Names what the forward pass of the model keeps.
     """
     try:
-        with without_trace(job):
-            text = _trial(job, piece, step)
+        with without_trace(context):
+            text = _probe(context, piece, step)
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("the loss could not be computed twice: %s", error)
         return
@@ -38,8 +38,8 @@ def check_kept(job: Job, piece: Piece, step: int) -> None:
         raise InputError(text)
 
 
-def _trial(job: Job, piece: Piece, step: int) -> str:
-    compute = job.compute
+def _probe(context: TrainingContext, piece: Piece, step: int) -> str:
+    compute = context.compute
     known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
     outputs: list[Any] = []
 
@@ -79,16 +79,16 @@ def _trial(job: Job, piece: Piece, step: int) -> str:
         if held is not None and same(
             first, _loss_with(held, before.values.get(name), lambda: loss_from(lambda _: output))
         ):
-            return _text(job, name)
+            return _text(context, name)
     names += moved
-    return _text(job, names[0] if names else "something")
+    return _text(context, names[0] if names else "something")
 
 
-def _text(job: Job, what: str) -> str:
+def _text(context: TrainingContext, what: str) -> str:
     return (
-        f"The loss reads {what}, which the forward pass of the model keeps. With strategy {job.settings.strategy!r} "
-        f"other workers compute the layers, so the loss would read an old value, without a gradient. Let the model "
-        f"return it beside its output, or use strategy 'allreduce'."
+        f"The loss reads {what}, which the forward pass of the model keeps. With strategy "
+        f"{context.settings.strategy!r} other workers compute the layers, so the loss would read an old value, without "
+        f"a gradient. Let the model return it beside its output, or use strategy 'allreduce'."
     )
 
 

@@ -17,18 +17,18 @@ from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
 from paceline.settings import Settings
-from paceline.step.forward import Compute
+from paceline.step.forward import ForwardRunner
 from paceline.step.loss import Forward
-from paceline.step.optimizer import Update
+from paceline.step.optimizer import OptimizerStep
 from paceline.step.optimizers.loss_scale import LossScale
 
 
 @dataclass
-class Learned:
+class ProbeResults:
     """Results of the first step's probes. They outlive the strategy, and workers that join receive them.
 
     ``fusible``: whether neighboring microbatches may be computed in one pass (``step.fusion``). None if not known yet.
-    ``repeatable``: whether the forward pass has been checked for repeatability (``step.trials``).
+    ``repeatable``: whether the forward pass has been checked for repeatability (``step.probes``).
     ``told``: warnings already given. False stands for a recomputed microbatch that differed, True for a reloaded
     microbatch whose data differed. ``warnings``: sentences that the user must read.
     """
@@ -40,7 +40,7 @@ class Learned:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingContext:
     """Training context: the model, the data and the settings of a run, and the workers that train.
 
     ``strategy_state``: plain values that a strategy must remember from step to step besides tensors, under names of its
@@ -50,11 +50,11 @@ class Job:
     the largest number of workers that the run may have, so that no joining worker is refused. ``replicated``: all
     workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a batch has several
     (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited
-    (``step.trials.audit``).
+    (``step.probes.audit``).
     """
 
-    compute: Compute
-    update: Update
+    compute: ForwardRunner
+    update: OptimizerStep
     order: BatchOrder
     settings: Settings
     world: World
@@ -64,7 +64,7 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     strategy_state: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
-    learned: Learned = field(default_factory=Learned)
+    probe_results: ProbeResults = field(default_factory=ProbeResults)
     given: Mapping[str, str] = field(default_factory=dict)
     sparse: bool = False
     divides_update: bool = False

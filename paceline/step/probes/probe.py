@@ -9,19 +9,19 @@ from typing import NamedTuple
 
 from paceline.data.keys import preserve_generators
 from paceline.data.objects.attributes import Attributes, same
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 
 _log = logging.getLogger("paceline")
 
 
-def warn(job: Job, text: str) -> None:
+def warn(context: TrainingContext, text: str) -> None:
     """Warn the user about what a probe has found."""
     _log.warning(text)
-    job.events.mark("note", text=text, warning=True)
-    job.learned.warnings.append(text)
+    context.events.mark("note", text=text, warning=True)
+    context.probe_results.warnings.append(text)
 
 
-class Trial(NamedTuple):
+class Probe(NamedTuple):
     """Handle of a probe: ``attributes`` returns current attributes, ``restore_weights`` undoes changes of weights."""
 
     before: Attributes
@@ -30,9 +30,9 @@ class Trial(NamedTuple):
 
 
 @contextmanager
-def without_trace(job: Job) -> Iterator[Trial]:
+def without_trace(context: TrainingContext) -> Iterator[Probe]:
     """Probe the forward pass in this context, with the buffers at the start of the step, then restore everything."""
-    compute, model = job.compute, job.compute.model
+    compute, model = context.compute, context.compute.model
     parameters = list(model.parameters())
     gradients = [value.grad for value in parameters]
     weights = [value.detach().clone() for value in parameters] if compute.may_change_weights else []
@@ -49,7 +49,7 @@ def without_trace(job: Job) -> Iterator[Trial]:
     before = Attributes(roots, known)
     try:
         with preserve_generators():
-            yield Trial(before, lambda: Attributes(roots, known), restore_weights)
+            yield Probe(before, lambda: Attributes(roots, known), restore_weights)
     finally:
         before.put_back()
         restore_weights()

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from paceline.data.keys import generator_states, preserve_generators, same_states, seed_torch
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 from paceline.step.optimizers.several import parts_of
 
 _log = logging.getLogger("paceline")
@@ -36,25 +36,25 @@ _LARGEST = 2
 """Largest size of each dimension of the small parameters."""
 
 
-def probe_optimizer(job: Job) -> None:
+def probe_optimizer(context: TrainingContext) -> None:
     """Raise if an optimizer cannot update a subset of the parameters. Only warn if it cannot be probed.
 
     Raises:
         InputError: the update of a parameter depends on others, or on random numbers although the bits must be those
             of one process.
     """
-    for optimizer in parts_of(job.update.optimizer):
-        _probe(job, optimizer)
-        _probe_hooks(job, optimizer)
+    for optimizer in parts_of(context.update.optimizer):
+        _probe(context, optimizer)
+        _probe_hooks(context, optimizer)
 
 
-def _probe(job: Job, optimizer: Optimizer) -> None:
+def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
-    split = _split(job)
+    split = _split(context)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     with preserve_generators():
         try:
-            together = _trial(optimizer, range(count))
+            together = _probe_steps(optimizer, range(count))
         except Exception as error:  # noqa: BLE001 - an optimizer may reject small parameters in any way
             _log.warning(
                 "The optimizer %s cannot be tried on small parameters (%s: %s), so it is not known whether it updates "
@@ -63,13 +63,13 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
             )
             return
         if together.drew:
-            if job.settings.exact:
-                raise _draws(job, f"The optimizer {kind}")
+            if context.settings.exact:
+                raise _draws(context, f"The optimizer {kind}")
             return
         for first in (0, 1):
             places = range(first, count, 2)
             try:
-                alone = _trial(optimizer, places)
+                alone = _probe_steps(optimizer, places)
             except Exception as error:
                 raise InputError(
                     f"The optimizer {kind} fails when some parameters have no gradients "
@@ -90,7 +90,7 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
                 )
 
 
-def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
+def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
     """Raise if step hooks treat a parameter differently when others have no gradients."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     every = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
@@ -107,11 +107,11 @@ def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
                 _log.warning(
                     "%s cannot be tried on random gradients (%s: %s), so it is not known whether it looks at several "
                     "parameters at once. %s.",
-                    *(what, type(error).__name__, error, _split(job)),
+                    *(what, type(error).__name__, error, _split(context)),
                 )
                 return
-            if drew and job.settings.exact:
-                raise _draws(job, what)
+            if drew and context.settings.exact:
+                raise _draws(context, what)
             for first in (0, 1):
                 places = range(first, count, 2)
                 try:
@@ -119,12 +119,13 @@ def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
                 except Exception as error:
                     raise InputError(
                         f"{what} fails when some parameters have no gradients ({type(error).__name__}: {error}). "
-                        f"{_split(job)}. Let it leave out a parameter whose grad is None, or use strategy 'allreduce'."
+                        f"{_split(context)}. Let it leave out a parameter whose grad is None, or use strategy "
+                        f"'allreduce'."
                     ) from error
                 if not same([alone[place] for place in places], [together[place] for place in places]):
                     raise InputError(
                         f"{what} does something else with a parameter when the others have no gradients: it looks at "
-                        f"several at once, such as at the norm of all. {_split(job)}. {_CURE}"
+                        f"several at once, such as at the norm of all. {_split(context)}. {_CURE}"
                     )
 
 
@@ -162,29 +163,29 @@ def _after_hooks(
     return [[one.detach().clone() for one in (value, value.grad) if one is not None] for value in parameters], drew
 
 
-def check_draws(job: Job) -> None:
+def check_draws(context: TrainingContext) -> None:
     """Raise if the optimizer drew random numbers in the first update. All workers call this together after it.
 
     Raises:
         InputError: some worker drew random numbers, workers update different parameters, and the bits must be those
             of one process.
     """
-    if job.divides_update and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
-        raise _draws(job, f"The optimizer {job.update.kind}")
+    if context.divides_update and context.settings.exact and any(context.world.gather(context.update.drew, "step")):
+        raise _draws(context, f"The optimizer {context.update.kind}")
 
 
-def _draws(job: Job, what: str) -> InputError:
+def _draws(context: TrainingContext, what: str) -> InputError:
     return InputError(
-        f"{what} draws random numbers. {_split(job)}, so they are not "
+        f"{what} draws random numbers. {_split(context)}, so they are not "
         f"those of one process: leave out exact=True, or use strategy 'allreduce'."
     )
 
 
-def _split(job: Job) -> str:
-    return f"With strategy {job.settings.strategy!r} different workers update different parameters"
+def _split(context: TrainingContext) -> str:
+    return f"With strategy {context.settings.strategy!r} different workers update different parameters"
 
 
-class _Trial(NamedTuple):
+class _ProbeSteps(NamedTuple):
     """Small parameters after some steps, values that all of them share, and whether a step drew random numbers.
 
     ``shared``: the entries of the groups, and the optimizer's own attributes.
@@ -208,7 +209,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _trial(optimizer: Optimizer, places: Sequence[int]) -> _Trial:
+def _probe_steps(optimizer: Optimizer, places: Sequence[int]) -> _ProbeSteps:
     """Return the result of probe steps in which only the small parameters at ``places`` have gradients."""
     small, parameters = _small(optimizer)
     drew = False
@@ -225,7 +226,7 @@ def _trial(optimizer: Optimizer, places: Sequence[int]) -> _Trial:
         for number, group in enumerate(small.param_groups)
         for key, value in group.items()
     }
-    return _Trial([parameter.detach() for parameter in parameters], shared, drew)
+    return _ProbeSteps([parameter.detach() for parameter in parameters], shared, drew)
 
 
 def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:

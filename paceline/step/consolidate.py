@@ -9,28 +9,28 @@ import torch
 from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
 from paceline.comm.transport.base import Message
-from paceline.step.job import Job
+from paceline.step.context import TrainingContext
 
 _TAG = (1 << 26) - 1
 
 
-def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
+def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[str] | None]) -> None:
     """Give every worker the whole state. All workers call this together.
 
     Args:
-        job: training context.
-        holds: for each worker, the parameters and buffers of which it has the newest values. None means all. Together
+        context: training context.
+        owned: for each worker, the parameters and buffers of which it has the newest values. None means all. Together
             the workers must have all of them. If several workers have a tensor, the lowest rank sends it.
 
     Raises:
         CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
         WorkerLost: a worker was lost before the state was gathered. Nothing has been changed.
     """
-    check_savable(job.update.optimizer)
-    world = job.world
-    state = named_tensors(job.compute.model, job.update.optimizer)
+    check_savable(context.update.optimizer)
+    world = context.world
+    state = named_tensors(context.compute.model, context.update.optimizer)
     everything = frozenset(map(_bare, state))
-    held = [everything if part is None else part for part in holds]
+    held = [everything if part is None else part for part in owned]
     own = held[world.rank].difference(*held[: world.rank])
     mine = {name: value for name, value in state.items() if _bare(name) in own}
     parts: list[Kinds] = world.gather(kinds_of(mine), "synchronizing")
@@ -52,7 +52,7 @@ def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
             if name in gathered and name not in mine and not name.startswith("optimizer/"):
                 value.copy_(gathered[name])
     optimizer = {name: value for name, value in gathered.items() if name.startswith("optimizer/")}
-    load_optimizer_state(job.compute.model, job.update.optimizer, optimizer)
+    load_optimizer_state(context.compute.model, context.update.optimizer, optimizer)
 
 
 def _bare(name: str) -> str:

@@ -1,0 +1,33 @@
+"""Probes before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.data.feed import Piece
+from paceline.step.context import TrainingContext
+from paceline.step.probes.coupling import check_coupling
+from paceline.step.probes.loss_reduction import check_loss_reduction
+from paceline.step.probes.repeatability import check_repeatable
+
+
+def try_forward_pass(context: TrainingContext, pieces: Sequence[Piece], step: int) -> None:
+    """Probe the forward pass and the loss, unless other workers change the weights meanwhile.
+
+    All workers call this together, each with its own microbatch groups. A worker with no groups probes microbatch 0.
+
+    Raises:
+        InputError: the forward pass depends on earlier computations, or the loss is not a mean, and the run is to
+            stop. Otherwise the probe warns.
+        WorkerLost: a worker was lost meanwhile.
+    """
+    if not (context.settings.exact or context.replicated):
+        return
+    pieces = pieces or context.feed.load(step, [range(1)])
+    if check_repeatable(context, pieces[0], step):
+        check_loss_reduction(context, pieces, step)
+        check_coupling(context, pieces, step)
+    buffers = context.compute.buffers
+    if context.world.size > 1 and buffers.may_count:
+        for names in context.world.gather(sorted(buffers.added), "step"):
+            buffers.added.update(names)
