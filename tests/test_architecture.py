@@ -115,8 +115,11 @@ def test_no_file_is_too_long() -> None:
 
 def test_no_folder_holds_too_many_entries() -> None:
     """Modules and folders; the package itself may hold more, as its modules are what its users read first."""
-    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir() and not path.stem.startswith("__"))]
-    held = {folder: [path for path in folder.iterdir() if not path.stem.startswith("__")] for folder in folders}
+    paths = {path for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")} | {PACKAGE / "py.typed"}
+    paths |= {folder for path in PACKAGE.rglob("*.py") for folder in path.relative_to(PACKAGE).parents}
+    held: dict[Path, list[Path]] = {}
+    for path in {PACKAGE / path for path in paths} - {PACKAGE}:
+        held.setdefault(path.parent, []).append(path)
     assert len(held.pop(PACKAGE)) <= MOST_ENTRIES_OF_PACKAGE
     assert not {folder: len(entries) for folder, entries in held.items() if len(entries) > MOST_ENTRIES}
 

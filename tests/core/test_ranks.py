@@ -35,7 +35,7 @@ def until(true: Callable[[], object]) -> None:
 
 
 def test_one_is_killed_and_all_is_told(tmp_path: Path) -> None:
-    kill = Kill("rank 1 of", ranks=(1,), by=1)
+    kill = Kill("rank 1 of 3\n", ranks=(1,), by=1)
     ended = run(WAITING.replace("60", '60 if rank == "1" else 0.5'), 3, tmp_path, kill=kill, deadline=30)
     assert [one.code for one in ended] == [0, -signal.SIGKILL, 2]
     assert [one.signal for one in ended] == ["", "SIGKILL", ""]
