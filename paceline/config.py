@@ -24,7 +24,7 @@ OF_ONE_START = frozenset(
     {
         *("resume", "checkpoint.directory", "checkpoint.key_file", "tracking.directory"),
         *(f"weights.{key}" for key in WeightsSettings.model_fields),
-        *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds", "tracking.closing_seconds"),
+        *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds"),
         *("threads", "workers_per_loader", "pipeline.memory_gigabytes", "transport"),
     }
 )

@@ -115,9 +115,6 @@ class BackupSettings(BaseModel):
     workers: NonNegativeInt | None = Field(
         None, description="how many workers a step does not wait for; none: 1 with strategy backup, else 0"
     )
-    late: Literal["return", "lose"] = Field(
-        "return", description="what to do with the samples of late workers: return them to the epoch, or lose them"
-    )
 
 
 class ServerSettings(BaseModel):
@@ -203,8 +200,6 @@ class TrackingSettings(BaseModel):
     )
     project: str = Field("paceline", min_length=1, description="the project, or experiment, to which the run belongs")
     name: str | None = Field(None, description="name of the run; none: that of its directory, else of the script")
-
-    closing_seconds: Seconds = Field(30.0, description="how long the end of the script waits for the trackers")
 
     @field_validator("name")
     @classmethod

@@ -37,7 +37,7 @@ SETTINGS = {
         "resume",
         "nonfinite",
     ),
-    *("trackers", "tracking.directory", "tracking.project", "tracking.name", "tracking.closing_seconds"),
+    *("trackers", "tracking.directory", "tracking.project", "tracking.name"),
     *("missing_gradient", "audit", "audit_action", "threads", "timeout_seconds", "hang_seconds"),
     *(
         "transport",
@@ -45,7 +45,6 @@ SETTINGS = {
         "bucket_megabytes",
         "shares",
         "backup.workers",
-        "backup.late",
         "local.every",
         "local.after",
     ),
@@ -67,7 +66,7 @@ SETTINGS = {
 OPTIONS = {
     "run": {
         *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
-        *("--runs-mode", "--no-preload"),
+        "--no-preload",
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
         *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
         *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),

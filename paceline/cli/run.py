@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
 import socket
 import sys
@@ -69,9 +68,6 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None,
     runs_dir: RunsDir = Path("runs"),
-    runs_mode: Annotated[
-        str, typer.Option(help="Who may enter a new run directory: permissions as of chmod.", metavar="OCTAL")
-    ] = "700",
     plan: Plan = None,
     port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None,
     elastic: Annotated[
@@ -152,7 +148,6 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         settings=settings,
         plan=plan,
         runs=runs_dir,
-        runs_mode=permissions(runs_mode),
         name=name,
         port=port,
         least=least,
@@ -218,23 +213,6 @@ def _for_horovod(quiet: bool) -> dict[str, str]:
     if not quiet:
         say("note: Horovod is installed, so --horovod has no effect, and scripts use that one.")
     return {}
-
-
-def permissions(mode: str) -> int:
-    """Parse ``--runs-mode``.
-
-    Raises:
-        ConfigError: it is no such number, or its owner may not use the directory.
-    """
-    from paceline.config import quoted
-    from paceline.errors import ConfigError
-
-    if re.fullmatch("0?7[0-7]{2}", mode) is None:
-        raise ConfigError(
-            f"--runs-mode {quoted(mode)}: give three octal digits, of which the first, for you, is 7: 700 for you "
-            f"alone, 750 for your group to read, 755 for all."
-        )
-    return int(mode, 8)
 
 
 def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:

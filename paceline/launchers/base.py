@@ -50,7 +50,6 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     plan: Path | None = None
     runs: Path = Path("runs")
-    runs_mode: int = 0o700  # permissions of a new run directory
     name: str | None = None
     port: int | None = None
     least: int | None = None  # minimum number of workers; training pauses below it. None: any loss ends the run

@@ -101,7 +101,6 @@ def claim(request: Request) -> Iterator[Path]:
 def _create(run: Path, request: Request) -> None:
     run.parent.mkdir(parents=True, exist_ok=True)
     run.mkdir(mode=0o700)
-    run.chmod(request.runs_mode)
 
 
 def _unwritable(run: Path, error: OSError) -> ConfigError:

@@ -123,16 +123,6 @@ def return_late(progress: EpochProgress, length: EpochLength, workers: int, spar
     return BackupShares(shares, len(shares))
 
 
-def drop_late(microbatches: range, workers: int, spare: int) -> BackupShares:
-    """Return the shares of a step whose batch is divided among all workers, and whose late shares are dropped.
-
-    >>> drop_late(range(4, 8), workers=3, spare=1)
-    BackupShares(members=((4, 5), (6,), (7,)), needed=2)
-    """
-    shares = _cut(list(microbatches), workers)
-    return BackupShares(shares, min(workers - spare, len(shares)))
-
-
 def _cut(microbatches: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
     shares = even(len(microbatches), parts)
     return tuple(tuple(microbatches[share.start : share.stop]) for share in shares if share)

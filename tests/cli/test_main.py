@@ -66,7 +66,7 @@ def test_the_options_of_run(paceline: Paceline) -> None:
     """The command line is a promise: change this list with care."""
     words = paceline("run", "--help").out.replace(",", " ").split()
     assert {word for word in words if word.startswith("-") and word.strip("-")} == {
-        *("-n", "-np", "--workers", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--runs-mode"),
+        *("-n", "-np", "--workers", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir"),
         *("--plan", "--port", "--quiet", "--help", "--elastic", "--standby", "--nodes", "--nnodes"),
         *("--rendezvous", "--secret-file", "--patience", "--grace", "--on", "--dry-run", "-H", "--hosts", "--hostfile"),
         *("--time", "--partition", "--account", "--gpus", "--image", "--namespace", "--kind", "--volume", "--address"),

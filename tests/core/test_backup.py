@@ -150,20 +150,6 @@ def test_servers_do_not_wait_for_late_workers_either(train: Any, tmp_path: Path,
     assert all(rank != 1 for one in sets for rank, _ in one["used"])
 
 
-@pytest.mark.sampled(1)
-@WAYS
-def test_what_is_lost_is_not_used(train: Any, tmp_path: Path, one_machine: bool) -> None:
-    everyone = train(3, late=[1], one_machine=one_machine, backup={"late": "lose"})
-    sets = sets_of(tmp_path)
-    assert everyone[0]["weights"] == pytest.approx(weights_of(sets), rel=1e-12, abs=0)
-    for step, one in enumerate(sets):
-        computed = [*used_in(one), *(sample for group in one["dropped"] for sample in samples_in(group))]
-        assert sorted(computed) == sorted(sample for part in ORDER.microbatches_of(step) for sample in part)
-        assert len(one["dropped"]) == 1 and len(one["used"]) == 2
-    used = [sample for one in sets[:4] for sample in used_in(one)]
-    assert max(Counter(used).values()) == 1 and len(used) < LENGTH
-
-
 def test_two_backup_workers(train: Any, tmp_path: Path) -> None:
     everyone = train(4, late=[1, 3], backup={"workers": 2})
     sets = sets_of(tmp_path)

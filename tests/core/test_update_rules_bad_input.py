@@ -23,9 +23,6 @@ REFUSED = {
     "less than no backup workers": Bad(
         "go(strategy='backup', backup={'workers': -1})", "ConfigError", 2, ["backup.workers = -1"]
     ),
-    "an unknown fate of late samples": Bad(
-        "go(strategy='backup', backup={'late': 'keep'})", "ConfigError", 2, ["backup.late = 'keep'", "return", "lose"]
-    ),
     "exact bits with backup workers": Bad(
         "go(strategy='backup', exact=True)",
         "ConfigError",

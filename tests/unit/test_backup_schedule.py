@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.schedule.backup import EpochLength, EpochProgress, drop_late, resume_epoch, return_late
+from paceline.schedule.backup import EpochLength, EpochProgress, resume_epoch, return_late
 
 LENGTHS = [
     EpochLength(4, 8, 32),
@@ -88,13 +88,6 @@ def test_without_backup_workers_a_step_uses_its_own_batch() -> None:
         used = [one for group in groups.members for one in group]
         assert used == list(range(8 * step, min(8 * step + 8, 20)))
         progress = progress.after(used)
-
-
-def test_a_batch_cut_for_all_workers_loses_what_is_late() -> None:
-    groups = drop_late(range(8, 16), 4, 1)
-    assert groups.members == ((8, 9), (10, 11), (12, 13), (14, 15)) and groups.needed == 3 and not groups.copied
-    short = drop_late(range(16, 18), 4, 1)
-    assert short.members == ((16,), (17,)) and short.needed == 2
 
 
 def test_a_step_that_is_left_out_leaves_its_samples_out() -> None:

@@ -18,6 +18,8 @@ from paceline.adapters.trackers.sender import Sender
 from paceline.adapters.trackers.values import WITH_VALUES, recorded, values_of
 
 _RECENT = 2048
+_CLOSING_SECONDS = 30.0
+"""Timeout for all trackers together at the end of the script."""
 
 
 class Feed:
@@ -29,11 +31,9 @@ class Feed:
     Args:
         names: names of the trackers.
         events: folder of the event files, if any.
-        closing_seconds: timeout for all trackers together at the end of the script.
     """
 
-    def __init__(self, names: tuple[str, ...], events: Path | None, closing_seconds: float) -> None:
-        self._closing_seconds = closing_seconds
+    def __init__(self, names: tuple[str, ...], events: Path | None) -> None:
         self._names = names
         self._events = events
         self._run: TrackedRun | None = None
@@ -88,9 +88,9 @@ class Feed:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Wait until the trackers have sent their remaining values, for at most ``closing_seconds``."""
+        """Wait until the trackers have sent their remaining values, for at most ``_CLOSING_SECONDS``."""
         self._leave()
-        until = time.monotonic() + self._closing_seconds
+        until = time.monotonic() + _CLOSING_SECONDS
         for sender in self._ending:
             sender.join(until)
         self._ending.clear()

@@ -59,9 +59,7 @@ class Sender:
         """Wait for the end of the thread, at most until a time of ``time.monotonic``."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            _log.warning(
-                "tracker %s did not finish within tracking.closing_seconds: its last values are lost", self.name
-            )
+            _log.warning("tracker %s did not finish before the end of the script: its last values are lost", self.name)
 
     def _work(self) -> None:
         try:

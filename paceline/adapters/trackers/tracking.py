@@ -51,7 +51,7 @@ class Tracking:
         self._warned = False
         self._feed: Feed | None = None
         if names:
-            self._feed = Feed(names, run / "events" if run else None, settings.tracking.closing_seconds)
+            self._feed = Feed(names, run / "events" if run else None)
             events.attach(self._feed)
 
     def begin(self, run_id: str, position: int, environment: Mapping[str, object]) -> None:

@@ -143,7 +143,6 @@ def given_options(request: Request) -> list[str]:
         ("--name", request.name, None),
         ("--resume", request.resume, None),
         ("--runs-dir", request.runs, Path("runs")),
-        ("--runs-mode", f"{request.runs_mode:o}", "700"),
         ("--plan", request.plan, None),
         ("--port", request.port, None),
         ("--elastic", None if request.least is None or fixed else f"{request.least}:{request.most}", None),
@@ -183,7 +182,7 @@ def agent_command(
     words += ["--nodes", f"{nodes[0]}:{nodes[1]}", "--rendezvous", rendezvous]
     words += ["--elastic", f"{request.least or total}:{request.most or total}"]
     words += ["--patience", f"{request.patience_seconds:g}", "--grace", f"{request.grace_seconds:g}"]
-    words += ["--runs-dir", str(request.runs), "--runs-mode", f"{request.runs_mode:o}"]
+    words += ["--runs-dir", str(request.runs)]
     for option, value in (
         ("--standby", request.standby or None),
         ("--name", request.name),

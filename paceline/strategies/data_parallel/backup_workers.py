@@ -13,7 +13,7 @@ stops between two passes, and only adds up its chunk of the others' gradients. T
 
 The paper loses the samples of a dropped gradient. This strategy returns them to the epoch (``schedule.backup``): a step
 computes b groups more than its update needs, taken from the next batches, and the last step of an epoch uses all
-remaining ones. With ``backup.late = "lose"`` the batch is cut for N + b workers, and late microbatches are left out.
+remaining ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.comm.assignment.quorum import quorum_for
 from paceline.data.feed import Piece
 from paceline.data.order import BatchOrder, Order
 from paceline.errors import ConfigError
-from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, drop_late, resume_epoch, return_late
+from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, resume_epoch, return_late
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.checks import MicrobatchResult
@@ -56,7 +56,6 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         carries=settings.backup.workers == 0,
         audits=settings.backup.workers == 0,
         reads=("backup",),
-        ignores=() if _spare(settings) else ("backup.late",),
     )
 
 
@@ -131,7 +130,7 @@ class BackupWorkers(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         context = self._context
         progress = self._progress(step)
-        groups = self._groups(progress, step)
+        groups = return_late(progress, self._length, context.world.size, self._spare)
         self._reducer.clear()
         context.compute.buffers.begin()
         context.update.check_structure()
@@ -159,13 +158,6 @@ class BackupWorkers(Strategy):
         while progress.steps < place:  # the script skipped steps
             progress = progress.skipped(self._length)
         return progress
-
-    def _groups(self, progress: EpochProgress, step: int) -> BackupShares:
-        size = self._context.world.size
-        if self._context.settings.backup.late == "return":
-            return return_late(progress, self._length, size, self._spare)
-        start = progress.steps * self._length.batch
-        return drop_late(range(start, start + len(self._context.order.parts_of(step))), size, self._spare)
 
     def _origin(self, step: int, microbatch: int) -> tuple[int, int]:
         """Return the step of a microbatch of the epoch, and its index in the batch of that step."""

@@ -54,7 +54,6 @@ def build_alone(context: TrainingContext) -> Strategy:
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of the configured mode."""
-    late = () if settings.backup.workers else ("backup.late",)
     return Capabilities(
         exact=settings.server.mode == "sync" and not settings.backup.workers,
         exact_with="server.mode = 'sync' without backup workers",
@@ -65,7 +64,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         audits=not settings.backup.workers,
         loop_weights=settings.server.mode == "sync",
         reads=("server", "backup"),
-        ignores=late if settings.server.mode == "bounded" else (*late, "server.staleness"),
+        ignores=() if settings.server.mode == "bounded" else ("server.staleness",),
     )
 
 
