@@ -70,8 +70,8 @@ def fill_in(engine: Engine, wanted: Sequence[ProcessSet]) -> None:
         add(engine, one)
 
 
-def forget(engine: Engine) -> None:
-    """Detach all process sets from the engine, which is shut down."""
+def forget() -> None:
+    """Detach all process sets from an engine that is shut down."""
     for one in (global_process_set, *_added):
         one._enter(None, None)
     global_process_set.ranks = []

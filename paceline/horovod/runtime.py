@@ -178,7 +178,7 @@ def _shut_down(why: str) -> None:
     global _engine
     if _engine is not None:
         _engine.close(why)
-        forget(_engine)
+        forget()
         _left.append(_engine)
         _engine = None
 

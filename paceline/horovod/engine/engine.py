@@ -306,27 +306,26 @@ class Engine:
             if item.new and item.number >= 0 and handle is not None:
                 self._cache[item.request.key] = (item.number, handle.request)
                 self._keys[item.number] = item.request.key
-        error = response.error
-        if not error:
-            error = self._perform(response, handles)
+        if not response.error:
+            self._perform(response, handles)
         with self._lock:
             for item in response.items:
                 self._pending.pop(item.request.key, None)
         for handle in handles:
             if handle is not None:
-                handle.end(error)
+                handle.end(response.error)
 
-    def _perform(self, response: Response, handles: list[Handle | None]) -> str:
-        """Execute an operation and return an empty error. A failure raises and ends the thread."""
+    def _perform(self, response: Response, handles: list[Handle | None]) -> None:
+        """Execute an operation. A failure raises and ends the thread."""
         request, handle = response.items[0].request, handles[0]
         if request.kind in (JOIN, ADD_SET, REMOVE_SET, PLAN):
             value = self._change(request)
             if handle is not None:
                 handle.value = value
-            return ""
+            return
         members = self.sets[request.set]
         if self.rank not in members.ranks:
-            return ""
+            return
         timeline, requests = self.waits.timeline, [item.request for item in response.items]
         if timeline is not None:
             timeline.begin(requests)
@@ -342,7 +341,6 @@ class Engine:
             raise self._explained(f"{request.kind} of {names}", error) from error
         if timeline is not None:
             timeline.end(requests)
-        return ""
 
     def _change(self, request: Request) -> Any:
         if request.kind == JOIN:
