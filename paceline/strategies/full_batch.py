@@ -36,7 +36,7 @@ class FullBatch:
         audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
 
     Attributes:
-        apply: update function for the last gradients. None stands for :meth:`Update.apply`.
+        apply: update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
     """
 
     def __init__(self, context: TrainingContext, audited: bool = True) -> None:

@@ -135,11 +135,11 @@ import os, signal
 from pathlib import Path
 import scripted
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
-from paceline.step.optimizer import Update
+from paceline.step.optimizer import OptimizerStep
 
 run, worker = Path(os.environ["PACELINE_RUN"]), os.environ["PACELINE_WORKER"]
 claimed, made = run / "claimed", run / "made"
-apply, enter, compute = Update.apply, AsyncSteps._enter, AsyncSteps._compute
+apply, enter, compute = OptimizerStep.apply, AsyncSteps._enter, AsyncSteps._compute
 
 def apply_and_wait(update, done, *more, **named):
     told = apply(update, done, *more, **named)
@@ -162,7 +162,7 @@ def compute_and_die(strategy, step):
         scripted.wait_until(claimed.exists, "worker 2 to claim a step")
     return compute(strategy, step)
 
-Update.apply, AsyncSteps._enter, AsyncSteps._compute = apply_and_wait, enter_after_step_0, compute_and_die
+OptimizerStep.apply, AsyncSteps._enter, AsyncSteps._compute = apply_and_wait, enter_after_step_0, compute_and_die
 """
 
 

@@ -91,7 +91,7 @@ def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -
     kill = {
         "before": "paceline.comm.rendezvous.coordinator_client.CoordinatorClient.register = die",
         "within": "paceline.training.recovery.recovery.Recovery._take_over = die",
-        "after": "paceline.step.optimizer.Update.apply = die",
+        "after": "paceline.step.optimizer.OptimizerStep.apply = die",
     }[point]
     script = (
         f"""

@@ -48,10 +48,10 @@ import signal
 from pathlib import Path
 import scripted
 from paceline.comm.world import World
-from paceline.step.optimizer import Update
+from paceline.step.optimizer import OptimizerStep
 from paceline.testing import ordered_transport
 
-confirm, norm = World.confirm, Update.norm
+confirm, norm = World.confirm, OptimizerStep.norm
 step, works = map(int, os.environ["STALL"].split())
 
 def stop_before_update(world, number):
@@ -75,8 +75,8 @@ def confirm_or_not(world, number):
 
 World.confirm = confirm_or_not
 if "AVERAGE" not in os.environ:
-    Update.norm = norm_on_device
-    Update.measure = lambda update, gradients: None  # a device would queue it; the host would wait for it here
+    OptimizerStep.norm = norm_on_device
+    OptimizerStep.measure = lambda update, gradients: None  # a device would queue it; the host would wait for it here
 if "ALONE" not in os.environ:
     ordered_transport.use()
 session = scripted.begin("mlp, momentum")

@@ -51,7 +51,7 @@ class Fusion:
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
     def forward(self, piece: Piece, step: int) -> ForwardResult:
-        """Run the forward pass of a microbatch group; see :meth:`Compute.forward_pass`."""
+        """Run the forward pass of a microbatch group; see :meth:`ForwardRunner.forward_pass`."""
         computed = self._context.compute.forward_pass(piece, step, watch_draws=self._open)
         self._drew |= computed.drew
         return computed

@@ -107,7 +107,7 @@ class Results:
         return self._apply is None
 
     def apply(self, header: StepHeader) -> Apply | None:
-        """Return the update function after :meth:`parts`. None stands for :meth:`Update.apply`."""
+        """Return the update function after :meth:`parts`. None stands for :meth:`OptimizerStep.apply`."""
         return self._apply if self._norm is None else with_norm(self._context, self._norm, header.norm())
 
 
