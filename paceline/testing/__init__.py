@@ -1,4 +1,4 @@
-"""Tools for tests: a test on several processes, a script on several processes, and faults to order.
+"""Tools for tests: test functions and scripts on several processes, and fault injection.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A test function on several real processes, under pytest and unittest.
+"""Decorator that runs a test function on several real processes, under pytest and unittest.
 
 ::
 
@@ -9,8 +9,8 @@
         dist.all_reduce(total)
         assert total == 3
 
-The test passes if the function returns in every process. Each is a new Python with torchrun's variables that imports
-the test file and finds the function in it by name; no code is pickled. No process outlives the test.
+The test passes if the function returns in every process. Each process is a new Python with torchrun's variables, which
+imports the test file and finds the function by name. No code is pickled. No process outlives the test.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Start = Literal["new", "fork"] | Callable[[list[ranks.Worker]], Sequence[Process
 
 
 class WorkersFailed(AssertionError):
-    """The function failed in some processes; the message opens with the traceback of the first failure."""
+    """Failure of the function in some processes. The message starts with the traceback of the first failure."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +69,26 @@ def processes(
     one_machine: bool = True,
     start: Start = "new",
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test function on several processes of this machine.
+    """Return a decorator that runs a test function on several processes of this machine.
 
-    The function has a parameter ``worker`` (:class:`Worker`), which the test runner does not see. All others are
-    fixtures or parameters as usual, and must be picklable. Each process makes its own instance of a
-    ``unittest.TestCase``, with its own ``setUp`` and ``tearDown``.
+    The function must have a parameter ``worker`` (:class:`Worker`), which the test runner does not see. All other
+    parameters are fixtures or test parameters as usual, and must be picklable. Each process creates its own instance
+    of a ``unittest.TestCase``, with its own ``setUp`` and ``tearDown``.
 
     Args:
-        count: how many processes.
+        count: number of processes.
         deadline: seconds after which processes that still run print their stacks and are killed.
-        ends: how some ranks must end, if not with exit code 0: an exit code or the name of a signal.
-        faults: what goes wrong (:mod:`paceline.testing.faults`).
-        environment: more variables for all of them.
-        one_machine: false: each process counts as alone on a machine, so that they talk over the network.
-        start: "new": a new Python for each. "fork": a copy of this process, in which no thread may be running; the
-            function and its arguments may be anything. Or what starts them, as for :func:`paceline.testing.run`.
+        ends: expected end of ranks that must not end with exit code 0: an exit code or the name of a signal.
+        faults: faults to inject (:mod:`paceline.testing.faults`).
+        environment: additional environment variables for all processes.
+        one_machine: whether all processes count as on one machine. If false, each is alone and uses the network.
+        start: "new" starts a new Python for each process. "fork" forks this process, which may run no other thread, and
+            accepts any function and arguments. Or a function that starts them, as for :func:`paceline.testing.run`.
 
     Raises:
-        WorkersFailed: by the test: the function failed in a process, or a process ended in another way than it should.
-        TimeoutError: by the test: not all ended before the deadline.
-        ConfigError: the function has no parameter ``worker``, or ``ends`` names a rank that there is not.
+        WorkersFailed: from the test, if the function failed in a process, or a process ended in an unexpected way.
+        TimeoutError: from the test, if not all processes ended before the deadline.
+        ConfigError: the function has no parameter ``worker``, or ``ends`` names a rank that does not exist.
     """
     wanted = _Settings(count, deadline, ends or {}, faults, environment or {}, one_machine, start)
     if count < 1 or any(rank not in range(count) for rank in wanted.ends):
@@ -99,7 +99,7 @@ def processes(
 
         @functools.wraps(function)
         def test(*arguments: Any, **named: Any) -> None:
-            __tracebackhide__ = True  # pytest shows what happened in the process, not how it was started
+            __tracebackhide__ = True  # pytest shows the failure in the process, not its start
             given = seen.bind(*arguments, **named).arguments
             with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
                 _test(function, given, wanted, Path(directory))
@@ -112,7 +112,7 @@ def processes(
 
 
 def _without_worker(function: Callable[..., None]) -> inspect.Signature:
-    """Return the signature that the test runner sees."""
+    """Return the function's signature without ``worker``, for the test runner."""
     seen = inspect.signature(function)
     if PARAMETER not in seen.parameters:
         raise ConfigError(f"{function.__qualname__} runs on several processes, so it needs a parameter 'worker'.")
@@ -150,8 +150,8 @@ def _test(function: Callable[..., None], given: dict[str, Any], wanted: _Setting
 
 
 def _call(function: Callable[..., None], instance: object, directory: Path, until: float) -> Call:
-    """Describe to the processes where to find the function."""
-    kind = type(instance)  # the class of a method may be a subclass of the one that has it
+    """Return the location of the function for the worker processes."""
+    kind = type(instance)  # may be a subclass of the class that defines the method
     return Call(
         file=inspect.getsourcefile(function) or "",
         module=function.__module__,
@@ -164,10 +164,10 @@ def _call(function: Callable[..., None], instance: object, directory: Path, unti
 
 
 def _write_call(call: Call, given: dict[str, Any], directory: Path) -> None:
-    """Write the call for the processes.
+    """Write the function's location and arguments to files for the processes.
 
     Raises:
-        ConfigError: they could not find the function, or an argument cannot be pickled.
+        ConfigError: a new process could not find the function, or an argument cannot be pickled.
     """
     if "<locals>" in call.name or not Path(call.file).is_file():
         raise ConfigError(
@@ -188,7 +188,7 @@ def _write_call(call: Call, given: dict[str, Any], directory: Path) -> None:
 
 
 def _check(call: Call, ended: list[Ended], wanted: _Settings) -> None:
-    """Skip, fail or pass the test."""
+    """Raise SkipTest if a process skipped the test, or WorkersFailed if a process did not end as expected."""
     __tracebackhide__ = True
     reports = _reports(call, wanted.count)
     skipped = [report for report in reports if report.skipped]
@@ -204,7 +204,7 @@ def _how(one: Ended) -> str | int:
 
 
 def _fail(ended: list[Ended], failed: list[Ended], reports: list[Report], wanted: _Settings) -> NoReturn:
-    """Raise the first failure with its traceback, then the others, then the output of all."""
+    """Raise WorkersFailed with the tracebacks in order of time, other unexpected ends, and the output of all."""
     __tracebackhide__ = True
     messages = [str(report) for report in reports]
     reported = {report.rank for report in reports}
@@ -229,7 +229,7 @@ def _output(one: Ended) -> str:
 
 
 def _reports(call: Call, count: int) -> list[Report]:
-    """Return the reports of the processes: causes before consequences, the earliest first."""
+    """Return the reports of the processes, causes before consequences, and in order of time."""
     paths = [call.report(rank) for rank in range(count)]
     reports = [Report(**json.loads(path.read_text())) for path in paths if path.exists()]
     return sorted(reports, key=lambda report: (report.consequence, report.time))

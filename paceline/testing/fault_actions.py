@@ -1,4 +1,4 @@
-"""What each kind of fault does to this process. No torch."""
+"""Actions that carry out each kind of fault in this process. No torch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from paceline.testing.faults import Fault
 _ALTERNATION_SECONDS = 0.02
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-# Stops and continues its parent, which cannot continue itself; ends with it, or when its standard input closes. A
-# parent that stops once stops itself; the helper waits until it has, and counts the time from then on.
+# Stops and continues its parent, which cannot continue itself. Ends with the parent, or when its standard input closes.
+# For a single stop the parent stops itself, and the helper starts to count the pause only after the parent has stopped.
 _HELPER = """
 import os, select, signal, sys, time
 pid, run, pause, again = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "True"
@@ -48,7 +48,7 @@ _helpers: list[subprocess.Popen[bytes]] = []
 
 
 def strike(fault: Fault) -> None:
-    """Do what a fault of any kind but ``slow`` does.
+    """Carry out a fault of any kind except ``slow``.
 
     Raises:
         RuntimeError: the fault is an error.
@@ -74,19 +74,19 @@ def _stop(seconds: float | None) -> None:
 
 
 def slow_down(factor: float) -> subprocess.Popen[bytes]:
-    """Let this process take ``factor`` times as long for everything, until :func:`speed_up`."""
+    """Make everything in this process take ``factor`` times as long, until :func:`speed_up`."""
     return _start_helper(_ALTERNATION_SECONDS, (factor - 1) * _ALTERNATION_SECONDS, again=True)
 
 
 def speed_up(slowing: subprocess.Popen[bytes]) -> None:
-    """End what :func:`slow_down` began."""
+    """Stop the slowdown that :func:`slow_down` started."""
     assert slowing.stdin is not None
     slowing.stdin.close()
     slowing.wait()
 
 
 def _start_helper(run: float, pause: float, again: bool) -> subprocess.Popen[bytes]:
-    """Start a process that ends when the pipe to it closes, at the latest with this process."""
+    """Start a helper process that ends when the pipe to it closes, at the latest when this process ends."""
     command = [sys.executable, "-I", "-S", "-c", _HELPER, str(os.getpid()), str(run), str(pause), str(again)]
     nowhere = subprocess.DEVNULL
     helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere)
@@ -95,7 +95,7 @@ def _start_helper(run: float, pause: float, again: bool) -> subprocess.Popen[byt
 
 
 def drop_connections() -> int:
-    """Shut down every TCP connection of this process; return how many there were."""
+    """Shut down all TCP connections of this process and return their number."""
     dropped = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the listing's own entry is gone; a listening socket has no peer
@@ -119,7 +119,7 @@ def _fill(folder: Path, seconds: float | None) -> None:
 
 
 def _refuse_writing(event: str, arguments: tuple[Any, ...]) -> None:
-    """Fail what would write: an error raised in an audit hook is that of the call."""
+    """Raise ENOSPC for a write under a full folder. An error raised in an audit hook becomes the error of the call."""
     if event not in ("open", "os.mkdir") or not isinstance(arguments[0], str | bytes | os.PathLike):
         return
     if event == "open" and not int(arguments[2] or 0) & _WRITING:

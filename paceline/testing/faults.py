@@ -1,16 +1,16 @@
-"""Faults to order: what goes wrong, on which worker, at which step, at which point of it. Plain data, no torch.
+"""Plans of faults to inject: the kind of fault, the rank, the step and the point in the step. Plain data, no torch.
 
 ::
 
     plan = faults.kill(rank=1, step=7, point="inside the collective") + faults.slow(rank=0, seconds=0.05)
     run("train.py", 3, tmp_path, environment=plan.environment())
 
-The plan travels in one environment variable, ``PACELINE_FAULTS``. Where it is set, ``paceline.start`` arms the points
-of a step (``paceline.system.fault_points``); where it is not, they do nothing.
+The environment variable ``PACELINE_FAULTS`` carries the plan. If the variable is set, ``paceline.start`` arms the fault
+points of a step (``paceline.system.fault_points``). Otherwise they do nothing.
 
-A fault belongs to the worker that holds its rank when its step is first reached, and happens once in a run: it is
-marked as done by a file in the plan's directory. So neither a worker that replaces a killed one nor a repeated step
-meets it again.
+A fault applies to the worker that holds its rank when its step is first reached, and happens once in a run. A file in
+the plan's directory marks it as done, so neither the replacement of a killed worker nor a repeated step triggers the
+fault again.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; made by the functions below.
+    """Fault of one worker. The functions below create faults.
 
     Attributes:
-        kind: what happens.
-        rank: of the worker, when it first reaches the step.
-        step: when; in a save and in evaluate the number of steps done, during recovery and while sending the state
-            the least number of steps done.
-        point: where in the step.
-        seconds: how long a stop or a full disk lasts (none: until the end), or how long a slow worker waits.
-        factor: how many times as long a slow worker takes for everything.
-        until: the first step at which a slow worker is fast again.
-        code: the exit code.
-        text: of the error.
-        under: the folder that is full.
+        kind: kind of fault.
+        rank: rank of the worker when it first reaches the step.
+        step: step of the fault. In a save and in evaluate it is the number of completed steps. During recovery and
+            while the state is sent it is the minimum number of completed steps.
+        point: fault point in the step.
+        seconds: seconds that a stop or a full disk lasts (without it, until the end), or that a slow worker waits.
+        factor: factor by which everything in a slow worker takes longer.
+        until: first step at which a slow worker runs at full speed again.
+        code: exit code.
+        text: message of the error.
+        under: folder in which writes fail.
     """
 
     kind: Kind
@@ -70,7 +70,7 @@ class Fault:
             raise ConfigError(f"A fault needs a rank and a step from 0, not rank {self.rank} and step {self.step}.")
 
     def covers(self, step: int) -> bool:
-        """Tell whether the fault is due at a step: at its own; for slow workers and recoveries also later."""
+        """Return whether a fault is due at a step. Slow workers and recovery faults stay due at later steps."""
         if self.kind != "slow" and self.point not in ("during recovery", "sending the state"):
             return step == self.step
         return step >= self.step and (self.until is None or step < self.until)
@@ -78,7 +78,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """Some faults. Plans add up with ``+``."""
+    """Set of faults. Combine plans with ``+``."""
 
     faults: tuple[Fault, ...] = ()
     directory: Path | None = None
@@ -87,11 +87,11 @@ class Plan:
         return Plan(self.faults + other.faults, self.directory or other.directory)
 
     def environment(self, directory: str | Path | None = None) -> dict[str, str]:
-        """Return the variable that brings the plan to the workers of one run.
+        """Return the environment variable that carries the plan to the workers of one run.
 
         Args:
-            directory: where to mark the faults that happened, made when the first one happens; all workers must see it,
-                and each run needs its own. None: a new name in the folder for temporary files.
+            directory: directory for the marks of faults that happened. The first fault creates it. All workers must see
+                it, and each run needs its own. Defaults to a new path in the folder for temporary files.
         """
         marks = directory or self.directory or Path(tempfile.gettempdir()) / f"paceline-faults-{uuid.uuid4().hex[:12]}"
         faults = [{key: value for key, value in asdict(fault).items() if value is not None} for fault in self.faults]
@@ -99,10 +99,10 @@ class Plan:
 
 
 def read(text: str) -> Plan:
-    """Parse the text of the variable.
+    """Return the plan that the text of ``PACELINE_FAULTS`` describes.
 
     Raises:
-        ConfigError: it is no plan.
+        ConfigError: the text is not a plan.
     """
     try:
         plan = json.loads(text)
@@ -113,12 +113,12 @@ def read(text: str) -> Plan:
 
 
 def kill(*, rank: int, step: int, point: Point = "before forward") -> Plan:
-    """Kill the process (SIGKILL), as when the machine runs out of memory or loses power."""
+    """Kill the process (SIGKILL), as if the machine ran out of memory or lost power."""
     return _one("kill", rank, step, point)
 
 
 def stop(*, rank: int, step: int, point: Point = "before forward", seconds: float | None = None) -> Plan:
-    """Stop the process (SIGSTOP): it is silent but not gone. It continues after some seconds, or never."""
+    """Stop the process (SIGSTOP), so that it is silent but not gone. It continues after ``seconds``, or never."""
     return _one("stop", rank, step, point, seconds=seconds)
 
 
@@ -128,7 +128,7 @@ def exit(*, rank: int, step: int, point: Point = "before forward", code: int = 1
 
 
 def error(*, rank: int, step: int, point: Point = "before forward", text: str = "a fault of the test") -> Plan:
-    """Raise a ``RuntimeError`` with this text."""
+    """Raise a ``RuntimeError`` with ``text`` in the worker."""
     return _one("error", rank, step, point, text=text)
 
 
@@ -141,11 +141,11 @@ def slow(
     seconds: float | None = None,
     factor: float | None = None,
 ) -> Plan:
-    """Slow the worker down from a step on: it waits some seconds at the point of each step, or takes ``factor`` times
-    as long for everything (it is stopped and continued in turn, up to 50 times a second).
+    """Slow the worker down from a step on. With ``seconds`` it waits at the point of each step. With ``factor``
+    everything takes ``factor`` times as long: a helper stops and continues the process up to 50 times a second.
 
     Raises:
-        ConfigError: not exactly one of ``seconds`` and ``factor`` is given, or the factor is below 1.
+        ConfigError: both or neither of ``seconds`` and ``factor`` are given, or the factor is below 1.
     """
     if (seconds is None) == (factor is None) or (factor is not None and factor < 1):
         raise ConfigError(f"A slow worker needs seconds or a factor from 1, not seconds={seconds}, factor={factor}.")
@@ -153,10 +153,10 @@ def slow(
 
 
 def drop_network(*, rank: int, step: int, point: Point = "before forward") -> Plan:
-    """Shut down every TCP connection of the process, in both directions.
+    """Shut down all TCP connections of the process, in both directions.
 
-    The peers see a closed connection, not silence. New connections can be made. Workers that exchange gradients through
-    shared memory hardly use the network.
+    The peers see a closed connection, not silence. New connections are possible. Workers that exchange gradients
+    through shared memory hardly use the network.
     """
     return _one("drop network", rank, step, point)
 
@@ -164,9 +164,9 @@ def drop_network(*, rank: int, step: int, point: Point = "before forward") -> Pl
 def fill_disk(
     *, rank: int, step: int, under: str | Path, point: Point = "before forward", seconds: float | None = None
 ) -> Plan:
-    """Fail to write files and make folders under a folder (ENOSPC), from now on or for some seconds.
+    """Refuse to write files and create folders under a folder (ENOSPC), for ``seconds`` or until the process ends.
 
-    Reading and removing work. A file that is open already can still be written.
+    Reads and deletions still work, and so do writes to a file that is already open.
     """
     return _one("fill disk", rank, step, point, under=str(Path(under).absolute()), seconds=seconds)
 
@@ -176,9 +176,9 @@ def _one(kind: Kind, rank: int, step: int, point: Point, **more: Any) -> Plan:
 
 
 def happened(directory: Path) -> dict[int, Mapping[str, Any]]:
-    """Return the faults that happened in a run: by position in the plan, its ``time``, ``pid``, ``rank`` and ``step``.
+    """Return the ``time``, ``pid``, ``rank`` and ``step`` of the faults that happened, by index in the plan.
 
     Args:
-        directory: the one given to :meth:`Plan.environment`.
+        directory: directory given to :meth:`Plan.environment`.
     """
     return {int(path.stem): json.loads(path.read_text() or "{}") for path in sorted(directory.glob("[0-9]*.json"))}

@@ -1,4 +1,4 @@
-"""Workers that are copies of this process."""
+"""Test workers that are forks of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.testing.ranks import Process, Worker
 
 
 class Forked:
-    """A copy, in the manner of ``subprocess.Popen``."""
+    """Forked process with the methods of ``subprocess.Popen`` that :class:`Process` needs."""
 
     def __init__(self, process: ForkProcess) -> None:
         self._process = process
@@ -33,10 +33,10 @@ class Forked:
 
 
 def fork(call: Callable[[], None], workers: list[Worker]) -> Sequence[Process]:
-    """Start each worker as a copy of this process, without its other threads, and call a function in it."""
+    """Fork this process for each worker, without its other threads, and call a function in the fork."""
     started = []
     for worker in workers:
-        with warnings.catch_warnings():  # Python warns of forks beside threads; the caller asked for one
+        with warnings.catch_warnings():  # Python warns about forks with threads; the caller asked for a fork
             warnings.simplefilter("ignore", DeprecationWarning)
             process = multiprocessing.get_context("fork").Process(target=_be, args=(worker, call))
             process.start()
@@ -45,11 +45,11 @@ def fork(call: Callable[[], None], workers: list[Worker]) -> Sequence[Process]:
 
 
 def _be(worker: Worker, call: Callable[[], None]) -> None:
-    """Become the worker: its environment, its output."""
+    """Take on the worker's environment and output files, then call the function."""
     env.replace(worker.environment)
     for stream, path in ((1, worker.out), (2, worker.err)):
         with path.open("wb") as file, contextlib.suppress(OSError):
             os.dup2(file.fileno(), stream)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - a test runner has put others there
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - a test runner has replaced these streams
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     call()

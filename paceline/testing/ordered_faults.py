@@ -1,4 +1,4 @@
-"""Faults ordered for this process. ``paceline.system.fault_points`` loads this module if a test has ordered any."""
+"""Fault injection in this process. ``paceline.system.fault_points`` loads this module if a test has ordered faults."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.testing.faults import Fault, Plan, read
 
 
 def from_environment(text: str, rank: Callable[[], int]) -> OrderedFaults:
-    """Return the faults that the text of the variable orders.
+    """Return the faults of the plan in ``PACELINE_FAULTS``.
 
     Raises:
-        ConfigError: it holds no plan, or it is not known where to mark what has happened.
+        ConfigError: the text is not a plan, or no directory for the marks is known.
     """
     plan, run = read(text), env.run_directory()
     directory = plan.directory or (run / "faults" if run else None)
@@ -30,12 +30,12 @@ def from_environment(text: str, rank: Callable[[], int]) -> OrderedFaults:
 
 
 class OrderedFaults:
-    """The faults of a plan, as one process meets them.
+    """Faults of a plan that this process injects.
 
     Args:
-        plan: what is to happen.
-        directory: where to mark what has happened.
-        rank: gives the current rank of this process.
+        plan: plan of faults.
+        directory: directory in which files mark the faults that have happened.
+        rank: function that returns the current rank of this process.
     """
 
     def __init__(self, plan: Plan, directory: Path, rank: Callable[[], int]) -> None:
@@ -46,7 +46,7 @@ class OrderedFaults:
         self._slowing: dict[int, Any] = {}
 
     def reach(self, point: Point, step: int) -> None:
-        """Let the faults happen that are due at this point of this step."""
+        """Inject the faults that are due at this point of this step."""
         for index, fault in enumerate(self._faults):
             if fault.point != point:
                 continue
@@ -62,7 +62,7 @@ class OrderedFaults:
                 self._slowing[index] = slow_down(fault.factor)
 
     def _has(self, index: int, fault: Fault, step: int) -> bool:
-        """Tell whether this process has the fault; a slow worker keeps it when it gets another rank."""
+        """Return whether to inject the fault in this process. A slow worker stays slow after its rank changes."""
         if index in self._own:
             return fault.kind == "slow"
         if fault.rank != self._rank() or not self._claim(index, step):
@@ -71,7 +71,7 @@ class OrderedFaults:
         return True
 
     def _claim(self, index: int, step: int) -> bool:
-        """Mark a fault as done; true for the one process of the run that succeeds."""
+        """Mark a fault as done. Return True in only one process of the run."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
             with (self._directory / f"{index}.json").open("x") as file:

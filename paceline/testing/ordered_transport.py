@@ -1,4 +1,4 @@
-"""A transport for tests that waits and breaks as NCCL does, over gloo, with tensors on the CPU.
+"""Test transport that waits and fails as NCCL does, with gloo and CPU tensors.
 
 ::
 
@@ -6,19 +6,19 @@
 
     ordered_transport.use()  # before paceline.start, in each process
 
-What is like NCCL:
+It behaves like NCCL in these ways:
 
-- Each communicator runs what it is given in order, on a thread of its own. A receive holds up what was given after it;
-  tags mean nothing; a list of sends and receives is one work.
-- ``wait()`` returns at once and never raises. The operations of torch that read or write the tensor, and what is given
-  to any communicator afterwards, wait for it, as what follows on a stream does; a read behind torch's back
-  (``tolist``, ``numpy``) does not. Without ``wait()`` nothing does.
-- What is received into holds garbage until it is there. What is sent is read when its turn comes.
-- When a peer is gone nothing happens: the communicator stands still. ``abort`` ends everything, without an error, and
-  leaves garbage.
-- After :func:`stall` the communicators of a process stand still, as those of a GPU that is lost; its host goes on.
+- Each communicator runs its operations in order, on a separate thread. A receive blocks all later operations of the
+  communicator. Tags have no meaning. A list of sends and receives is one work.
+- ``wait()`` returns immediately and never raises. Torch operations that access the memory of the outputs and operations
+  given to any communicator afterwards wait for the work, like later work on a stream. A read that bypasses torch
+  (``tolist``, ``numpy``) does not wait. Without a call to ``wait()`` nothing waits.
+- The output of a receive holds garbage until the data arrive. A send reads its tensor in its turn.
+- After the loss of a peer there is no error. The communicator stands still until ``abort`` ends all operations, without
+  an error and with garbage in the outputs.
+- After :func:`stall` the communicators of a process stand still, as with a lost GPU, while its host continues.
 
-Workers share no memory. Processes of the script itself that call ``torch.distributed`` use gloo as before.
+Workers share no memory. Process groups of the script that use ``torch.distributed`` directly use gloo as before.
 """
 
 from __future__ import annotations
@@ -41,52 +41,52 @@ from paceline.comm.transport import choice
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started
 
 _LATE_SECONDS = 2e-4
-"""After its turn has come, each operation takes so much longer: what is read too early is garbage."""
+"""Extra delay of each operation after its turn has come, so that a premature read sees garbage."""
 _LOOK_SECONDS = 1e-3
 _END_SECONDS = 5.0
 _left: list[int] = []
-"""How many works this process still does, if :func:`stall` was called."""
+"""Number of operations that this process still runs, if :func:`stall` was called."""
 
 
 def use() -> None:
-    """Let the workers of this process use the transport from now on."""
+    """Use this transport for the worker of this process from now on."""
     choice.use(OrderedTransport)
 
 
 def stall(after: int) -> None:
-    """Let this process do so many more works, then none: who waits for them gets garbage when they are aborted."""
+    """Stall all communicators of this process after ``after`` more operations. An abort then leaves garbage."""
     _left[:] = [after]
 
 
 @dataclass(eq=False)
 class _Operation:
-    """What a communicator was given, and the work that its caller gets."""
+    """Operation in a communicator's queue, and the work handle that its caller gets."""
 
     stream: _Stream
     run: Callable[[], Callable[[], None]]
-    """Does it; what it returns writes the results, unless it was aborted meanwhile."""
+    """Runs the operation and returns a function that writes the results, which is not called after an abort."""
     outputs: list[torch.Tensor]
     after: list[_Operation] = field(default_factory=list)
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
-        """Let what torch does next wait; not the host."""
+        """Make later torch operations wait for this operation, without blocking the host."""
         self.stream.wait_for(self)
 
 
 class _Stream(TorchDispatchMode):
-    """What the device does next: it waits for operations in the memory that they write."""
+    """Emulated device stream. Torch operations first wait for the operations that write the memory they use."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waited: list[_Operation] = []
 
     def wait_for(self, operation: _Operation) -> None:
-        """From now on wait for an operation."""
+        """Add an operation that later torch operations must wait for."""
         self.waited = [one for one in (*self.waited, operation) if not one.done.is_set()]
 
     def synchronize(self) -> None:
-        """Block until all that was waited for is done."""
+        """Block until all operations with a ``wait()`` are done."""
         for operation in self.waited:
             operation.done.wait()
         self.waited = []
@@ -102,14 +102,14 @@ class _Stream(TorchDispatchMode):
 
 @functools.cache
 def _device() -> _Stream:
-    """The one stream of this process."""
+    """Return the stream of this process, which is created on the first call."""
     stream = _Stream()
     stream.__enter__()  # type: ignore[no-untyped-call]
     return stream
 
 
 class _Queue:
-    """Runs operations one after the other."""
+    """Queue whose thread runs a communicator's operations in order."""
 
     def __init__(self, aborted: threading.Event) -> None:
         self._aborted = aborted
@@ -118,19 +118,19 @@ class _Queue:
         threading.Thread(target=self._run, name="paceline-queue", daemon=True).start()
 
     def give(self, operation: _Operation) -> None:
-        """Run an operation after all before it."""
+        """Add an operation to the end of the queue."""
         self._outstanding = [one for one in (*self._outstanding, operation) if not one.done.is_set()]
         self._operations.put(operation)
         if self._aborted.is_set():
             self.end()
 
     def end(self) -> None:
-        """Count everything as done, whatever has come."""
+        """Mark all outstanding operations as done, even if their data have not arrived."""
         for one in self._outstanding:
             one.done.set()
 
     def drain(self, seconds: float) -> None:
-        """Wait until all is done, but not longer than so many seconds."""
+        """Wait until all operations are done, for at most ``seconds``."""
         until = time.monotonic() + seconds
         for one in self._outstanding:
             one.done.wait(max(0.0, until - time.monotonic()))
@@ -151,7 +151,7 @@ class _Queue:
 
 
 class OrderedTransport:
-    """Moves tensors as NCCL does; see the module."""
+    """Transport that moves tensors as NCCL does. See the module docstring."""
 
     backend = "gloo"
 
@@ -174,7 +174,7 @@ class OrderedTransport:
         self._aborted = threading.Event()
         self._group = dist.new_group(backend="gloo")
         self._queues = {None: _Queue(self._aborted)}
-        atexit.register(self._close)  # before the group is left: the others may still need what was sent
+        atexit.register(self._close)  # runs before the group ends: peers may still need data
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
         """See :class:`Transport`."""
@@ -262,12 +262,12 @@ def _stalled() -> Callable[[], None]:
 
 
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Write behind autograd's back, as the back ends do."""
+    """Copy a value into a tensor without autograd, as back ends do."""
     tensor.data.copy_(value)
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    """Fill a tensor with what is hardly ever right: NaN, or the largest number."""
+    """Fill a tensor with a value that is almost never correct: NaN, the largest integer, or True."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.data.fill_(torch.nan)
     else:
@@ -275,7 +275,7 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 
 def _memory_of(leaf: object) -> list[int]:
-    """What tells the memory of a tensor from others; nothing if it has none, or is no tensor."""
+    """Return the identity of a tensor's storage in a list, or an empty list for an object without storage."""
     if not isinstance(leaf, torch.Tensor):
         return []
     try:

@@ -1,11 +1,11 @@
-"""Run a script on several worker processes of this machine, and kill some of them on the way.
+"""Runs of a script on several worker processes of this machine, with the option to kill some of them.
 
 ::
 
     first, second = run("train.py", 2, tmp_path, kill=Kill("step 7", ranks=(1,)))
     assert second.signal == "SIGKILL" and "rank 1" in first.err
 
-Every process started here has ended when :func:`run` returns, however it returns.
+All started processes have ended when :func:`run` returns or raises.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill some workers at once when a worker has printed a text.
+    """Kill workers simultaneously as soon as a worker has printed a text.
 
     Attributes:
-        text: what to look for in the standard output.
-        ranks: whom to kill; none: all.
-        by: the worker whose output to look at.
-        signal: another signal than SIGKILL.
+        text: text to look for in the standard output.
+        ranks: ranks to kill. Defaults to all.
+        by: rank of the worker whose output is searched.
+        signal: signal to send. Defaults to SIGKILL.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Worker:
-    """What one process is to run, with which environment, and where its output goes."""
+    """Specification of a worker process: its rank, script, environment and output files."""
 
     rank: int
     script: Path
@@ -58,9 +58,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker ended.
+    """Result of a worker that has ended.
 
-    ``code`` is negative if a signal ended it; ``late`` if it was killed for not ending after the failure of another.
+    ``code`` is negative if a signal ended the worker. ``late`` is true if it did not end in time and was killed.
     """
 
     rank: int
@@ -71,23 +71,23 @@ class Ended:
 
     @property
     def signal(self) -> str:
-        """The name of the signal that ended it; empty if none did."""
+        """Name of the signal that ended the worker. Empty if it exited by itself."""
         return signal.Signals(-self.code).name if self.code < 0 else ""
 
 
 class Process(Protocol):
-    """A process that was started; ``subprocess.Popen`` is one."""
+    """Started process, such as a ``subprocess.Popen``."""
 
     def poll(self) -> int | None:
-        """The exit code; none while it runs."""
+        """Return the exit code, or None while the process runs."""
         ...
 
     def send_signal(self, number: int, /) -> None:
-        """Send a signal to it."""
+        """Send a signal to the process."""
         ...
 
     def wait(self) -> object:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         ...
 
 
@@ -108,21 +108,21 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
     """Run a script on several workers and wait until all have ended.
 
     Args:
-        script: its text, or the path of a file.
-        workers: how many.
-        directory: where to write the script's text and the output of the workers.
-        environment: more variables for all of them.
-        kill: whom to kill, and when.
+        script: text of the script, or the path of a file.
+        workers: number of workers.
+        directory: directory for the script's text and the output of the workers.
+        environment: additional environment variables for all workers.
+        kill: workers to kill, and the output that triggers it.
         deadline: seconds after which workers that still run are killed.
-        one_machine: false: each worker counts as alone on a machine, so that they talk over the network.
-        machines: how many workers count as being on each machine; empty: as ``one_machine`` says.
+        one_machine: whether all workers count as on one machine. If false, each is alone and uses the network.
+        machines: number of workers on each simulated machine. If empty, ``one_machine`` decides.
         absent: ranks that are not started.
-        start: starts the processes; the default starts a new Python for each.
-        after_failure: seconds that the others have to end once one has failed; those that still run then are killed.
-            None: they have until the deadline.
+        start: function that starts the processes. Defaults to :func:`start_new`.
+        after_failure: seconds that the others have to end after a failure before they are killed. Defaults to the time
+            until the deadline.
 
     Raises:
-        TimeoutError: not all workers ended before the deadline; shows what they printed.
+        TimeoutError: not all workers ended before the deadline. The message shows their output.
     """
     sizes = machines or ([workers] if one_machine else [1] * workers)
     places = [(rank, size) for size in sizes for rank in range(size)]
@@ -152,7 +152,7 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
 
 
 def start_new(workers: list[Worker]) -> Sequence[Process]:
-    """Start a new Python for each worker."""
+    """Start a new Python process for each worker."""
     processes = []
     for worker in workers:
         with worker.out.open("wb") as out, worker.err.open("wb") as err:
@@ -186,7 +186,7 @@ def _worker(rank: int, workers: int, script: Path, directory: Path, place: tuple
 def _wait(
     workers: list[Worker], processes: Sequence[Process], kill: Kill | None, until: float, after_failure: float | None
 ) -> list[int]:
-    """Wait for all to end, and kill on the way; return the ranks that still run after the deadline."""
+    """Wait until all workers have ended, and send the kill. Return the ranks that still run after the time limit."""
     failed = False
     while any(process.poll() is None for process in processes):
         if kill is not None and any(kill.text in one.out.read_text() for one in workers if one.rank == kill.by):
@@ -204,7 +204,7 @@ def _wait(
 
 
 def _send(number: signal.Signals, processes: Sequence[Process]) -> None:
-    """Send a signal to all; stop all before killing any, so that none of them sees another one gone."""
+    """Send a signal to all processes. Before SIGKILL, stop them all, so that no process sees the loss of another."""
     for each in [signal.SIGSTOP, number] if number == signal.SIGKILL and len(processes) > 1 else [number]:
         for process in processes:
             process.send_signal(each)
@@ -212,7 +212,7 @@ def _send(number: signal.Signals, processes: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def _ending(processes: Sequence[Process]) -> Iterator[Sequence[Process]]:
-    """Kill what still runs on the way out."""
+    """Kill the processes that still run on exit."""
     try:
         yield processes
     finally:

@@ -1,4 +1,4 @@
-"""The worker side of ``paceline.testing.processes``: find the test function, call it, report how it failed."""
+"""Worker side of ``paceline.testing.processes``: finds the test function, calls it and reports its failure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from paceline.launchers.local.child import end_with_parent
 CALL, ARGUMENTS = "call.json", "arguments.pickle"
 PARAMETER = "worker"
 FUNCTION = "_paceline_function"
-"""The attribute of the decorated function that holds the undecorated one."""
+"""Attribute of the decorated function that holds the undecorated function."""
 _STACK_SECONDS = 1.0
-"""How long before the deadline a worker prints its stacks."""
+"""Seconds before the deadline at which a worker prints the stacks of its threads."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a test function gets: the rank of its process, from 0, and how many processes there are."""
+    """Argument of a test function: the rank of its process, from 0, and the number of processes."""
 
     rank: int
     size: int
@@ -43,16 +43,16 @@ class Worker:
 
 @dataclass(frozen=True)
 class Call:
-    """Which function to call, and where to find it.
+    """Location of the function to call, for the worker processes.
 
     Attributes:
-        file: the source file.
-        module: its name in the process that started the test.
-        name: of the function in it.
+        file: source file of the test.
+        module: module of the function in the process that started the test.
+        name: qualified name of the function in the module.
         home: ``module:class`` of the instance, if the function is a method.
-        directory: where the arguments are, and the reports go.
+        directory: directory of the arguments and the reports.
         path: ``sys.path`` of the process that started the test.
-        until: the deadline on the monotonic clock.
+        until: deadline on the monotonic clock.
     """
 
     file: str
@@ -67,13 +67,13 @@ class Call:
         return json.dumps(asdict(self))
 
     def report(self, rank: int) -> Path:
-        """Return the file in which a worker reports how the function failed."""
+        """Return the path of the file in which a worker reports a failure."""
         return Path(self.directory) / f"rank-{rank}.json"
 
 
 @dataclass(frozen=True)
 class Report:
-    """How the function failed in one process."""
+    """Failure or skip of the function in one process."""
 
     rank: int
     size: int
@@ -88,7 +88,7 @@ class Report:
 
 
 def main(script: str) -> None:
-    """Run the function in a new Python."""
+    """Run the function in a new Python process."""
     directory = Path(script).resolve().parent
     call = Call(**json.loads((directory / CALL).read_text()))
     sys.path[:] = list(dict.fromkeys([*call.path, *sys.path]))
@@ -102,12 +102,12 @@ def main(script: str) -> None:
 
 
 def call_in_worker(call: Call, function: Callable[..., None], given: dict[str, Any], instance: object) -> None:
-    """Run the function in a copy of the process."""
+    """Run the function in a fork of the test process."""
     _run(call, lambda: (function, given, instance))
 
 
 def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any], object]]) -> None:
-    """Call the function; report a failure and end the process at once, so that the others notice."""
+    """Call the function. On failure, write a report and end the process immediately, so that the others notice."""
     end_with_parent()
     faulthandler.dump_traceback_later(max(0.1, call.until - time.monotonic() - _STACK_SECONDS))
     who = env.identity()
@@ -116,7 +116,7 @@ def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any
         with _set_up(instance):
             own = {} if instance is None else {"self": instance}
             function(**own, **given, **{PARAMETER: Worker(who.rank, who.world_size)})
-    except BaseException as error:  # noqa: BLE001 - also what pytest raises to skip or fail, and SystemExit
+    except BaseException as error:  # noqa: BLE001 - also pytest's skip and fail exceptions, and SystemExit
         report = _report(who, error)
         path = call.report(who.rank)
         path.with_suffix(".tmp").write_text(json.dumps(asdict(report)))
@@ -128,7 +128,7 @@ def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any
 
 
 def _find(call: Call) -> tuple[Callable[..., None], object]:
-    """Return the undecorated function, and an instance of its class if it is a method."""
+    """Return the undecorated function, and an instance of its class if it is a method, otherwise None."""
     found: Any = _module(call.module, call.file)
     for part in call.name.split("."):
         found = getattr(found, part)
@@ -145,7 +145,7 @@ def _find(call: Call) -> tuple[Callable[..., None], object]:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """Import the module of the test: by its name if that leads to the file, else from the file."""
+    """Import the test module, by name if the name resolves to the file, otherwise from the file."""
     if name != "__main__":
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
@@ -169,7 +169,7 @@ def _same(module: ModuleType, file: str) -> bool:
 
 @contextlib.contextmanager
 def _set_up(instance: object) -> Iterator[None]:
-    """Do what unittest does around a test."""
+    """Run setUp, tearDown and cleanups around the test if it belongs to a ``unittest.TestCase``."""
     if not isinstance(instance, unittest.TestCase):
         yield
         return
@@ -207,7 +207,7 @@ def _own_part(error: BaseException) -> BaseException:
 
 
 def _values(error: BaseException) -> str:
-    """Show the variables beside a bare ``assert``: its line alone does not show them."""
+    """Return the local variables at a failed ``assert`` without a message, because the line does not show them."""
     if not isinstance(error, AssertionError) or str(error) or error.__traceback__ is None:
         return ""
     frame = _last_frame(error.__traceback__)

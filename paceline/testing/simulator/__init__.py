@@ -1,1 +1,1 @@
-"""The simulator: workers, coordinator and launcher of a run in one process, on a virtual clock, from one seed."""
+"""Simulator of a run's workers, coordinator and launchers in one process, on a virtual clock, from one seed."""

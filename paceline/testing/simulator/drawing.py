@@ -1,4 +1,4 @@
-"""A history as a drawing: a line for each thing that happened, a column for each worker.
+"""Drawing of a run's history, with a line for each event and a column for each worker.
 
 ::
 
@@ -7,8 +7,8 @@
       3.839  0 1 2 †   worker 3: kill, at 'after update' of step 2
       4.402  0 1 2     membership 1
 
-A number is the rank of a worker; ``+`` it has started, ``~`` it is stopped, ``/`` its network is cut, ``†`` it was
-killed, ``.`` it has ended.
+A number is the rank of a worker. ``+`` means that it has started, ``~`` that it is stopped, ``/`` that its network is
+cut, ``†`` that it was killed, and ``.`` that it has ended.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dataclasses import dataclass, field
 
 @dataclass
 class History:
-    """What happened in a run.
+    """Events of a run.
 
     Attributes:
-        lines: virtual time, what the workers are then, and what happened, in words.
+        lines: virtual time, sign of each worker at that time, and description of each event.
     """
 
     lines: list[tuple[float, dict[int, str], str]] = field(default_factory=list)
 
     def add(self, time: float, text: str, signs: Mapping[int, str] | None = None) -> None:
-        """Add what happened.
+        """Add an event.
 
         Args:
-            time: when, in virtual seconds.
-            text: what.
-            signs: by worker what it is from now on.
+            time: virtual seconds.
+            text: description of the event.
+            signs: new sign of each worker whose state changes.
         """
         before = self.lines[-1][1] if self.lines else {}
         gone = {number: " " for number, sign in before.items() if sign in "†."}
         self.lines.append((time, {**before, **gone, **(signs or {})}, text))
 
     def draw(self, width: int = 160) -> str:
-        """Return the drawing; its lines are cut at ``width``."""
+        """Return the drawing, with its lines cut at ``width`` columns."""
         workers = sorted({number for _, signs, _ in self.lines for number in signs})
         columns = {number: len(str(number)) for number in workers}
         head = f"{'time':>9}  {' '.join(map(str, workers))}"

@@ -1,7 +1,7 @@
-"""Virtual time, and processes that run in turns: what happens next depends on the seed alone.
+"""Scheduler with virtual time for processes that run in turns. The seed alone determines the order of events.
 
-A process is a greenlet, so that code which waits in the middle of a call, as a worker's does, runs here unchanged. It
-runs until it waits; then the clock goes on to whatever is due next.
+A process is a greenlet, so code that waits in the middle of a call, as a worker's does, runs unchanged. A process runs
+until it waits. Then the clock advances to the next scheduled action.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Act = Callable[[], None]
 
 
 class Process:
-    """One simulated process.
+    """Simulated process.
 
     Args:
-        hub: runs it.
-        name: of it, for histories.
-        main: what it does; what it raises is kept in :attr:`error`.
+        hub: scheduler of the process.
+        name: name of the process in histories.
+        main: main function of the process. Its exception is stored in :attr:`error`.
 
     Attributes:
-        ended: whether it has come to its end, or was killed.
-        error: what it ended with, if that is an exception.
-        stopped: the time until which it is stopped, as by SIGSTOP.
+        ended: whether the process has ended or was killed.
+        error: exception that ended the process, or None.
+        stopped: virtual time until which the process is stopped, as by SIGSTOP.
     """
 
     def __init__(self, hub: Hub, name: str, main: Act) -> None:
@@ -49,11 +49,11 @@ class Process:
         self.ended = True
 
     def wake(self) -> None:
-        """Let it look again whether what it waits for has come."""
+        """Schedule the process to run now, so that it checks the condition that it waits for."""
         self._hub.at(0.0, self.resume)
 
     def resume(self) -> None:
-        """Run it until it waits again, unless it is stopped."""
+        """Run the process until it waits again. If it is stopped, reschedule this call for the end of the stop."""
         if self.ended or not self._waits:
             return
         if self._hub.now < self.stopped:
@@ -65,10 +65,10 @@ class Process:
         self._hub.running = before
 
     def wait(self) -> None:
-        """Give way to others; called by the process itself.
+        """Yield to other processes. Only the process itself may call this method.
 
         Raises:
-            GreenletExit: it was killed.
+            GreenletExit: the process was killed.
         """
         if self.ended:
             raise GreenletExit
@@ -76,7 +76,7 @@ class Process:
         self._hub.greenlet.switch()
 
     def kill(self) -> None:
-        """End it at once; nothing that it does on its way out reaches anybody."""
+        """End the process immediately. Nothing that it does during cleanup reaches other processes."""
         self.ended = True
         if self._hub.running is self:
             raise GreenletExit
@@ -87,11 +87,11 @@ class Process:
 
 
 class Hub:
-    """The clock, and what is due when.
+    """Virtual clock and schedule of actions.
 
     Attributes:
-        now: virtual seconds.
-        running: the process that runs.
+        now: current virtual time in seconds.
+        running: process that is running, or None.
     """
 
     def __init__(self) -> None:
@@ -106,34 +106,34 @@ class Hub:
         return self.now
 
     def at(self, delay: float, act: Act) -> None:
-        """Do something later."""
+        """Schedule an action after a delay in virtual seconds."""
         self.at_time(self.now + delay, act)
 
     def at_time(self, time: float, act: Act) -> None:
-        """Do something at a time; what is due at the same time happens in the order of the calls."""
+        """Schedule an action at a virtual time. Actions for the same time run in the order of the calls."""
         heapq.heappush(self._due, (time, next(self._number), act))
 
     def process(self, name: str, main: Act) -> Process:
-        """Start a process; it runs first when all else that is due now has happened."""
+        """Start a process. Its first turn comes after all actions that are already due now."""
         started = Process(self, name, main)
         started.wake()
         return started
 
     def block(self, until: float = math.inf) -> None:
-        """Wait until the running process is woken, or until a time; it may wake for nothing."""
+        """Suspend the running process until it is woken, or until a time. It may also wake for no reason."""
         assert self.running is not None
         if until < math.inf:
             self.at(max(0.0, until - self.now), self.running.resume)
         self.running.wait()
 
     def pause(self, seconds: float) -> None:
-        """Let time pass for the running process."""
+        """Suspend the running process for ``seconds``."""
         until = self.now + seconds
         while self.now < until:
             self.block(until)
 
     def run(self, over: Callable[[], bool]) -> None:
-        """Let happen what is due, in order, until it is over."""
+        """Run scheduled actions in order until ``over`` returns True or no action is left."""
         while self._due and not over():
             self.now, _, act = heapq.heappop(self._due)
             act()

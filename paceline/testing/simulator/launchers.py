@@ -1,4 +1,4 @@
-"""The launchers of a simulated run: Paceline's own agents, and in place of processes the hub's."""
+"""Launchers of a simulated run. The agents are Paceline's own, and the processes are the hub's."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ GRACE_SECONDS = 25.0
 
 
 class Supervised(Protocol):
-    """The processes of a run, as launchers see them."""
+    """Operations of launchers on the processes of a run."""
 
     def begin(self, number: int) -> None:
         """Start a worker."""
 
     def signal(self, number: int, kill: bool) -> None:
-        """End a worker: SIGTERM, or SIGKILL."""
+        """Send SIGTERM to a worker, or SIGKILL if ``kill``."""
 
     def code_of(self, number: int) -> int | None:
-        """Return the exit code of a worker; None while it runs."""
+        """Return the exit code of a worker, or None while it runs."""
 
 
 class Launcher:
-    """Starts workers and watches them, as ``launchers.workers.Workers`` does.
+    """Launcher that starts and watches workers, as ``launchers.workers.Workers`` does.
 
     Args:
-        hub: whose time it is.
-        processes: starts and ends them.
-        agent: decides.
-        first: the number of the first worker.
-        workers: how many begin.
+        hub: scheduler with the virtual clock.
+        processes: object that starts and ends workers.
+        agent: agent that decides when to start and end workers.
+        first: number of the first worker.
+        workers: initial number of workers.
     """
 
     def __init__(self, hub: Hub, processes: Supervised, agent: Any, first: int, workers: int) -> None:
@@ -63,7 +63,7 @@ class Launcher:
         self._agent.started(number, number + 1)
 
     def collect(self) -> None:
-        """Take note of workers that have ended."""
+        """Report workers that have ended to the agent, and end the run if it does not tolerate the loss."""
         for number in sorted(self.running if not self.gone else ()):
             if (code := self._processes.code_of(number)) is not None:
                 self.running.discard(number)
@@ -93,7 +93,7 @@ class Launcher:
 
 @dataclass
 class Slots:
-    """How many workers there may be on the first machine now."""
+    """Current number of worker slots on the first machine."""
 
     slots: int
 
@@ -101,22 +101,22 @@ class Slots:
 def first_machine(
     hub: Hub, processes: Supervised, coordinator: Coordinator, request: Request, slots: Slots | None
 ) -> Launcher:
-    """Start the launcher that holds the coordinator."""
+    """Start and return the launcher of the machine with the coordinator."""
     launch: Any = SimpleNamespace(workers=request.workers, grace_seconds=GRACE_SECONDS)
     agent = CoordinatorAgent(launch, request, coordinator, slots, hub.clock)  # type: ignore[arg-type]
     return Launcher(hub, processes, agent, 0, request.workers)
 
 
 class RemoteLauncher:
-    """The launcher of another machine: its agent joins the run, and then starts workers.
+    """Launcher of another machine. Its agent joins the run and then starts workers.
 
     Args:
-        hub: whose time it is.
-        network: to the coordinator.
-        server: the coordinator's end of the connection.
-        processes: starts and ends workers.
-        request: what is started here.
-        address: of the machine in the network; below that of the coordinator.
+        hub: scheduler with the virtual clock.
+        network: network to the coordinator.
+        server: coordinator's end of the connection.
+        processes: object that starts and ends workers.
+        request: launch request of this machine.
+        address: address of the machine in the network, a number below that of the coordinator.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RemoteLauncher:
 
     @property
     def running(self) -> set[int]:
-        """The workers of this machine."""
+        """Numbers of the workers of this machine."""
         return self.launcher.running if self.launcher is not None else set()
 
     def send(self, message: Message) -> None:
@@ -143,10 +143,10 @@ class RemoteLauncher:
         self._network.carry(self.address, COORDINATOR, lambda: self._server.receive(self.peer, json.loads(text)))
 
     def receive(self) -> None:
-        """What has come is taken already."""
+        """Do nothing, because messages are handled on arrival."""
 
     def deliver(self, message: Message) -> None:
-        """Bring a message of the coordinator to the machine."""
+        """Deliver a message of the coordinator to the machine."""
         self._network.carry(COORDINATOR, self.address, lambda: self._take(message))
 
     def _take(self, message: Message) -> None:
@@ -162,7 +162,7 @@ class RemoteLauncher:
             self.not_joined = True
 
     def lose(self, kill: Callable[[int], None]) -> None:
-        """End the machine at once, with all its workers."""
+        """End the machine and all its workers immediately."""
         self.broken = True
         if self.launcher is not None:
             self.launcher.gone = True

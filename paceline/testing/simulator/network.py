@@ -1,4 +1,4 @@
-"""The network between simulated processes: delays, lost connections, partitions. Each connection keeps its order."""
+"""Network between simulated processes, with delays, lost connections and partitions. Connections preserve order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from paceline.testing.simulator.hub import Hub, Process
 
 _HEARTBEAT_SECONDS = 1.0
 COORDINATOR = -1
-"""In place of the number of a worker."""
+"""Number that stands for the coordinator in place of a worker."""
 
 
 class Network:
-    """Carries messages, each after a delay of its own, but those of a connection in their order.
+    """Network that delays each message randomly, but preserves the order of messages on a connection.
 
     Args:
-        hub: whose time it is.
-        random: draws the delays.
-        reach: called when a process has said something to the coordinator: a fault may happen there, too.
+        hub: scheduler with the virtual clock.
+        random: random numbers for the delays.
+        reach: called after a process has sent a message to the coordinator, as an additional fault point.
     """
 
     def __init__(self, hub: Hub, random: Random, reach: Callable[[str, int], None]) -> None:
@@ -35,7 +35,7 @@ class Network:
         self._cut: dict[int, float] = {}
 
     def carry(self, sender: int, receiver: int, deliver: Callable[[], None]) -> None:
-        """Deliver something from one process to another; ``COORDINATOR`` is one, too."""
+        """Deliver something from a worker or ``COORDINATOR`` to another after a delay."""
         delay = self._random.uniform(0.0005, 0.03) if self._random.random() < 0.9 else self._random.uniform(0.03, 0.6)
         at = max(self._hub.now + delay, self._cut.get(sender, 0.0), self._cut.get(receiver, 0.0))
         at = max(at, self._arrivals[sender, receiver])
@@ -43,19 +43,19 @@ class Network:
         self._hub.at_time(at, deliver)
 
     def cut(self, number: int, seconds: float) -> None:
-        """Let nothing through from or to a process for some time; it comes later, as with TCP."""
+        """Hold back everything from or to a process for some seconds and deliver it afterwards, as TCP does."""
         self._cut[number] = self._hub.now + seconds
 
 
 class Link:
-    """The connection of a worker to the coordinator: ``comm.rendezvous.coordinator_client.Link``.
+    """Connection of a worker to the coordinator, an implementation of ``comm.rendezvous.coordinator_client.Link``.
 
     Args:
-        hub: whose time it is.
-        network: carries the messages.
-        number: of the worker.
-        process: it.
-        server: the coordinator's end of all connections.
+        hub: scheduler with the virtual clock.
+        network: network that carries the messages.
+        number: number of the worker.
+        process: process of the worker.
+        server: coordinator's end of all connections.
     """
 
     address = "127.0.0.1"
@@ -67,7 +67,7 @@ class Link:
         self.peer = Peer(self, self.address, hub.now, None, f"worker {number}")  # type: ignore[arg-type]
 
     def start(self, client: CoordinatorClient) -> None:
-        """See the protocol."""
+        """See the ``Link`` protocol."""
         self._client = client
         self._hub.at(_HEARTBEAT_SECONDS, self._beat)
 
@@ -79,7 +79,7 @@ class Link:
             self._hub.at(_HEARTBEAT_SECONDS, self._beat)
 
     def send(self, message: Message) -> None:
-        """See the protocol; the coordinator checks it as it does a real one."""
+        """See the ``Link`` protocol. The server validates the message, as in a real run."""
         if not self._process.ended:
             text = json.dumps(message)
             self._network.carry(self._number, COORDINATOR, lambda: self._server.receive(self.peer, json.loads(text)))
@@ -87,18 +87,18 @@ class Link:
                 self._network.reach(f"having said {message['type']}", 0)
 
     def put(self, message: Message) -> None:
-        """See the protocol."""
+        """See the ``Link`` protocol."""
         self._kept.append(message)
         self._process.wake()
 
     def get(self) -> Message:
-        """See the protocol."""
+        """See the ``Link`` protocol."""
         while not self._kept:
             self._hub.block()
         return self._kept.popleft()
 
     def deliver(self, message: Message) -> None:
-        """Bring a message of the coordinator to the worker: when it is not stopped."""
+        """Deliver a message of the coordinator to the worker, after the end of a stop if the worker is stopped."""
         text = json.dumps(message)
 
         def arrive() -> None:
@@ -112,19 +112,19 @@ class Link:
         self._network.carry(COORDINATOR, self._number, arrive)
 
     def close(self) -> None:
-        """Tell the coordinator that the connection has ended; the process has."""
+        """Notify the coordinator that the connection has ended, because the process has."""
         self._network.carry(self._number, COORDINATOR, lambda: self._server.disconnected(self.peer))
 
 
 class Server:
-    """The coordinator's end of its connections, in place of ``coordinator.connections.Connections``.
+    """Coordinator's end of its connections, in place of ``coordinator.wire.connections.Connections``.
 
     Args:
-        hub: whose time it is.
-        receiver: the coordinator.
+        hub: scheduler with the virtual clock.
+        receiver: coordinator.
 
     Attributes:
-        refused: why a connection was refused; none should be.
+        refused: reasons for refused connections. Must stay empty.
     """
 
     def __init__(self, hub: Hub, receiver: Receiver) -> None:
@@ -132,7 +132,7 @@ class Server:
         self.refused: list[str] = []
 
     def start(self) -> None:
-        """Let the coordinator do what is due, again and again."""
+        """Call the coordinator's ``tick`` every ``TICK_SECONDS``."""
 
         def tick() -> None:
             self._receiver.tick(self._hub.now)
@@ -141,7 +141,7 @@ class Server:
         tick()
 
     def receive(self, peer: Peer, message: Message) -> None:
-        """Let the coordinator take a message, if it is as it should be."""
+        """Pass a message to the coordinator if it is valid, otherwise refuse it."""
         try:
             check(message, peer.role.partition(" ")[0])
         except ValueError as error:
@@ -150,26 +150,26 @@ class Server:
             self._receiver.handle(peer, message)
 
     def disconnected(self, peer: Peer) -> None:
-        """Let the coordinator know that a connection has ended."""
+        """Notify the coordinator that a connection has ended."""
         self._receiver.disconnected(peer)
 
     def send(self, peers: list[Peer], message: Message) -> None:
-        """Send a message to some."""
+        """Send a message to some peers."""
         for peer in peers:
             peer.connection.deliver(message)  # type: ignore[attr-defined]
 
     def refuse(self, peer: Peer, reason: str) -> None:
-        """Note that a worker was refused."""
+        """Record that a worker was refused."""
         self.refused.append(f"{peer.role}: {reason}")
 
 
 @dataclass
 class Box:
-    """What other workers have sent to one worker.
+    """Messages that a worker has received from other workers.
 
     Attributes:
-        messages: that came, by generation, sender and tag.
-        closed: the senders whose connections have ended, by generation.
+        messages: received messages, by generation, sender and tag.
+        closed: generations and senders whose connections have ended.
     """
 
     messages: dict[tuple[int, int, Any], deque[Any]] = field(default_factory=lambda: defaultdict(deque))

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run, and when: drawn from its seed."""
+"""Plan of the faults of a simulated run, drawn from its seed."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from random import Random
 from paceline.testing.simulator.worker import STEPS
 
 KINDS = {"kill": 6, "stop": 3, "cut": 2, "leave": 2, "join": 2, "fail": 1, "lose machine": 2, "cut machine": 1}
-"""What goes wrong, and how often. ``stop`` and ``cut`` (the network) last for some seconds; ``leave``: the worker is
-told to end; ``join``: there is room for one more; ``fail``: the script raises an error.
+"""Kinds of faults and their relative frequencies. ``stop`` and ``cut`` (the network) last some seconds. ``leave``
+requests the worker to end. ``join`` adds a slot for one more worker. In ``fail`` the script raises an error.
 """
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and when.
+    """Fault of a simulated run, and its time.
 
     Attributes:
         kind: one of :data:`KINDS`.
-        when: ``time`` (virtual seconds), ``point`` (the workers have come to fault points so many times), ``next`` (so
-            many seconds after the fault before it), ``end`` (so many seconds after the first worker has ended well).
-        at: how many.
-        victim: chooses among the workers that run, or the machines; of a fault at a point it is the one that is there.
-        seconds: how long it lasts.
+        when: unit of ``at``: ``time`` (virtual seconds), ``point`` (number of fault points reached by workers),
+            ``next`` (seconds after the previous fault), ``end`` (seconds after a worker first exits with code 0).
+        at: time of the fault, in the unit of ``when``.
+        victim: number that selects a running worker or a machine. A fault at a point hits the worker that reached it.
+        seconds: duration of the fault.
     """
 
     kind: str
@@ -35,14 +35,14 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed means.
+    """Plan of a simulated run.
 
     Attributes:
-        seed: of everything else that is drawn.
-        workers: how many begin on each machine.
-        least: fewer cannot train.
-        sharded: whether each worker holds a part of the state only.
-        faults: what goes wrong.
+        seed: seed of all other random numbers.
+        workers: initial number of workers on each machine.
+        least: minimum number of workers that can train.
+        sharded: whether each worker holds only a part of the state.
+        faults: faults to inject.
     """
 
     seed: int

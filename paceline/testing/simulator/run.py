@@ -1,4 +1,4 @@
-"""One simulated run: a coordinator, the launchers of one or several machines, and what goes wrong, from one seed."""
+"""Simulated run of a coordinator, the launchers of one or several machines, and faults, from one seed."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from paceline.testing.simulator.worker import EVALUATES, STEPS, Disk, Worker, ga
 from paceline.testing.simulator.world import Broken, Machines
 
 _LONGEST = 1500.0
-"""Virtual seconds; a run that is not over then never will be."""
+"""Virtual seconds after which a run that is not over will never end."""
 _LATE = 10.0
-"""A worker that is stopped for so long may be dropped, and no other takes its place."""
+"""Seconds of a stop or network cut after which a worker may be dropped without a replacement."""
 _STEPS_TO_LEAVE = 2
 _SIGNS = {"stop": "~", "cut": "/"}
 
 
 class Simulation:
-    """Runs a plan, and checks what must hold.
+    """Simulation of a plan, which checks the invariants of the run.
 
     Args:
-        plan: what to do.
+        plan: plan to run.
 
     Attributes:
-        history: what happened.
+        history: events of the run.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -97,10 +97,10 @@ class Simulation:
         self.history.add(self._hub.now, text, signs)
 
     def run(self) -> None:
-        """Let the run come to its end.
+        """Run the simulation to its end and check the invariants.
 
         Raises:
-            Broken: something that must hold does not; the message says what.
+            Broken: an invariant is violated. The message names it.
         """
         with _surroundings(self):
             self._expect("time")
@@ -117,7 +117,7 @@ class Simulation:
             return True
         return self.coordinator.over is not None and all(one.ended for one in self._machines.processes.values())
 
-    # What launchers do with processes.
+    # Operations of launchers on processes.
 
     def begin(self, number: int) -> None:
         """Start a worker."""
@@ -125,7 +125,7 @@ class Simulation:
         self._machines.processes[number] = self._hub.process(str(number), lambda: self._main(number))
 
     def signal(self, number: int, kill: bool) -> None:
-        """End a worker, as a signal does."""
+        """Kill a worker, or ask it to leave the run if it has started and ``kill`` is false."""
         process = self._machines.processes[number]
         if process.ended:
             return
@@ -136,20 +136,20 @@ class Simulation:
             self._workers[number].leave()
 
     def code_of(self, number: int) -> int | None:
-        """Return the exit code of a worker; None while it runs."""
+        """Return the exit code of a worker, or None while it runs."""
         return self._codes.get(number)
 
     def report_of(self, launch: object, number: int) -> dict[str, Any]:
-        """Return what a worker wrote down of its failure."""
+        """Return the failure report of a worker, or an empty dict if it has none."""
         return self._reports.get(number, {})
 
-    # What a worker's process does.
+    # Process of a worker.
 
     def _main(self, number: int) -> None:
         process = self._machines.processes[number]
         code = 0
         try:
-            self._hub.pause(self._random.uniform(0.05, 3.0))  # it imports and builds its model
+            self._hub.pause(self._random.uniform(0.05, 3.0))  # imports, and building of the model
             link = self._links[number] = Link(self._hub, self._network, number, process, self._server)
             about = self._machines, link, number, self._disk, self._random, self.plan.sharded
             worker = self._workers[number] = Worker(*about)
@@ -168,7 +168,7 @@ class Simulation:
         self._end(number, code)
 
     def _end(self, number: int, code: int) -> None:
-        """What others see of the end of a process: first its connections, and its launcher the exit code."""
+        """Publish the end of a process: close its connections, then let its launcher collect the exit code."""
         why = self._reports.get(number, {}).get("message", "")
         self._say(f"worker {number} ends with {code}. {why}", {number: "†" if code < 0 else "."})
         if code == 0 and not self._finished:
@@ -190,10 +190,10 @@ class Simulation:
         self._end(number, code)
         self._machines.processes[number].kill()
 
-    # What goes wrong.
+    # Faults.
 
     def reach(self, point: str, step: int) -> None:
-        """Inject the faults that are due at this passing of a fault point; other processes may run meanwhile."""
+        """Inject the faults that are due at this visit to a fault point. Other processes may run meanwhile."""
         self._points += 1
         process = self._hub.running
         assert process is not None
@@ -225,7 +225,7 @@ class Simulation:
         what = "is lost" if fault.kind == "lose machine" else f"is cut off for {fault.seconds} s"
         self._say(f"machine {1 + self._others.index(machine)} {what}")
         if fault.kind == "lose machine":
-            self._hub.at(0.0, lambda: machine.lose(self._kill))  # not by a process that is itself on it
+            self._hub.at(0.0, lambda: machine.lose(self._kill))  # not in a process that is itself on the machine
             if self._hub.running is not None:
                 self._hub.pause(0.001)
         else:
@@ -251,7 +251,7 @@ class Simulation:
         elif fault.kind == "kill":
             self._kill(number)
 
-    # What must hold.
+    # Invariants.
 
     def _check(self) -> None:
         if self._broken:
@@ -270,7 +270,7 @@ class Simulation:
             raise Broken("nobody took the last step")
 
     def _allowed(self) -> set[int]:
-        """The exit codes that the run may have: not 0 where fewer than the least number are left, or all leave."""
+        """Return the exit codes that the run may have. Codes other than 0 need a reason in the plan or the history."""
         members = max(map(len, self._machines.memberships.values()), default=0)
         gone = len(self._machines.leaving)
         for fault in self.plan.faults:
@@ -280,9 +280,9 @@ class Simulation:
         if gone and members - gone < self.plan.least:
             codes |= {DEADLINE_PASSED, WorkerLost.exit_code, StartError.exit_code}
         if self._finished and self._killed.intersection(self.coordinator.members[:1]):
-            codes.add(WorkerLost.exit_code)  # it may have had results to write
+            codes.add(WorkerLost.exit_code)  # the killed first member may have had results to write
         if self.plan.sharded and not self._disk.saved:
-            codes.add(CheckpointError.exit_code)  # nobody has the parts of those that were lost
+            codes.add(CheckpointError.exit_code)  # no worker has the parts of the lost workers
         if self._machines.leaving:
             codes.add(PREEMPTED)
         ended_late = self._finished and any(fault.kind in ("stop", "cut", "cut machine") for fault in self.plan.faults)
@@ -291,8 +291,8 @@ class Simulation:
         return codes
 
     def _check_script(self, number: int, worker: Worker) -> None:
-        """A script gets each step once, with the loss of that step; that of one which was dropped and is back leaves
-        some out, and gets the loss of the last one.
+        """Raise Broken unless the script got each step once, with its loss. A worker that was dropped and returned may
+        skip steps and get the loss of the last step. Also check the time of a leave, and the evaluations.
         """
         steps = [step for step, _ in worker.seen]
         if steps != sorted(set(steps)):
@@ -306,17 +306,17 @@ class Simulation:
             raise Broken(f"the script of worker {number} got {worker.evaluated} from its evaluation")
 
     def launched(self) -> env.LaunchInfo:
-        """Return how the running worker was launched."""
+        """Return the launch information of the running worker."""
         running = self._hub.running
         assert running is not None
         return env.LaunchInfo("", int(running.name), False, self._most, True, running.name, b"")
 
     def process_id(self) -> int:
-        """Return the number that the running worker has among processes."""
+        """Return the simulated process id of the running worker, or 1 if none runs."""
         return 1 if self._hub.running is None else int(self._hub.running.name) + 1
 
     def machine(self) -> str:
-        """Return the name of the machine on which the running worker is."""
+        """Return the name of the running worker's machine."""
         return "first" if self._hub.running is None else f"machine {int(self._hub.running.name) // BLOCK}"
 
 
@@ -326,7 +326,7 @@ class _Failure(RuntimeError):
 
 @contextmanager
 def _surroundings(simulation: Simulation) -> Iterator[None]:
-    """What a worker finds around it as one of many processes is given here to the one that runs."""
+    """Patch the process-wide state that workers read, so that the running worker sees its own values."""
     with (
         mock.patch.object(env, "launch_info", simulation.launched),
         mock.patch.object(env, "set_identity", lambda *_: None),

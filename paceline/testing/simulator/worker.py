@@ -1,7 +1,7 @@
-"""A simulated worker: Paceline's own loop, recovery and batches, around a model that is a number.
+"""Simulated worker, with Paceline's own loop, recovery and batches around a model that is a number.
 
-The number tells which steps it has seen, in their order. So a step that is lost, done twice or computed from samples
-that are not those of the batch shows in every worker that has it.
+The number encodes the steps that the model has seen, in order. So a step that is lost, repeated or computed from
+samples that do not belong to the batch shows in every worker that has it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from paceline.training.script_state import ScriptState
 
 STEPS, MICROBATCHES = 8, 8
 SAVES, EVALUATES = 2, 4
-"""After how many steps a checkpoint is due; after which step the script evaluates."""
+"""Number of steps between checkpoints, and step after which the script evaluates."""
 _TIMEOUT = 30.0
 _MODULUS = (1 << 61) - 1
 SETTINGS = config.resolve({"batch": MICROBATCHES, "timeout_seconds": _TIMEOUT, "checkpoint.every": SAVES}).settings
 
 
 def value_after(steps: int) -> int:
-    """Return the number that the model is after so many steps."""
+    """Return the value of the model after a number of steps."""
     value = 1
     for step in range(steps):
         value = stepped(value, step)
@@ -48,36 +48,36 @@ def value_after(steps: int) -> int:
 
 
 def stepped(value: int, step: int) -> int:
-    """Return the number that the model is after one more step."""
+    """Return the value of the model after a further step."""
     return (value * 1_000_003 + step + 1) % _MODULUS
 
 
 @dataclass
 class Disk:
-    """The checkpoints, by steps: the state, and what the script was told."""
+    """Checkpoints by step, each with the state tensor and the script's saved state."""
 
     saved: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
 
 
 class State:
-    """The state of training, in place of ``checkpoint.training_state.TrainingState``.
+    """State of training, in place of ``checkpoint.training_state.TrainingState``.
 
     Args:
-        script: what the script keeps.
-        parts: how many parts it has; each is such a number.
+        script: state of the script.
+        parts: number of parts of the model. Each part is a number as described in the module docstring.
     """
 
     run = "simulated"
 
     def __init__(self, script: ScriptState, parts: int) -> None:
-        self.parts = [(1, 0)] * parts  # the number, and after how many steps
+        self.parts = [(1, 0)] * parts  # value and number of applied steps
         self.keeps_script = False
         self.loaded_script: dict[str, Any] = {}
         self._script = script
         self.tensors = dict
 
     def take(self, step: int, parts: Sequence[int]) -> None:
-        """Update some parts of the model by a step."""
+        """Apply the update of a step to some parts of the model."""
         for part in parts:
             value, steps = self.parts[part]
             if step != steps:
@@ -94,7 +94,7 @@ class State:
         return SimpleNamespace(tensors={"parts": torch.tensor(self.parts)}, state=self._script.saved(), step=steps)
 
     def check(self, steps: int) -> None:
-        """Make sure that this is the whole state after so many steps."""
+        """Raise Broken unless all parts have the values after exactly these steps."""
         if self.parts != [(value_after(steps), steps)] * len(self.parts):
             raise Broken(f"a state after {[steps for _, steps in self.parts]} steps that is to be one after {steps}")
 
@@ -111,7 +111,7 @@ class State:
 
 
 class Checkpointer:
-    """Writes to and reads from the disk that all share, in place of ``checkpoint.checkpointer.Checkpointer``."""
+    """Checkpointer for the disk that all workers share, in place of ``checkpoint.checkpointer.Checkpointer``."""
 
     enabled, launch, last = True, None, None
 
@@ -133,7 +133,7 @@ class Checkpointer:
     begin_save = save
 
     def finish(self) -> None:
-        """Nothing is written in the background."""
+        """Do nothing, because saves are synchronous."""
 
     def resume(self, state: State, source: str | None) -> int:
         """See ``Checkpointer``."""
@@ -146,7 +146,7 @@ class Checkpointer:
 
 
 class LoopChanges:
-    """What the script changes between steps: nothing."""
+    """Stub of ``data.objects.loop_changes.LoopChanges`` for a script that changes nothing between steps."""
 
     parameter, lacks_copies, now = "", False, False
 
@@ -155,25 +155,25 @@ class LoopChanges:
         self.not_watched = nullcontext
 
     def look(self, begins: bool = False) -> None:
-        """See ``data.objects.loop_changes``."""
+        """See ``LoopChanges``."""
 
     def not_restored(self) -> str:
-        """See there."""
+        """See ``LoopChanges``."""
         return ""
 
     def without_effect(self, step: int) -> str:
-        """See there."""
+        """See ``LoopChanges``."""
         return ""
 
     def end_step(self, step: int) -> None:
-        """See there."""
+        """See ``LoopChanges``."""
 
     def refresh(self) -> None:
-        """See there."""
+        """See ``LoopChanges``."""
 
 
 class Feed:
-    """Loads nothing: a piece is the numbers of its microbatches."""
+    """Feed that loads no data. The batch of a piece is the piece itself, the numbers of its microbatches."""
 
     sizes = None
 
@@ -182,19 +182,19 @@ class Feed:
         return pieces
 
     def steps(self, start: int, stop: int, pieces: Callable[[int], list[range]]) -> Iterator[list[range]]:
-        """See there."""
+        """See ``data.feed.Feed``."""
         for step in range(start, stop):
             yield pieces(step)
 
 
 class Simulated(Strategy):
-    """All tell all which microbatches they have; then each makes the update, of its own parts if they are divided.
+    """Strategy in which workers gather their microbatches and then update all parts, or their own if parts are divided.
 
     Args:
-        context: what is trained, with whom.
-        state: of the training.
-        pause: lets time pass.
-        random: draws how long.
+        context: training context, with the world.
+        state: state of training.
+        pause: function that suspends the worker for some virtual seconds.
+        random: random numbers for the duration of a step.
     """
 
     def __init__(self, context: Any, state: State, pause: Callable[[float], None], random: Random) -> None:
@@ -244,7 +244,7 @@ def _gather(world: SimulatedWorld, state: State, own: Sequence[int]) -> None:
 
 
 def gather_parts(context: Any, owned: Sequence[frozenset[str] | None]) -> None:
-    """Give all workers all parts, in place of ``step.consolidate.consolidate_state_dict``."""
+    """Send all parts to all workers, in place of ``step.consolidate.consolidate_state_dict``."""
     held = [context.every if part is None else part for part in owned]
     own = held[context.world.rank].difference(*held[: context.world.rank])
     _gather(context.world, context.state, sorted(map(int, own)))
@@ -256,22 +256,22 @@ def _span(*_: object, **__: object) -> Iterator[None]:
 
 
 class Worker:
-    """One worker of a simulated run.
+    """Worker of a simulated run.
 
     Args:
-        machines: what all workers have in common.
-        link: to the coordinator.
-        number: of the worker.
-        disk: the checkpoints.
-        random: draws how long it computes.
-        sharded: whether each worker holds a part of the state only.
+        machines: objects that all workers share.
+        link: connection to the coordinator.
+        number: number of the worker.
+        disk: disk with the checkpoints.
+        random: random numbers for the durations of computations.
+        sharded: whether each worker holds only a part of the state.
 
     Attributes:
-        world: as this worker sees it.
-        seen: the steps that its script took, and the losses that it was told.
-        evaluated: what its evaluation returned.
-        done: a value that the script has registered: the steps whose lines have run, here or where it came from.
-        left_at: how many steps its script had taken when it was told to leave; none: it was not.
+        world: world of this worker.
+        seen: steps that its script took, and the losses that the script received.
+        evaluated: results of its evaluations.
+        done: registered value of the script: steps whose loop body has run in this worker or the source of its state.
+        left_at: number of steps that its script had taken when it was asked to leave, or None.
     """
 
     def __init__(self, machines: Machines, link: Link, number: int, disk: Disk, random: Random, sharded: bool) -> None:
@@ -285,7 +285,7 @@ class Worker:
         self._parts = 3 if sharded else 1
 
     def run(self) -> None:
-        """Do what a script does, from ``paceline.start`` to its last line."""
+        """Run the equivalent of a training script, from ``paceline.start`` to its last line."""
         script = ScriptState()
         state = State(script, self._parts)
         context = self._context(state)
@@ -305,12 +305,12 @@ class Worker:
             if batch.step == EVALUATES:
                 self.evaluated.append(loop.make(EVALUATE, "evaluating", self._evaluate))
         state.check(STEPS)
-        if self.done != list(range(STEPS)) and not self.world.was_dropped:  # then lines behind a step run once more
+        if self.done != list(range(STEPS)) and not self.world.was_dropped:  # after a drop, loop bodies can run again
             raise Broken(f"the registered steps are {self.done}")
         self.client.end_script()
 
     def leave(self) -> None:
-        """Do what a worker does about a signal."""
+        """Handle a signal: request to leave the run."""
         if self.left_at is None:
             self.left_at = len(self.seen)
         self.world.request_leave()

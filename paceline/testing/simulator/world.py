@@ -22,17 +22,17 @@ from paceline.testing.simulator.network import Box, Network
 
 @dataclass
 class Machines:
-    """What the workers of a run have in common.
+    """Objects that the workers of a run share.
 
     Attributes:
-        hub: whose time it is.
-        network: between them.
-        random: draws what a worker notices.
-        boxes: of the workers, by their numbers.
-        processes: they, by their numbers.
-        memberships: the workers of each generation, as somebody has entered it.
-        arenas: which shared memory each worker had in which generation.
-        leaving: the workers that leave the run by themselves.
+        hub: scheduler with the virtual clock.
+        network: simulated network.
+        random: random numbers that decide whether a worker identifies a lost peer.
+        boxes: received messages of each worker, by worker number.
+        processes: process of each worker, by worker number.
+        memberships: worker numbers of each generation, as recorded by the first worker that entered it.
+        arenas: number of each worker's shared-memory arena, by generation and worker number.
+        leaving: numbers of the workers that leave the run voluntarily.
     """
 
     hub: Hub
@@ -46,16 +46,16 @@ class Machines:
 
 
 class Broken(AssertionError):
-    """Something that must hold does not."""
+    """Violation of an invariant of the simulated run."""
 
 
 class SimulatedWorld(Waiting):
-    """Gathers values and sends tensors over the simulated network; a lost worker ends what waits for it.
+    """World that gathers values and sends tensors over the simulated network. The loss of a worker ends waits for it.
 
     Args:
-        machines: what all workers have in common.
-        coordinator: the client of this worker.
-        timeout: seconds to wait for another worker.
+        machines: objects that all workers share.
+        coordinator: coordinator client of this worker.
+        timeout: timeout in seconds of a wait for another worker.
     """
 
     device = torch.device("cpu")
@@ -74,11 +74,11 @@ class SimulatedWorld(Waiting):
         coordinator.on_alarm = machines.processes[self._number].wake
 
     def arena_handle(self) -> tuple[int, str]:
-        """Return by what others find the memory of this worker."""
+        """Return the handle by which other workers find the arena of this worker."""
         return self._arena, "00"
 
     def join(self, membership: Membership) -> None:
-        """Come together with the members of a generation."""
+        """Join the members of a generation."""
         if membership.generation <= self.generation:
             raise Broken(f"worker {self._number} entered {membership.generation} after {self.generation}")
         self.was_dropped = self.was_dropped or 0 <= self.generation < membership.generation - 1
@@ -95,7 +95,7 @@ class SimulatedWorld(Waiting):
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
 
     def _check_members(self, membership: Membership) -> None:
-        """All who enter a generation have the same members, and no memory that one who was dropped may write to."""
+        """Raise Broken if workers disagree on the members, or a dropped worker knows this worker's memory."""
         numbers = tuple(one.worker for one in membership.members)
         known = self._all.memberships.setdefault(membership.generation, numbers)
         if known != numbers:
@@ -138,13 +138,13 @@ class SimulatedWorld(Waiting):
         self.rank, self.size = 0, 1
 
     def await_process_group(self) -> None:
-        """There is none."""
+        """Do nothing, because there is no process group."""
 
     def synchronize(self) -> None:
-        """What came is there."""
+        """Do nothing, because received tensors are already valid."""
 
     def end_servers(self) -> None:
-        """There are none."""
+        """Do nothing, because there are no servers."""
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """See ``World.gather``."""
@@ -181,7 +181,7 @@ class SimulatedWorld(Waiting):
         self._all.network.carry(self._number, other, arrive)
 
     def _receive(self, rank: int, tag: Any) -> Any:
-        """Wait for a message; the loss of a worker ends the wait."""
+        """Wait for a message and return it. Raise WorkerLost if a worker is lost."""
         hub, other = self._all.hub, self._members[rank].worker
         begin, came = hub.now, self._box.messages[self.generation, other, tag]
         self.waits_for([rank])
@@ -199,7 +199,7 @@ class SimulatedWorld(Waiting):
 
 
 class _Receive:
-    """A receive under way."""
+    """Handle of a pending receive."""
 
     def __init__(self, world: SimulatedWorld, message: Message) -> None:
         self._world, self._message = world, message
