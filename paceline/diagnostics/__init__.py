@@ -1,1 +1,1 @@
-"""Checks of the environment before a run (`doctor`), and of two runs beside each other (`verify`)."""
+"""Checks of the environment before a run (`doctor`), and comparison of two recorded runs (`verify`)."""

@@ -1,1 +1,1 @@
-"""What would go wrong, before a run starts: here, on each machine, and between machines."""
+"""Checks before a run starts, for problems on each machine and between machines."""

@@ -1,4 +1,4 @@
-"""The whole examination: of this machine alone, as the first of several, or as one of the others."""
+"""Complete examination of this machine alone, as the first of several machines, or as another of them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from paceline.system.secret import Shared
 _CLOCK_LOOKS = 5
 _SECOND_LOOKS = 16
 _LARGE, _LARGE_SECONDS = 20_000, 15.0
-"""Characters that fill several packets, and how long a slow line and a busy machine may need for them."""
+"""Number of characters that fill several packets, and seconds that they may take on a slow line and a busy machine."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """Result of an examination.
 
     Attributes:
-        findings: of all checks.
-        machines: that took part.
-        elsewhere: the machine that has the findings, if it is another one.
-        elsewhere_code: and the exit code there.
-        first: whether this is the machine that asks the others; also if there are none.
+        findings: findings of all checks.
+        machines: names of the machines that took part.
+        elsewhere: name of the first machine if it has the findings and this machine does not.
+        elsewhere_code: exit code on the first machine.
+        first: whether this is the first machine, which asks the others, or the only machine.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -50,17 +50,17 @@ class Diagnosis:
 
     @property
     def code(self) -> int:
-        """The exit code: 1 if anything has failed."""
+        """Exit code: 1 if any check failed, or the exit code of the first machine if that is not 0."""
         return self.elsewhere_code or int(any(one.status == "failure" for one in self.findings))
 
 
 def examine(
     wanted: Wanted, rendezvous: str | None, secret_file: Path | None, patience: float, say: Say = lambda _: None
 ) -> Diagnosis:
-    """Examine this machine, and with a rendezvous those that meet there.
+    """Examine this machine and, if a rendezvous is given, all machines that meet at it.
 
     Raises:
-        ConfigError: the rendezvous, or the secret, cannot be used.
+        ConfigError: the rendezvous or the secret cannot be used.
     """
     if rendezvous is None:
         return alone(wanted)
@@ -82,20 +82,20 @@ def examine(
             return First(where, wanted, shared, say).examine(listener, patience)
     say(f"waiting for {where}")
     joined = join(where, wanted.host, shared, patience)
-    if joined.problem is not None:  # a place ends this process soon after the first one
+    if joined.problem is not None:  # a cluster ends this process soon after the first machine's process
         say(f"{joined.problem.values}; examining {wanted.host} alone")
     return _guest(where, wanted, joined, shared)
 
 
 def not_started(error: str) -> Diagnosis:
-    """Say why a place could not start the doctor: a cause in each line."""
+    """Return a diagnosis of why a cluster could not start the doctor, with a finding for each line of the error."""
     why = "No worker could start there."
     cure = "mend it, and start the doctor again: it then looks at the rest"
     return Diagnosis(tuple(Finding("start", "failure", line.rstrip("."), why, cure) for line in error.splitlines()))
 
 
 def alone(wanted: Wanted, problem: Finding | None = None) -> Diagnosis:
-    """Examine this machine alone; a problem says why it is alone."""
+    """Examine this machine alone. ``problem`` is the finding that explains why."""
     examiner = Examiner(wanted)
     try:
         facts = examiner.answer("facts", {"token": token(), "number": 0})
@@ -116,7 +116,7 @@ def _no_address(rendezvous: str, error: str) -> Finding:
 
 
 def _behind(where: Rendezvous, wanted: Wanted, shared: Shared, problem: Finding) -> Diagnosis:
-    """The port is taken: by another machine's doctor that shares this address, or by a stranger."""
+    """Join the doctor that holds the port, if another machine shares this address. Otherwise report the used port."""
     joined = join(where, wanted.host, shared, 0.0)
     return _guest(where, wanted, joined if joined.connection else Joined(problem=problem), shared)
 
@@ -146,13 +146,13 @@ def _of_machine(facts: Answer, name: str) -> list[Finding]:
 
 
 class First:
-    """The first machine: asks all, compares, and has them measure their links.
+    """First machine, which queries all machines, compares the answers and lets the machines measure their links.
 
     Args:
-        where: the machines meet.
-        wanted: what the run will use.
-        shared: the secret.
-        say: shows a line of progress.
+        where: rendezvous of the machines.
+        wanted: resources that the run will use.
+        shared: secret of the run.
+        say: function that shows a line of progress.
     """
 
     def __init__(self, where: Rendezvous, wanted: Wanted, shared: Shared, say: Say) -> None:
@@ -162,7 +162,7 @@ class First:
         self._machines: list[Asked] = []
 
     def examine(self, listener: socket.socket, patience: float) -> Diagnosis:
-        """Examine all machines that come in time."""
+        """Examine all machines that join within ``patience`` seconds."""
         gathering = Gathering()
         gathering.open(listener, self._secret)
         examiner = Examiner(self._wanted, self._where.address, self._secret)
@@ -221,7 +221,7 @@ class First:
             self._findings += check_links(self._measure({name: found["port"] for name, found in facts.items()}))
 
     def _ask(self, question: str, given: Callable[[int], dict[str, Any]]) -> dict[str, Answer]:
-        """Ask all machines at once; those that do not answer are left out from now on."""
+        """Ask all machines at the same time and return their answers. Drop machines that do not answer."""
         for number, one in enumerate(self._machines):
             one.start(question, **given(number))
         answers = {}
@@ -240,7 +240,7 @@ class First:
         self._findings.append(Finding("machines", "failure", str(error), why, cure, machine.name))
 
     def _clocks(self) -> dict[str, float]:
-        """How many seconds each machine's clock is ahead of the first one's, as the fastest answer tells."""
+        """Return the seconds by which each clock is ahead of this machine's, as measured by the fastest answer."""
         offsets = {}
         for one in list(self._machines):
             found = []
@@ -258,7 +258,7 @@ class First:
         return offsets
 
     def _try_large_messages(self) -> None:
-        """Leave out machines that only small messages reach: what else they are asked would wait in vain."""
+        """Drop machines that only small messages reach, because they would not receive the other questions."""
         for one in list(self._machines):
             one.start("echo", text="x" * _LARGE)
             try:
@@ -270,7 +270,7 @@ class First:
                 self._findings.append(large_packets(False, interface.mtu if interface else 0, ends))
 
     def _see(self, mark: str) -> None:
-        """Compare what the machines see of each other."""
+        """Ask which files and names of the others each machine sees, and check the answers."""
         names = [one.name for one in self._machines]
         hosts = [one.host for one in self._machines]
         seen = self._ask("look", lambda _: {"names": hosts, "token": mark})
@@ -284,7 +284,7 @@ class First:
                 self._findings.append(network.check_names(one.host, resolved, addresses).at(one.name))
 
     def _measure(self, ports: dict[str, int]) -> dict[tuple[str, str], Link]:
-        """Measure every link, at most one of each machine at a time; once more what seems slow."""
+        """Measure all links, each machine in at most one measurement at a time, and repeat suspicious measurements."""
         links: dict[tuple[str, str], Link] = {}
         for pairs in rounds(len(self._machines)):
             named = [(self._machines[first], self._machines[second]) for first, second in pairs]

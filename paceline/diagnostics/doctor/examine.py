@@ -1,4 +1,4 @@
-"""What the doctor asks of a machine, and how the machine finds the answer."""
+"""Questions of the doctor to a machine, and the machine's answers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the run will use on this machine.
+    """Resources that the run will use on this machine.
 
     Attributes:
-        workers: that start here.
-        machines: that take part.
-        host: the name of this machine.
-        runs: the folder of the runs.
-        script: that trains, if it was given.
-        data: the file or folder of the data set, if it was given.
-        checkpoints: the folder that all machines share, if it was given.
-        rendezvous: the name of the first machine.
+        workers: number of workers that start on this machine.
+        machines: number of machines of the run.
+        host: name of this machine.
+        runs: folder of the runs.
+        script: training script, if given.
+        data: file or folder of the data set, if given.
+        checkpoints: checkpoint folder that all machines share, if given.
+        rendezvous: name of the first machine.
     """
 
     workers: int
@@ -45,12 +45,12 @@ class Wanted:
 
 
 class Examiner:
-    """Answers what the doctor asks of this machine.
+    """Answers the doctor's questions about this machine.
 
     Args:
-        wanted: what the run will use.
-        address: by which the other machines know this one; None if there are none.
-        secret: that they share.
+        wanted: resources that the run will use.
+        address: address by which the other machines know this machine. None if there are no others.
+        secret: secret that the machines share.
     """
 
     def __init__(self, wanted: Wanted, address: str | None = None, secret: Secret | None = None) -> None:
@@ -61,17 +61,17 @@ class Examiner:
         self._mark: tuple[Path, str, int] | None = None
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Close the listener and remove this machine's mark from the shared folder."""
         if self._listener is not None:
             self._listener.close()
         if self._mark is not None:
             folders.remove_mark(*self._mark)
 
     def answer(self, question: str, given: Answer) -> Answer:
-        """Answer one question.
+        """Answer a question.
 
         Raises:
-            KeyError: another version of Paceline asks.
+            KeyError: the question is unknown, because the asking machine has a different version of Paceline.
         """
         known: dict[str, Callable[..., Answer]] = {
             "clock": lambda: {"time": time.time()},
@@ -83,7 +83,7 @@ class Examiner:
         return known[question](**given)
 
     def _facts(self, token: str, number: int) -> Answer:
-        """Everything that the machine knows of itself."""
+        """Return facts about this machine, with the findings of its own checks."""
         wanted, limit = self._wanted, limits.look()
         loaded = identity.torch_facts()
         gpus, processes, error = gpu.query()
@@ -130,7 +130,7 @@ class Examiner:
         ]
 
     def _look(self, names: list[str], token: str) -> Answer:
-        """What this machine sees of the others: their addresses, and their marks in the shared folder."""
+        """Return what this machine sees of the others: their addresses and their marks in the shared folder."""
         folder = self._wanted.checkpoints
         return {
             "names": {name: network.resolve(name) for name in names},

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Status = Literal["ok", "warning", "failure", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """Result of a check.
 
     Attributes:
-        check: what was checked.
-        status: a failure is what a run cannot start or go on with; a warning what makes it slow, or other bits.
-        values: what was found.
-        why: it matters; empty if nothing is wrong.
-        cure: what to do; empty if nothing is wrong.
-        place: the machine, or the two ends of a link; empty: all machines.
+        check: name of the check.
+        status: "failure" if a run cannot start or continue, "warning" if it may be slow or compute different bits.
+        values: observed values.
+        why: why the problem matters. Empty if nothing is wrong.
+        cure: what to do about the problem. Empty if nothing is wrong.
+        place: machine, or the two ends of a link. Empty if the finding is about all machines.
     """
 
     check: str
@@ -30,41 +30,41 @@ class Finding:
     place: str = ""
 
     def at(self, place: str) -> Finding:
-        """Return the same finding with its place."""
+        """Return a copy of the finding with this place."""
         return replace(self, place=place)
 
     def line(self) -> str:
-        """Return the finding in one line."""
+        """Return the finding as a line of text."""
         place = f"{self.place}: " if self.place else ""
         return f"{place}{self.check}: {self.values}. {self.cure}".rstrip(" .") + "."
 
 
 def ok(check: str, values: str) -> Finding:
-    """Nothing is wrong."""
+    """Return a finding that nothing is wrong."""
     return Finding(check, "ok", values)
 
 
 def skipped(check: str, reason: str) -> Finding:
-    """It could not be checked, or need not be."""
+    """Return a finding that a check was impossible or unnecessary."""
     return Finding(check, "skipped", reason)
 
 
 def to_json(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Write findings as they go over a connection, or into ``--json``."""
+    """Convert findings to the form in which connections and ``--json`` carry them."""
     return [asdict(one) for one in findings]
 
 
 def from_json(found: Iterable[Mapping[str, str]]) -> list[Finding]:
-    """Read findings of another machine.
+    """Convert findings received from another machine.
 
     Raises:
-        TypeError: they are those of another version of Paceline.
+        TypeError: the other machine has a different version of Paceline.
     """
     return [Finding(**{name: str(value) for name, value in one.items()}) for one in found]  # type: ignore[arg-type]
 
 
 def size(count: float) -> str:
-    """``1.5 GB`` for a number of bytes."""
+    """Format a number of bytes, such as ``1.5 GB``."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     while count >= 1000 and len(units) > 1:
         count /= 1000

@@ -1,4 +1,4 @@
-"""Folders that a run writes to, and one that all machines share."""
+"""Checks of the folders that a run writes to, and of the folder that all machines share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FULL = "Checkpoints and records of the run go there; without room the next save
 
 
 def room(check: str, folder: Path) -> Finding:
-    """Check that files can be written to a folder, or to the one in which it will be made."""
+    """Check that a folder, or its nearest existing parent, is writable and has enough free space and inodes."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -55,7 +55,7 @@ def room(check: str, folder: Path) -> Finding:
 
 
 def leave_mark(folder: Path, token: str, number: int) -> Finding:
-    """Write this machine's mark into the shared folder, and see how fast it takes data."""
+    """Write this machine's mark into the shared folder and check the speed of the write."""
     check = "shared folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def leave_mark(folder: Path, token: str, number: int) -> Finding:
 
 
 def marks_seen(folder: Path, token: str, count: int) -> list[int]:
-    """Say which machines' marks are in the folder as this machine sees it."""
+    """Return the numbers of the machines whose marks this machine sees in the folder."""
     return [number for number in range(count) if _mark(folder, token, number).exists()]
 
 
@@ -101,12 +101,12 @@ def _mark(folder: Path, token: str, number: int) -> Path:
 
 
 def check_shared(folder: str | None, seen: Mapping[int, Sequence[int]], names: Sequence[str]) -> Finding:
-    """Check that every machine sees the files of all others.
+    """Check that all machines see each other's files.
 
     Args:
-        folder: that is shared; None if none was given.
-        seen: for each machine whose marks it saw.
-        names: of the machines.
+        folder: shared folder. None if none was given.
+        seen: numbers of the machines whose marks each machine saw, by machine number.
+        names: names of the machines.
     """
     check = "shared folder"
     if folder is None:
@@ -128,7 +128,7 @@ def check_shared(folder: str | None, seen: Mapping[int, Sequence[int]], names: S
 
 
 def temporary() -> Path:
-    """The folder for temporary files; that of the system if none can be written."""
+    """Return the folder for temporary files, or ``/tmp`` if no such folder is writable."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:

@@ -1,4 +1,4 @@
-"""What must be the same on all machines: versions, the processor, the script, the data set."""
+"""Properties that must be the same on all machines: versions, the processor, the script, the data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTRUCTIONS = ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "ne
 _BLOCK, _BLOCKS = 1 << 16, 64
 _MOST_FILES, _FILES_READ = 100_000, 16
 _WHOLE_BYTES = 256 << 20
-"""A data set of up to so many is read as a whole: in a second, where blocks would miss a difference."""
+"""Size in bytes up to which a data set is read completely, in a second. Blocks would miss differences."""
 
 
 def versions() -> dict[str, str]:
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """Ask torch, in a process of its own; ``error`` if it does not load."""
+    """Collect facts about torch in a separate process. Return an ``error`` if torch does not load."""
     command = [sys.executable, "-P", "-m", "paceline.diagnostics.doctor.torch_facts"]
     try:
         ended = subprocess.run(
@@ -54,7 +54,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def processor() -> dict[str, str]:
-    """Name the processor, and the instruction sets by which libraries choose how they compute."""
+    """Return the model of the processor, and the instruction sets that decide how libraries compute."""
     rows: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -68,7 +68,7 @@ def processor() -> dict[str, str]:
 
 
 def script_hash(script: Path) -> str | None:
-    """The SHA-256 of a script; None if it is not there."""
+    """Return the first 16 hex digits of a script's SHA-256, or None if the script cannot be read."""
     try:
         with open_regular(script) as file:
             return hashlib.sha256(file.read()).hexdigest()[:16]
@@ -77,9 +77,9 @@ def script_hash(script: Path) -> str | None:
 
 
 def data_facts(path: Path) -> dict[str, Any]:
-    """Describe a data set: how much there is, and a hash; of a large one over samples of it, not over all.
+    """Return the number of files, the size and a hash of a data set, or an ``error``.
 
-    Of a large folder the names and sizes of all files count, and blocks of a few of them.
+    The hash covers the names and sizes of up to 100,000 files. Of large data it covers only blocks of a few files.
     """
     try:
         if path.is_file():
@@ -111,7 +111,7 @@ def _files(path: Path) -> Iterator[tuple[str, int]]:
     for file in path.rglob("*"):
         try:
             about = file.stat()
-        except OSError:  # a link to nothing
+        except OSError:  # broken symbolic link
             continue
         if stat.S_ISREG(about.st_mode) and count < _MOST_FILES:
             count += 1
@@ -119,7 +119,7 @@ def _files(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _read_blocks(path: Path, digest: Any, whole: bool) -> None:
-    """Add the size of a file, and blocks of it at equal distances, or all of it."""
+    """Add the size of a file to the digest, and blocks of it at equal distances or all of it."""
     count = path.stat().st_size
     digest.update(f"{count}\n".encode())
     with open(path, "rb") as file:

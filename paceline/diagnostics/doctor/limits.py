@@ -1,4 +1,4 @@
-"""What this process may use: cores, memory, files; also inside a container or a job, where the machine has more."""
+"""Limits of this process on cores, memory and files, including those of a container or a job."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Limits:
-    """What there is on this machine, and what of it this process may use; None: no limit, or unknown.
+    """Resources of this machine, and limits of this process. None if there is no limit, or it is unknown.
 
     Attributes:
-        cores: that this process may run on.
-        all_cores: of the machine.
-        domains: memory domains that those cores belong to.
-        near_memory: whether the domains of those cores may give memory.
-        quota: cores' worth of time that the control group gives.
-        memory: bytes of the machine.
-        available: bytes of it that are free, as the kernel sees it.
-        memory_limit: bytes that the control group may use ...
-        memory_used: ... and does use, without what is only cached.
-        shared_size: bytes of ``/dev/shm`` ...
-        shared_free: ... and those that are free.
-        files: open files of a process.
-        processes: of this user, threads included.
-        locked: bytes that cannot be swapped.
-        rdma: network cards that need locked memory.
+        cores: number of cores that this process may use.
+        all_cores: number of cores of the machine.
+        domains: number of NUMA domains of the usable cores.
+        near_memory: whether this process may use memory of those domains.
+        quota: CPU quota of the control group, in cores.
+        memory: total memory of the machine in bytes.
+        available: bytes of memory that the kernel reports as available.
+        memory_limit: memory limit of the control group in bytes.
+        memory_used: bytes of memory that the control group uses, without inactive page cache.
+        shared_size: size of ``/dev/shm`` in bytes.
+        shared_free: free bytes of ``/dev/shm``.
+        files: limit on open files of a process.
+        processes: limit on processes of this user, including threads.
+        locked: limit on locked memory in bytes.
+        rdma: names of RDMA network cards, which need locked memory.
     """
 
     cores: int = 1
@@ -105,10 +105,10 @@ def _memory() -> Iterator[tuple[str, int]]:
 
 
 def control_chain(controller: str) -> list[Path]:
-    """Find the folders of the control groups that this process is in, from its own up to the outermost it can see.
+    """Return the folders of this process's control groups, from its own group to the outermost visible group.
 
-    Both versions of control groups: one tree for all, or one for each controller. Inside a container the path that the
-    kernel gives may not be there; what is mounted is then the container's own group.
+    Supports both versions of control groups, which have a tree for all controllers or for each controller. Inside a
+    container the path from the kernel may not exist. The mounted group is then the container's own group.
     """
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
@@ -129,7 +129,7 @@ def control_chain(controller: str) -> list[Path]:
 def _number(file: Path, place: int = 0) -> int | None:
     try:
         return int(file.read_text().split()[place])
-    except (OSError, ValueError, IndexError):  # ``max`` is no number
+    except (OSError, ValueError, IndexError):  # ``max`` is not a number
         return None
 
 
@@ -146,7 +146,7 @@ def _quota() -> float | None:
 
 
 def _memory_limit() -> tuple[int | None, int]:
-    """The tightest limit, and how much of it is used: of the group that has the least left."""
+    """Return the limit and the usage of the control group with the least memory left."""
     tightest: tuple[int, int] | None = None
     for folder in control_chain("memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
@@ -168,7 +168,7 @@ def _cached(folder: Path) -> int:
 
 
 def _near_memory() -> bool:
-    """Whether memory may come from a domain whose cores this process uses; true if there is one domain alone."""
+    """Return whether memory may come from a NUMA domain of this process's cores, or that is unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in (_PROC / "self/status").read_text().splitlines():
             if line.startswith("Mems_allowed_list:"):

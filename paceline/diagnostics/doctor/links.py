@@ -1,9 +1,9 @@
-"""Measure the link from one machine to another: each listens on a port of its own, as workers do, and all connect.
+"""Measurement of links between machines. Each machine listens on its own port, as workers do, and all connect.
 
 ::
 
-    sender   connect ── 400 small messages, 16 on their way ──> the time of a round trip, and how many were sent again
-             connect ── as much as goes in a second ──────────> bytes a second
+    sender   connect ── 400 small messages, 16 in flight ──────> time of a round trip, share of packets sent again
+             connect ── as much data as fits in a second ──────> bytes per second
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FEW_REPEATS = 3
 _MOST_STARVED = 4.0
 _IP_MTU = 14
 _SENT_AGAIN, _SENT, _ROUND_TRIP = 100, 136, 148
-"""Where the kernel's ``tcp_info`` has the repeated segments, all segments, and the shortest round trip (µs)."""
+"""Offsets in the kernel's ``tcp_info`` of the retransmitted segments, all segments, and the minimum round trip (µs)."""
 _ECHO, _TAKE = b"e", b"t"
 _STARVED = Path("/proc/thread-self/schedstat")
 _RESET = "connection refused, although a program listens on this port: a firewall resets it, or another machine answers"
@@ -40,15 +40,15 @@ _RESET = "connection refused, although a program listens on this port: a firewal
 
 @dataclass(frozen=True)
 class Link:
-    """What one machine measured of the link to another one.
+    """Measurement of the link from one machine to another.
 
     Attributes:
-        problem: why there is none; empty if there is.
-        firewall: what refused the connection is a firewall, not a machine without a listener.
-        latency: seconds of the shortest round trip, as the kernel saw it: a busy processor makes longer ones.
-        loss: the share of small messages that had to be sent again.
-        speed: bytes a second; 0 if small messages pass, and large ones do not.
-        mtu: bytes of a packet on the way.
+        problem: reason why there is no measurement. Empty if there is one.
+        firewall: whether a firewall refused or dropped the connection, instead of a machine without a listener.
+        latency: shortest round trip in seconds as measured by the kernel, because a busy processor adds delays.
+        loss: share of packets that were retransmitted while small messages were sent.
+        speed: bytes per second. 0 if small messages pass and large messages do not.
+        mtu: MTU of the path in bytes.
     """
 
     problem: str = ""
@@ -60,11 +60,11 @@ class Link:
 
 
 class Listener:
-    """The end of this machine that the others connect to; it serves until it is closed.
+    """Listener of this machine for the measurements of others. It serves until it is closed.
 
     Args:
-        address: of this machine, that the others know it by.
-        secret: that whoever connects must know.
+        address: address by which the other machines know this machine.
+        secret: secret that connecting machines must know.
     """
 
     def __init__(self, address: str, secret: Secret) -> None:
@@ -74,7 +74,7 @@ class Listener:
         threading.Thread(target=self._accept, name="paceline-doctor", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()
@@ -102,7 +102,7 @@ class Listener:
 
 
 def measure(address: str, port: int, secret: Secret) -> Link:
-    """Measure the link to a machine that listens."""
+    """Measure the link to a machine that listens, and return the measurement or the problem."""
     try:
         with _connected(address, port, secret) as connection:
             latency, loss, mtu = _small_messages(connection)
@@ -125,7 +125,7 @@ class _NoConnectionError(Exception):
 @contextlib.contextmanager
 def _connected(address: str, port: int, secret: Secret) -> Iterator[socket.socket]:
     tried = attempt(address, port)
-    if tried.kind == "refused":  # the other machine listens there: it has said so
+    if tried.kind == "refused":  # the other machine has reported that it listens on this port
         raise _NoConnectionError(_RESET, firewall=True)
     if tried.socket is None:
         raise _NoConnectionError(tried.cause, tried.kind in ("rejected", "no answer"))
@@ -139,7 +139,7 @@ def _connected(address: str, port: int, secret: Secret) -> Iterator[socket.socke
 
 
 def _small_messages(connection: socket.socket) -> tuple[float, float, int]:
-    """Send small messages, a few at once, and have them sent back; gives latency, loss, and the MTU."""
+    """Send small messages, a few at a time, and receive their echoes. Return latency, loss and MTU."""
     connection.sendall(_ECHO)
     began, came, fastest = time.monotonic(), 0, 1e9
     while came < _MESSAGES and time.monotonic() < began + _MESSAGES_SECONDS:
@@ -160,7 +160,7 @@ def _small_messages(connection: socket.socket) -> tuple[float, float, int]:
 
 
 def _speed(address: str, port: int, secret: Secret) -> float:
-    """Send as much as goes; gives the bytes a second that the other machine received, while both had a processor."""
+    """Send as much data as possible. Return the bytes per second received, without the time spent waiting for a CPU."""
     with _connected(address, port, secret) as connection:
         connection.sendall(_TAKE)
         until, sent, starved = time.monotonic() + 2 * _BURST_SECONDS, 0, _starved()
@@ -180,7 +180,7 @@ def _has_answer(connection: socket.socket) -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[int, float, float]:
-    """Receive for a while, or until enough has come; gives bytes, seconds, and how many of those it was starved."""
+    """Receive for a time or a number of bytes. Return bytes, seconds, and the seconds spent waiting for a processor."""
     count, buffer = 0, bytearray(_CHUNK)
     began, starved = time.monotonic(), _starved()
     connection.settimeout(_BURST_SECONDS)
@@ -195,7 +195,7 @@ def _receive(connection: socket.socket) -> tuple[int, float, float]:
 
 
 def _starved() -> float:
-    """Seconds that this thread was ready to run, and had to wait for a processor."""
+    """Return the seconds for which this thread was ready to run but waited for a processor."""
     try:
         return int(_STARVED.read_text().split()[1]) * 1e-9
     except (OSError, ValueError, IndexError):
@@ -213,7 +213,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Pair everybody with everybody, in rounds in which nobody is in two pairs (the circle method).
+    """Return rounds of pairs in which each machine meets every other, at most once per round (the circle method).
 
     ::
 

@@ -1,4 +1,4 @@
-"""Several machines: the first one asks, the others answer, over the connections that a run uses, too.
+"""Protocol between machines: the first asks and the others answer, over the same connections as a run.
 
 ::
 
@@ -34,22 +34,22 @@ from paceline.diagnostics.doctor.reach import attempt
 from paceline.system.secret import Secret, Shared
 
 _ANSWER_SECONDS = 150.0
-"""To load torch on a busy machine, or read the blocks of a data set."""
+"""Time limit for an answer: enough to load torch on a busy machine, or read the blocks of a data set."""
 _SILENCE_SECONDS = 300.0
 _TRY_SECONDS = 1.0
 
 
 class GoneError(Exception):
-    """A machine does not answer any more; says why."""
+    """Loss of a machine that no longer answers. The message says why."""
 
 
 class Asked:
-    """A machine that can be asked: this one.
+    """Machine that answers questions: this machine.
 
     Args:
-        host: its name.
-        address: by which the others know it.
-        examiner: who answers.
+        host: name of the machine.
+        address: address by which the other machines know it.
+        examiner: examiner that answers the questions.
     """
 
     def __init__(self, host: str, address: str, examiner: Examiner | None = None) -> None:
@@ -58,7 +58,7 @@ class Asked:
         self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
 
     def start(self, question: str, **given: Any) -> None:
-        """Ask; it works on the answer from now on."""
+        """Ask a question. The machine starts to work on the answer."""
         assert self._examiner is not None
         examiner = self._examiner
         threading.Thread(
@@ -66,10 +66,10 @@ class Asked:
         ).start()
 
     def finish(self, what: str, seconds: float = _ANSWER_SECONDS) -> Answer:
-        """Wait for the answer.
+        """Wait for the answer and return it.
 
         Raises:
-            GoneError: the machine has ended, or takes too long.
+            GoneError: the connection to the machine has ended, or the answer took longer than ``seconds``.
         """
         try:
             answer = self.answers.get(timeout=seconds)
@@ -81,17 +81,17 @@ class Asked:
         return answer
 
     def end(self, code: int) -> None:
-        """Say that this is all."""
+        """Do nothing, because this machine needs no notification of the end."""
 
 
 class Remote(Asked):
-    """A machine that can be asked: another one.
+    """Machine that answers questions over a connection: another machine.
 
     Args:
-        host: its name.
-        peer: the connection.
-        connections: by which it is asked.
-        lock: of the connections.
+        host: name of the machine.
+        peer: connection to the machine.
+        connections: connections through which questions are sent.
+        lock: lock of the connections.
     """
 
     def __init__(self, host: str, peer: Peer, connections: Connections, lock: threading.RLock) -> None:
@@ -99,11 +99,11 @@ class Remote(Asked):
         self.peer, self._connections, self._lock = peer, connections, lock
 
     def start(self, question: str, **given: Any) -> None:
-        """Ask; it works on the answer from now on."""
+        """Ask a question. The machine starts to work on the answer."""
         self._send({"type": "ask", "question": question, "given": given})
 
     def end(self, code: int) -> None:
-        """Say that this is all."""
+        """Send the report with the exit code, which ends the examination of the machine."""
         self._send({"type": "report", "code": code})
 
     def _send(self, message: Message) -> None:
@@ -114,7 +114,7 @@ class Remote(Asked):
 
 @dataclass
 class Gathering:
-    """The machines that have come to the first one; the receiver of their messages."""
+    """Machines that have joined the first machine, and receiver of their messages."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     machines: list[Remote] = field(default_factory=list)
@@ -122,18 +122,18 @@ class Gathering:
     came: threading.Condition = field(default_factory=threading.Condition)
 
     def open(self, listener: socket.socket, secret: Secret) -> None:
-        """Take whoever comes."""
+        """Start to accept connections."""
         self.connections = Connections(listener, secret.key, self, self.lock, lambda *_, **__: None, DOCTOR_KINDS)
         self.connections.start()
 
     def wait(self, count: int, seconds: float) -> list[Remote]:
-        """Wait until so many other machines have come, or no longer."""
+        """Wait until ``count`` other machines have joined, for at most ``seconds``, and return the machines."""
         with self.came:
             self.came.wait_for(lambda: len(self.machines) >= count, seconds)
             return self.machines[:count]
 
     def close(self) -> None:
-        """End all connections, after what was sent."""
+        """Close all connections after unsent data have been sent, within two seconds."""
         if self.connections is not None:
             deadline = time.monotonic() + 2.0
             while any(one.peer.connection.unsent for one in self.machines) and time.monotonic() < deadline:
@@ -141,7 +141,7 @@ class Gathering:
             self.connections.close()
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Take what a machine says."""
+        """Handle a message of a machine."""
         machine = next((one for one in self.machines if one.peer is peer), None)
         if message["type"] == "machine" and machine is None:
             assert self.connections is not None
@@ -152,17 +152,17 @@ class Gathering:
             machine.answers.put(message["value"])
 
     def disconnected(self, peer: Peer) -> None:
-        """Take note that a machine is gone."""
+        """Record the loss of a machine."""
         for one in self.machines:
             if one.peer is peer:
                 one.answers.put(None)
 
     def tick(self, now: float) -> None:
-        """Nothing is due."""
+        """Do nothing, because no periodic work is needed."""
 
 
 def name_all(machines: Sequence[Asked]) -> None:
-    """Name each machine by its host name, and by its address too where that is not enough."""
+    """Name each machine by its host name, with the address or a number if the host name is not unique."""
     hosts = [one.host for one in machines]
     for number, one in enumerate(machines):
         one.name = one.host
@@ -173,13 +173,13 @@ def name_all(machines: Sequence[Asked]) -> None:
 
 
 def token() -> str:
-    """Make a name for what the doctor writes into a shared folder."""
+    """Return a random name for the doctor's files in a shared folder."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """How a machine came to the first one: the connection, and the secret; or why it did not."""
+    """Result of joining the first machine: the connection and the secret, or the problem."""
 
     connection: Connection | None = None
     secret: Secret | None = None
@@ -187,7 +187,7 @@ class Joined:
 
 
 def join(where: Rendezvous, host: str, shared: Shared, seconds: float) -> Joined:
-    """Connect to the first machine, which may yet have to start."""
+    """Connect to the first machine, which may not have started yet. Retry for ``seconds``."""
     deadline = time.monotonic() + seconds
     while True:
         secret = shared.read()
@@ -216,7 +216,7 @@ def _try_to_join(where: Rendezvous, host: str, secret: Secret) -> Joined:
 
 
 def unreachable(where: Rendezvous, cause: str) -> Finding:
-    """The first machine cannot be reached."""
+    """Return a finding that the first machine cannot be reached."""
     address = "" if where.name == where.address else f" ({where.address})"
     return Finding(
         "rendezvous port",
@@ -250,7 +250,7 @@ def _other_secret(where: Rendezvous) -> Finding:
 
 
 def serve(connection: Connection, wanted: Wanted, secret: Secret) -> int | None:
-    """Answer what the first machine asks until it has made its report; gives the exit code, None if it went away."""
+    """Answer the first machine's questions until its report. Return its exit code, or None if the connection ended."""
     examiner = Examiner(wanted, str(connection.socket.getsockname()[0]), secret)
     until = time.monotonic() + _SILENCE_SECONDS
     try:

@@ -1,4 +1,4 @@
-"""The network as this machine sees it: its names, its interfaces, and the port where the machines meet."""
+"""Checks of the network as this machine sees it: names, interfaces, and the port of the rendezvous."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LISTENS = "0A"
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface of this machine: the name, bytes of its packets, and its speed in megabits a second, if known."""
+    """Network interface of this machine: its name, its MTU in bytes, and its speed in Mbit/s if known."""
 
     name: str
     mtu: int
@@ -27,7 +27,7 @@ class Interface:
 
 
 def interface_at(address: str) -> Interface | None:
-    """Find the interface that has an address."""
+    """Return the interface that has an address, or None."""
     name = interface_of(address)
     if name is None:
         return None
@@ -43,7 +43,7 @@ def _number(name: str, what: str) -> int | None:
 
 
 def resolve(name: str) -> str | None:
-    """The IPv4 address of a name, as this machine knows it."""
+    """Return the IPv4 address of a name as this machine resolves it, or None."""
     try:
         return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
@@ -51,7 +51,7 @@ def resolve(name: str) -> str | None:
 
 
 def own_name(name: str, address: str | None, machines: int) -> Finding:
-    """Libraries that are told no address take that of the machine's own name."""
+    """Check the address of the machine's own name, which libraries use by default."""
     check = "own name"
     if address is not None and not (env.is_loopback(address) and machines > 1):
         return ok(check, f"{name} is {address}")
@@ -67,7 +67,7 @@ def own_name(name: str, address: str | None, machines: int) -> Finding:
 
 
 def rendezvous_name(text: str, name: str, address: str, machines: int) -> Finding:
-    """The name of the first machine must be an address that the others reach."""
+    """Check that the name of the first machine resolves to an address that the others can reach."""
     check = "rendezvous name"
     if machines < 2 or not env.is_loopback(address) or env.is_loopback(name):
         return ok(check, f"{name} is {address}")
@@ -82,7 +82,7 @@ def rendezvous_name(text: str, name: str, address: str, machines: int) -> Findin
 
 
 def same_address(name: str, found: Mapping[str, str | None]) -> Finding:
-    """All machines must find the first one at the same address."""
+    """Check that all machines resolve the first machine's name to the same address."""
     check = "rendezvous name"
     known = {machine: address for machine, address in found.items() if address and not env.is_loopback(address)}
     if len(set(known.values())) < 2:
@@ -97,12 +97,12 @@ def same_address(name: str, found: Mapping[str, str | None]) -> Finding:
 
 
 def check_names(machine: str, resolved: Mapping[str, str | None], addresses: Mapping[str, str]) -> Finding:
-    """Check that a machine finds the others under their own names.
+    """Check that a machine resolves the other machines' names to their addresses.
 
     Args:
-        machine: that was asked.
-        resolved: what each name is there.
-        addresses: what each name should be.
+        machine: machine that resolved the names.
+        resolved: address of each name on that machine.
+        addresses: correct address of each name.
     """
     check = "names of the others"
     wrong = [
@@ -122,7 +122,7 @@ def check_names(machine: str, resolved: Mapping[str, str | None], addresses: Map
 
 
 def interface_variables(variables: Mapping[str, str], own: Interface | None, interfaces: Sequence[str]) -> Finding:
-    """The interfaces that the user has chosen for gloo and NCCL must be the one by which the others are reached."""
+    """Check that the interfaces that the user chose for gloo and NCCL are those that reach the other machines."""
     check = "network interface"
     name = own.name if own else "unknown"
     wrong = []
@@ -149,7 +149,7 @@ def interface_variables(variables: Mapping[str, str], own: Interface | None, int
 
 
 def _chosen(value: str, interfaces: Sequence[str], prefixes: bool) -> list[str]:
-    """The interfaces that a variable names; NCCL takes prefixes, ``=`` for whole names and ``^`` for all but those."""
+    """Return the interfaces that a variable names. NCCL takes prefixes, ``=`` for full names, ``^`` for exclusion."""
     if not prefixes:
         return [name for name in interfaces if name in value.split(",")]
     without, exact = value.startswith("^"), value.lstrip("^").startswith("=")
@@ -159,12 +159,12 @@ def _chosen(value: str, interfaces: Sequence[str], prefixes: bool) -> list[str]:
 
 
 def interfaces() -> list[str]:
-    """The names of this machine's interfaces."""
+    """Return the names of this machine's interfaces."""
     return [name for _, name in socket.if_nameindex()]
 
 
 def port_in_use(port: int, error: str) -> Finding:
-    """Another program has the port where the machines should meet."""
+    """Return a finding that another program uses the port of the rendezvous."""
     holder = holder_of(port)
     return Finding(
         "rendezvous port",
@@ -176,7 +176,7 @@ def port_in_use(port: int, error: str) -> Finding:
 
 
 def holder_of(port: int) -> str | None:
-    """Name the process that listens on a port, as far as this user may see it."""
+    """Return a description of the process that listens on a port, or None if this user cannot see it."""
     wanted = f":{port:04X}"
     inodes = set()
     for table in ("tcp", "tcp6"):

@@ -1,4 +1,4 @@
-"""Whether a port of another machine can be reached, and if not, who says no: nobody, that machine, or a firewall."""
+"""Attempts to reach a port of another machine, which also show whether the machine or a firewall refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Literal
 Kind = Literal["connected", "refused", "rejected", "no answer", "no machine", "no route", "failed"]
 
 CONNECT_SECONDS = 4.0
-"""Two repeats of a lost SYN."""
+"""Long enough for two retransmissions of a lost SYN."""
 _NEIGHBOURS = Path("/proc/net/arp")
 _IP_RECVERR = 11
 _FROM_ICMP = 2
 _UNREACHABLE = 3
 _PROHIBITED = {9, 10, 13}
-"""Codes by which a firewall says that it does not want this."""
+"""ICMP codes by which a firewall prohibits a connection."""
 CAUSES = {
     "refused": "connection refused: the machine answers, but no program listens on this port",
     "rejected": "connection rejected by a firewall (it answers with ICMP)",
@@ -30,7 +30,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a connection was tried: what became of it, and the socket if it was opened."""
+    """Result of an attempt to connect, with the socket if it was opened."""
 
     kind: Kind
     seconds: float
@@ -39,12 +39,12 @@ class Attempt:
 
     @property
     def cause(self) -> str:
-        """Say why it failed."""
+        """Reason why the attempt failed."""
         return CAUSES.get(self.kind, self.detail)
 
 
 def attempt(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Attempt:
-    """Open a connection; the caller closes it."""
+    """Try to open a connection. The caller closes its socket."""
     started = time.monotonic()
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -72,8 +72,8 @@ def _kind(error: OSError, connection: socket.socket, address: str) -> Kind:
 
 
 def _rejected(connection: socket.socket) -> bool:
-    """Whether a firewall has answered: a closed port ends a connection with TCP's reset, a REJECT with ICMP."""
-    connection.setblocking(False)  # nothing waits there if it was not a firewall
+    """Return whether a firewall has answered. A closed port answers with a TCP reset, and REJECT with ICMP."""
+    connection.setblocking(False)  # the error queue is empty if no firewall answered
     try:
         _, ancillary, _, _ = connection.recvmsg(512, 512, socket.MSG_ERRQUEUE)
     except OSError:
@@ -87,7 +87,7 @@ def _rejected(connection: socket.socket) -> bool:
 
 
 def _nobody_has(address: str) -> bool:
-    """Whether this machine has asked its own network in vain who has an address."""
+    """Return whether no machine on the local network answered the ARP request for an address."""
     try:
         rows = [line.split() for line in _NEIGHBOURS.read_text().splitlines()[1:]]
     except OSError:

@@ -1,4 +1,4 @@
-"""The quick part, at every start of several machines: compare what costs nothing to know when one joins."""
+"""Quick comparison at every start of several machines, of properties that cost nothing to read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LONGEST = 60
 
 
 def about(script: Path) -> Message:
-    """Describe this machine, without importing torch: tens of milliseconds."""
+    """Describe this machine without importing torch, in tens of milliseconds."""
     return {**versions(), "CUDA": _cuda() or "none", "script": script_hash(script) or "none"}
 
 
 def _cuda() -> str | None:
-    """The version of CUDA that torch is built with, as its file of versions has it."""
+    """Return the CUDA version of the torch build according to its version file, or None if it cannot be found."""
     try:
         found = importlib.util.find_spec("torch")
         text = (Path(str(found.origin)).parent / "version.py").read_text() if found else ""
@@ -37,17 +37,17 @@ def _cuda() -> str | None:
 
 
 class Comparison:
-    """Compares the machines that join with this one.
+    """Comparison of joining machines with this machine.
 
     Args:
-        own: what :func:`about` says of this machine.
+        own: description of this machine by :func:`about`.
     """
 
     def __init__(self, own: Message) -> None:
         self._own, self._host = own, socket.gethostname()
 
     def differences(self, host: str, theirs: Mapping[str, object]) -> list[str]:
-        """Say in a line each what is not the same on a machine that has just joined; ``time`` is that of its clock."""
+        """Return a line for each difference to a machine that has just joined. ``time`` is the time of its clock."""
         lines = []
         for name, here in self._own.items():
             there = theirs.get(name)

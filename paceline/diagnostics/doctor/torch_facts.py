@@ -1,6 +1,6 @@
-"""What torch says of itself, and the bits that this processor computes: run as a program, prints JSON.
+"""Program that prints torch's versions and devices, and the bits that this processor computes, as JSON.
 
-Torch needs seconds and hundreds of megabytes, and may fail to load: so the doctor starts it in a process of its own.
+Torch needs seconds and hundreds of megabytes, and may fail to load, so the doctor starts it in a separate process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.step.numerics import canary
 
 
 def facts() -> dict[str, Any]:
-    """What must be the same on all machines."""
+    """Return the properties of torch that must be the same on all machines."""
     gpus = torch.cuda.device_count()
     return {
         "torch": torch.__version__,

@@ -1,1 +1,1 @@
-"""What the facts mean: pure functions from facts to findings."""
+"""Checks of collected facts: pure functions from facts to findings."""

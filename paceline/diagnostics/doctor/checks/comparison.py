@@ -1,4 +1,4 @@
-"""Compare machines: what must be the same on all, so that they can train together."""
+"""Comparisons of the properties that must be the same on all machines."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _CLOCK_OFF, _CLOCK_FAR_OFF = 1.0, 60.0
 _MEMORY_DIFFERS = 2.0
 
 Facts = Mapping[str, Any]
-"""What one machine says of itself (:mod:`paceline.diagnostics.doctor.examine`)."""
+"""Facts about a machine (:mod:`paceline.diagnostics.doctor.examine`)."""
 Machines = Mapping[str, Facts]
-"""By the names of the machines."""
+"""Facts by machine name."""
 
 
 def compare(machines: Machines) -> list[Finding]:
-    """Make all comparisons."""
+    """Return the findings of all comparisons."""
     return [
         *versions(machines),
         *(torch_loads(name, facts["torch"]) for name, facts in machines.items()),
@@ -34,7 +34,7 @@ def compare(machines: Machines) -> list[Finding]:
 
 
 def who(values: Mapping[str, object]) -> str:
-    """``2.13.0 on h1, h3; 2.12.0 on h2``, the most common first."""
+    """Return text such as ``2.13.0 on h1, h3; 2.12.0 on h2``, with the most common value first."""
     shown = {name: "nothing" if value in (None, "") else str(value) for name, value in values.items()}
     order = [value for value, _ in Counter(shown.values()).most_common()]
     return "; ".join(f"{value} on {', '.join(name for name in shown if shown[name] == value)}" for value in order)
@@ -62,7 +62,7 @@ def versions(machines: Machines) -> list[Finding]:
 
 
 def _version(name: str, facts: Facts) -> object:
-    """The version that is installed; of torch also the one that is imported, if that is another."""
+    """Return the installed version. For torch, add the imported version if it is different."""
     installed, imported = facts["versions"].get(name), facts["torch"].get(name)
     if imported is None or str(imported).partition("+")[0] == str(installed).partition("+")[0]:
         return installed
@@ -70,7 +70,7 @@ def _version(name: str, facts: Facts) -> object:
 
 
 def torch_loads(machine: str, facts: Facts) -> Finding:
-    """Say whether torch can be imported."""
+    """Check that torch can be imported."""
     check = "torch"
     if "error" not in facts:
         return ok(check, f"torch {facts.get('torch')} loads").at(machine)
@@ -85,7 +85,7 @@ def torch_loads(machine: str, facts: Facts) -> Finding:
 
 
 def cuda(machines: Machines) -> list[Finding]:
-    """Compare what the GPUs' libraries and drivers are, where torch has been built with them."""
+    """Compare the CUDA, cuDNN and NCCL versions of torch where it loads, and the driver versions."""
     loaded = {name: facts for name, facts in machines.items() if "error" not in facts["torch"]}
     found = [
         same(
@@ -106,7 +106,7 @@ def cuda(machines: Machines) -> list[Finding]:
 
 
 def instructions(machines: Machines) -> Finding:
-    """Compare the instruction sets by which libraries choose how they compute."""
+    """Compare the instruction sets, which decide how libraries compute."""
     check = "instruction sets"
     values = {
         name: f"{facts['torch'].get('instructions', 'unknown')} ({facts['processor']['instructions']})"
@@ -126,7 +126,7 @@ def instructions(machines: Machines) -> Finding:
 
 
 def canary(machines: Machines) -> Finding:
-    """Compare the bits of a small computation."""
+    """Compare the bits of a small computation on the machines' processors."""
     check = "processor canary"
     values = {name: facts["torch"].get("canary") for name, facts in machines.items() if "error" not in facts["torch"]}
     if len(set(values.values())) < 2:
@@ -166,7 +166,7 @@ def _counted(names: Sequence[str]) -> list[str]:
 
 
 def script(machines: Machines) -> Finding:
-    """Compare the script."""
+    """Check that the script exists and is the same on all machines."""
     check = "script"
     given = {name: facts["script"] for name, facts in machines.items() if facts["script"]}
     if not given:
@@ -190,7 +190,7 @@ def script(machines: Machines) -> Finding:
 
 
 def data(machines: Machines) -> Finding:
-    """Compare the data set."""
+    """Check that the data set exists and is the same on all machines."""
     check = "data"
     given = {name: facts["data"] for name, facts in machines.items() if facts["data"]}
     if not given:
@@ -206,10 +206,10 @@ def data(machines: Machines) -> Finding:
 
 
 def clock(offsets: Mapping[str, float]) -> Finding:
-    """Compare the clocks with that of the first machine.
+    """Compare the clocks with the first machine's clock.
 
     Args:
-        offsets: seconds by which each machine is ahead of it.
+        offsets: seconds by which each machine's clock is ahead of the first machine's.
     """
     check = "clock"
     off = {name: offset for name, offset in offsets.items() if abs(offset) > _CLOCK_OFF}
@@ -228,7 +228,7 @@ def clock(offsets: Mapping[str, float]) -> Finding:
 
 
 def mtu(machines: Machines) -> Finding:
-    """Compare the size of packets of the interfaces."""
+    """Compare the MTUs of the interfaces."""
     check = "MTU"
     values = {name: facts["interface"].get("mtu") for name, facts in machines.items() if facts["interface"]}
     if len(set(values.values())) < 2:
@@ -244,7 +244,7 @@ def mtu(machines: Machines) -> Finding:
 
 
 def memory(machines: Machines) -> Finding:
-    """Compare how much memory machines may use."""
+    """Compare the memory that the machines may use."""
     check = "memory of the machines"
     values = {name: facts["memory"] for name, facts in machines.items()}
     least, most = min(values.values()), max(values.values())

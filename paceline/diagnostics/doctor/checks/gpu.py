@@ -1,4 +1,4 @@
-"""The health of NVIDIA GPUs, as nvidia-smi tells it."""
+"""Checks of the health of NVIDIA GPUs, as reported by nvidia-smi."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Gpu = Mapping[str, str]
 
 
 def query() -> tuple[list[Gpu], list[tuple[int, str, int]], str]:
-    """Ask nvidia-smi; gives the GPUs, the processes on them (pid, name, bytes), and what went wrong."""
+    """Run nvidia-smi. Return the GPUs, the other processes on them (pid, name, bytes), and the error if it failed."""
     if shutil.which("nvidia-smi") is None:
         return [], [], ""
     try:
@@ -54,7 +54,7 @@ def _ask(question: str) -> str:
 
 
 def parse(text: str, fields: Sequence[str]) -> list[Gpu]:
-    """Read lines of nvidia-smi; those of another shape, such as its warnings, are left out."""
+    """Parse the CSV output of nvidia-smi. Lines of another shape, such as warnings, are ignored."""
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
@@ -64,7 +64,7 @@ def _bytes(text: str) -> int:
 
 
 def check_gpus(gpus: Sequence[Gpu], processes: Sequence[tuple[int, str, int]], error: str) -> list[Finding]:
-    """Check the GPUs of one machine."""
+    """Return the findings of all checks of a machine's GPUs."""
     if error:
         return [
             Finding(
@@ -85,7 +85,7 @@ def _which(gpus: Sequence[Gpu], field: str, wrong: str) -> list[int]:
 
 
 def ecc(gpus: Sequence[Gpu]) -> Finding:
-    """Memory errors that could not be corrected."""
+    """Check for uncorrected memory errors and pages that wait to be retired."""
     check = "GPU memory errors"
     counts = [gpu["ecc.errors.uncorrected.volatile.total"] for gpu in gpus]
     bad = [f"GPU {number}: {count}" for number, count in enumerate(counts) if count.isdecimal() and int(count)]
@@ -102,7 +102,7 @@ def ecc(gpus: Sequence[Gpu]) -> Finding:
 
 
 def throttling(gpus: Sequence[Gpu]) -> Finding:
-    """A clock that heat or power hold down."""
+    """Check for clocks that are reduced because of heat or power."""
     check = "GPU clocks"
     slow = []
     for number, gpu in enumerate(gpus):
@@ -121,7 +121,7 @@ def throttling(gpus: Sequence[Gpu]) -> Finding:
 
 
 def other_processes(gpus: Sequence[Gpu], processes: Sequence[tuple[int, str, int]]) -> Finding:
-    """Somebody else computes there."""
+    """Check for other processes on the GPUs."""
     check = "GPU processes"
     if not processes:
         used = ", ".join(size(_bytes(gpu["memory.used"])) for gpu in gpus)
@@ -136,7 +136,7 @@ def other_processes(gpus: Sequence[Gpu], processes: Sequence[tuple[int, str, int
 
 
 def compute_mode(gpus: Sequence[Gpu]) -> Finding:
-    """Whether processes may use the GPU at all."""
+    """Check that the compute mode permits processes to use the GPUs."""
     check = "GPU compute mode"
     closed = _which(gpus, "compute_mode", "Prohibited")
     if not closed:
@@ -151,14 +151,14 @@ def compute_mode(gpus: Sequence[Gpu]) -> Finding:
 
 
 def visible(gpus: int, seen: int, variable: str | None, built_with: str | None, workers: int) -> Finding:
-    """Compare the GPUs of the machine with those that torch sees.
+    """Check that torch sees the GPUs of the machine.
 
     Args:
-        gpus: of the machine.
-        seen: by torch.
-        variable: CUDA_VISIBLE_DEVICES, if it is set.
-        built_with: the version of CUDA that torch was built with, if any.
-        workers: that start here.
+        gpus: number of GPUs of the machine.
+        seen: number of GPUs that torch sees.
+        variable: value of CUDA_VISIBLE_DEVICES, or None.
+        built_with: CUDA version that torch was built with, or None.
+        workers: number of workers on the machine.
     """
     check = "visible GPUs"
     values = f"torch sees {seen} of {gpus} GPUs"

@@ -1,4 +1,4 @@
-"""What the measured links mean for training."""
+"""Checks of measured links."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HIGH_LATENCY = 5e-3
 _LOSS = 0.004
 
 Links = Mapping[tuple[str, str], Link]
-"""By the names of the machines: who sent, and to whom."""
+"""Links by the names of the sending and the receiving machine."""
 
 
 def check_links(links: Links) -> list[Finding]:
-    """Check every link in each direction."""
+    """Return the findings for all links, in each direction."""
     usual = statistics.median([one.speed for one in links.values() if not one.problem] or [0.0])
     found = []
     for (here, other), link in links.items():
@@ -36,7 +36,7 @@ def check_links(links: Links) -> list[Finding]:
 
 
 def suspicious(links: Links) -> list[tuple[str, str]]:
-    """Find links that deserve a second look: a busy machine can make any of them seem slow."""
+    """Return the links to measure again, because a busy machine can make any link appear slow."""
     return [
         ends
         for ends, link in links.items()
@@ -45,7 +45,7 @@ def suspicious(links: Links) -> list[tuple[str, str]]:
 
 
 def better(first: Link, second: Link) -> Link:
-    """The best of two measurements of one link."""
+    """Return the best values of two measurements of a link."""
     if first.problem or second.problem:
         return first if second.problem else second
     return replace(
@@ -57,7 +57,7 @@ def better(first: Link, second: Link) -> Link:
 
 
 def connection(link: Link, place: str) -> Finding:
-    """Any two workers connect to each other, on ports that the system gives."""
+    """Check that machines can connect on any port, as workers do on ports that the system assigns."""
     check = "ports"
     if not link.problem:
         return ok(check, "open").at(place)
@@ -75,7 +75,7 @@ def connection(link: Link, place: str) -> Finding:
 
 
 def latency(seconds: float, place: str) -> Finding:
-    """Every message of a collective waits for a round trip."""
+    """Check the latency, which every message of a collective waits for."""
     check = "latency"
     values = f"{1000 * seconds:.3g} ms for a round trip"
     if seconds <= _HIGH_LATENCY:
@@ -92,7 +92,7 @@ def latency(seconds: float, place: str) -> Finding:
 
 
 def loss(link: Link, place: str) -> Finding:
-    """Each lost packet costs a pause."""
+    """Check the packet loss. Each lost packet causes a pause."""
     check = "packet loss"
     values = f"{100 * link.loss:.2g} % of the packets sent again"
     if link.loss <= _LOSS:
@@ -108,7 +108,7 @@ def loss(link: Link, place: str) -> Finding:
 
 
 def large_packets(passed: bool, mtu: int, place: str) -> Finding:
-    """A path that is narrower than its ends believe loses only what fills a packet."""
+    """Check that large packets pass. A path whose MTU is below that of its ends drops only full packets."""
     check = "large packets"
     if passed:
         return ok(check, f"pass; MTU {mtu}").at(place)
@@ -124,7 +124,7 @@ def large_packets(passed: bool, mtu: int, place: str) -> Finding:
 
 
 def speed(there: float, back: float, ends: tuple[str, str], usual: float) -> Finding:
-    """Gradients cross every link each step."""
+    """Check the speed of a link in both directions. Gradients cross it in each step."""
     check, (here, other), place = "link speed", ends, " - ".join(ends)
     each = f"{_rate(there)} from {here} to {other}, {_rate(back)} from {other} to {here}"
     slower, faster = sorted((there, back))
