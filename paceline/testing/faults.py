@@ -123,7 +123,7 @@ def stop(*, rank: int, step: int, point: Point = "before forward", seconds: floa
 
 
 def exit(*, rank: int, step: int, point: Point = "before forward", code: int = 1) -> Plan:
-    """End the process at once with an exit code (``os._exit``), without cleaning up."""
+    """End the process immediately with an exit code (``os._exit``), without cleaning up."""
     return _one("exit", rank, step, point, code=code)
 
 

@@ -30,7 +30,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill workers simultaneously as soon as a worker has printed a text.
+    """Order to kill workers simultaneously as soon as a worker has printed a text.
 
     Attributes:
         text: text to look for in the standard output.

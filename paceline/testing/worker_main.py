@@ -184,7 +184,7 @@ def _set_up(instance: object) -> Iterator[None]:
 
 
 def _report(who: Identity, error: BaseException) -> Report:
-    skipped = isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped"  # the second one is pytest's
+    skipped = isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped"  # the second is pytest's
     lines = "".join(traceback.format_exception(_own_part(error)))
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Report(
@@ -199,7 +199,7 @@ def _report(who: Identity, error: BaseException) -> Report:
 
 
 def _own_part(error: BaseException) -> BaseException:
-    """Cut the frames of this file off the error's traceback."""
+    """Remove the frames of this file from the error's traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -321,7 +321,7 @@ class Simulation:
 
 
 class _Failure(RuntimeError):
-    """An error of the script."""
+    """Error raised by the script."""
 
 
 @contextmanager
