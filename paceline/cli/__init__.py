@@ -1,1 +1,1 @@
-"""The commands: one file each, and the only place that prints."""
+"""Commands, each in a separate file. The only package that prints."""

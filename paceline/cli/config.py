@@ -1,4 +1,4 @@
-"""``paceline config``: each setting of a script, its value, and the source of it."""
+"""``paceline config``: show each setting of a script, its value and the source of the value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
 
 
 def ask_script(request: Request) -> dict[str, dict[str, object]]:
-    """Run the script in one process up to ``paceline.start``, which writes the settings and exits."""
+    """Run the script in a process up to ``paceline.start``, which writes the settings and exits. Return them."""
     from paceline.environments import env
     from paceline.launchers.base import Launch
 

@@ -1,4 +1,4 @@
-"""``paceline doctor``: what would go wrong on these machines, before a run starts."""
+"""``paceline doctor``: find problems of the machines before a run starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all checks, not only what is wrong.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Find what would go wrong, before a run starts."""
+    """Find problems before a run starts."""
     from paceline.errors import ConfigError
     from paceline.launchers.base import Examination, Request
     from paceline.launchers.clusters.base import Options
@@ -93,7 +93,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
 
 
 def _examine_in(name: str, request: Request, options: Options, dry_run: bool) -> int:
-    """Let agents on the machines of a place be doctors, and give the exit code of the first."""
+    """Run the doctor in agents on a cluster's machines and return the exit code of the first machine's doctor."""
     from dataclasses import replace
 
     from paceline.diagnostics.doctor.diagnosis import not_started
@@ -122,7 +122,7 @@ def _examine_in(name: str, request: Request, options: Options, dry_run: bool) ->
 
 
 def _examine_here(request: Request) -> int:
-    """Examine this machine, with others if they meet; an agent of a place leaves the report to the first machine."""
+    """Examine this machine, alone or at a rendezvous. Agents of a cluster leave the report to the first machine."""
     from paceline.diagnostics.doctor.diagnosis import examine
     from paceline.diagnostics.doctor.examine import Wanted
     from paceline.environments import env
@@ -145,8 +145,8 @@ def _examine_here(request: Request) -> int:
         _show(found, request)
     elif found.elsewhere is None:
         say(_printable("\n".join(shown(found, request.examination.verbose))))
-    if file := env.exit_code_file():  # mpiexec would end the others for it, and has much to say about it
-        with contextlib.suppress(OSError):  # the folder of another machine
+    if file := env.exit_code_file():  # a nonzero code makes mpiexec end the others and print a lot
+        with contextlib.suppress(OSError):  # the folder is on another machine
             if found.first:
                 file.write_text(str(found.code))
             return 0
@@ -162,7 +162,7 @@ def _show(found: Diagnosis, request: Request) -> None:
 
 
 def to_json(found: Diagnosis) -> str:
-    """Write the findings for programs."""
+    """Return the findings as JSON."""
     from paceline.diagnostics.doctor import finding
 
     whole = {"code": found.code, "machines": found.machines, "report_on": found.elsewhere}
@@ -170,7 +170,7 @@ def to_json(found: Diagnosis) -> str:
 
 
 def shown(found: Diagnosis, verbose: bool) -> list[str]:
-    """Write the findings for people: what is wrong in full, failures first."""
+    """Return the findings as lines for the user, with all problems in full and failures first."""
     from paceline.cli.display import table
 
     if found.elsewhere is not None:
@@ -201,5 +201,5 @@ def _number(count: int, what: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replace what a terminal would obey: some of it comes from other machines."""
+    """Replace control characters, which a terminal would obey, because some text comes from other machines."""
     return "".join(one if one.isprintable() or one == "\n" else "?" for one in text)

@@ -1,4 +1,4 @@
-"""``paceline export``: the weights in a checkpoint, as a file for inference."""
+"""``paceline export``: write the weights in a checkpoint to a file for inference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ The file is the same as one by session.export() after the step of the checkpoint
 
 
 class Dtype(StrEnum):
-    """Types that floating-point tensors can be converted to."""
+    """Types to which floating-point tensors can be converted."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"

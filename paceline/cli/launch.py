@@ -1,4 +1,4 @@
-"""``paceline.launch``: ``paceline run`` for a function, from Python and notebooks."""
+"""``paceline.launch``: the equivalent of ``paceline run`` for functions, in scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -44,36 +44,35 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
     patience: float = Request.patience_seconds,
     **place: Any,
 ) -> list[_T]:
-    """Call a function on many workers, each a process of its own, and return what it returned on each.
+    """Call a function in many worker processes and return the result of each worker.
 
-    The function is sent to the workers by cloudpickle, so it may be defined in a notebook. It sees what any script
-    under ``paceline run`` sees: :func:`paceline.start` trains on all workers. The run has a directory, as with
-    ``paceline run``, and Ctrl-C stops it after a checkpoint. On several machines ``runs_dir`` must be a folder that all
-    of them see.
+    The function is sent to the workers by cloudpickle, so a notebook may define it. It runs in the same environment as
+    a script under ``paceline run``: :func:`paceline.start` trains on all workers, the run has a directory, and Ctrl-C
+    stops the run after a checkpoint. For several machines ``runs_dir`` must be a folder that all of them share.
 
     Args:
-        function: what each worker calls.
-        *arguments: for the function, the same on all workers; sent with it. A DataFrame of Spark or a Dataset of Ray
-            is written by it to Parquet files beside the runs, once, and the function gets a
+        function: function that each worker calls.
+        *arguments: arguments of the function, the same on all workers, sent with it. A Spark DataFrame or a Ray Dataset
+            is first written to Parquet files beside the runs by its engine, once, and the function gets a
             :class:`paceline.ParquetDataset`.
-        workers: of each machine.
-        on: ``"local"``; ``"debug"``: this process itself is the one worker, for a debugger; a place, as ``--on``; or a
-            ``SparkSession``, which runs a barrier stage of ``nodes`` tasks.
-        settings: as ``--set``, such as ``{"exact": True}``; they win over the arguments of :func:`paceline.start`.
-        elastic: ``"MIN:MAX"``: the run goes on when a worker is lost.
-        nodes: how many machines, or ``"MIN:MAX"``.
-        name: of the run; by default the function's, with date and time.
-        runs_dir: where the directories of the runs are.
-        patience: seconds to wait for workers, or machines, below the fewest.
-        **place: the options of the place, as on the command line: ``hosts="h1:4,h2:4"``, ``partition="gpu"``.
+        workers: number of workers on each machine.
+        on: ``"local"``; ``"debug"``, which calls the function in this process as the only worker, for a debugger; a
+            cluster, as for ``--on``; or a ``SparkSession``, which runs a barrier stage of ``nodes`` tasks.
+        settings: settings as for ``--set``, such as ``{"exact": True}``. They override those of :func:`paceline.start`.
+        elastic: ``"MIN:MAX"`` workers. The run then continues after the loss of a worker.
+        nodes: number of machines, or ``"MIN:MAX"``.
+        name: name of the run. Defaults to the function's name with date and time.
+        runs_dir: parent folder of the run directories.
+        patience: seconds to wait while there are fewer workers or machines than the minimum.
+        **place: options of the cluster, as on the command line, such as ``hosts="h1:4,h2:4"``, ``partition="gpu"``.
 
     Returns:
-        the results of the workers that came to the end, in the order of their ranks.
+        the results of the workers that completed the function, in rank order.
 
     Raises:
         ConfigError: an argument cannot be used.
-        RunFailed: the run failed without an exception of the function. Otherwise that exception itself is raised: the
-            first one, if several workers failed.
+        RunFailed: the run failed without an exception of the function. If workers raised exceptions, the first
+            exception is raised instead.
     """
     if not callable(function):
         raise ConfigError(
@@ -140,7 +139,7 @@ _OPTION_TYPES: dict[str, tuple[Any, str]] = {
 
 
 def _check(workers: object, runs_dir: object, **given: object) -> None:
-    """Refuse values of another type; on the command line each is a text.
+    """Check the types of arguments, which are all text on the command line.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -157,7 +156,7 @@ def _check(workers: object, runs_dir: object, **given: object) -> None:
 
 @contextlib.contextmanager
 def _call_folder(runs_dir: str | Path) -> Iterator[Path]:
-    """A folder for what this process and the workers hand each other, beside the runs; nobody else's."""
+    """Provide a private folder beside the runs, in which this process and the workers exchange files."""
     runs = Path(runs_dir).absolute()
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".call-", dir=runs) as folder:
@@ -165,7 +164,7 @@ def _call_folder(runs_dir: str | Path) -> Iterator[Path]:
 
 
 def _readable(arguments: tuple[Any, ...], folder: Path) -> tuple[Any, ...]:
-    """The arguments, with Parquet files for tables of engines, which only this process could read."""
+    """Return the arguments, with Parquet datasets instead of engine tables that only this process could read."""
     readable = list(arguments)
     for place, one in enumerate(arguments):
         if writer := writer_of(one):
@@ -191,7 +190,7 @@ def _options(place: Mapping[str, Any]) -> Options:
 
 
 def _as_on_the_command_line(settings: Mapping[str, Any]) -> list[str]:
-    """``{"exact": True, "checkpoint": {"every": 3}}`` as ``exact=true``, ``checkpoint.every=3``."""
+    """Convert ``{"exact": True, "checkpoint": {"every": 3}}`` to ``exact=true``, ``checkpoint.every=3``."""
     words = []
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -215,7 +214,7 @@ def _write(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...
 
 
 def _results(run: Path, folder: Path) -> list[Any]:
-    """What the workers returned, in the order of their ranks at the end; of their numbers, if they have not trained."""
+    """Return the workers' results in the order of their last ranks, or of their numbers if they have not trained."""
     import cloudpickle
 
     found = {int(path.name.rpartition("-")[2]): path for path in folder.glob(f"{RESULT}-*")}
@@ -229,7 +228,7 @@ def _results(run: Path, folder: Path) -> list[Any]:
 
 
 def _failure(run: Path, folder: Path, code: int) -> Exception:
-    """The exception of the worker that failed first, if it is one of the function."""
+    """Return the exception of the worker that failed first, or RunFailed if the function did not raise it."""
     import cloudpickle
 
     try:

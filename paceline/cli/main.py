@@ -1,4 +1,4 @@
-"""The command ``paceline``. Only the module of the command that runs is imported, so ``--help`` is quick."""
+"""Command ``paceline``. Only the module of the chosen command is imported, so ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COMMANDS = {
 
 _USAGE = 2
 _FILES = {"profile": "profiling", "horovodrun": "foreign.horovodrun"}
-"""Where a command is not in the file of its name; for ``profile`` a script here would find it, not Python's."""
+"""Commands in a file of another name. A file profile.py would hide Python's module from scripts in this folder."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command in ``arguments``; ends the process with the command's exit code."""
+    """Run the command in ``arguments``. End the process with the command's exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
         if given and given[0].endswith(".py"):
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _of_setting(given: list[str]) -> str:
-    """Say how to give a setting that stands before the script as if it were an option of ``paceline run``."""
+    """Return a hint if a setting was given to ``paceline run`` as an option before the script, otherwise ""."""
     if given[:1] != ["run"]:
         return ""
     from paceline import config
@@ -82,12 +82,12 @@ def _application(given: list[str]) -> typer.Typer:
 
 
 def _with_dashes(option: str) -> str:
-    """``--runs_dir`` is ``--runs-dir``."""
+    """Return an option with dashes, so that ``--runs_dir`` means ``--runs-dir``."""
     return option.replace("_", "-")
 
 
 def _nothing() -> None:
-    """Stands for a command whose module is not needed."""
+    """Do nothing, in place of a command whose module is not imported."""
 
 
 def _version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and functions that interpret them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.launchers.clusters.base import Options
 
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
-"""Everything after the script is passed to it, even what looks like an option of Paceline."""
+"""Passes everything after the script to the script, including options that Paceline also has."""
 
 Script = Annotated[Path, typer.Argument(help="The script that trains.", metavar="SCRIPT", show_default=False)]
 Arguments = Annotated[
@@ -80,10 +80,10 @@ Master = Annotated[str | None, typer.Option("--master", help="spark: the cluster
 
 
 def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
-    """The place that was asked for, or in which this process is.
+    """Return the name of the requested cluster, of the cluster that this process runs on, or ``local``.
 
     Raises:
-        ConfigError: there is no such place, or it does not read an option.
+        ConfigError: there is no cluster of this name, or it does not support a given option.
     """
     from paceline.environments import env
     from paceline.errors import ConfigError
@@ -103,10 +103,10 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
 
 
 def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: str | None, options: Options) -> str:
-    """The place of the hosts that a discovery script names: this machine, or those that are reached by ssh.
+    """Return the cluster for the hosts that a discovery script names: this machine, or ssh.
 
     Raises:
-        ConfigError: other options do not fit, or the script cannot be used.
+        ConfigError: other options conflict with the discovery script, or the script cannot be used.
     """
     from paceline.errors import ConfigError
     from paceline.launchers.clusters.discovery import ask, is_loopback_alone
@@ -121,10 +121,10 @@ def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: st
 
 
 def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
-    """Parse ``--nodes``: the fewest and the most machines; a place knows where they meet.
+    """Parse ``--nodes`` to the minimum and maximum number of machines. None if the option is not given.
 
     Raises:
-        ConfigError: that is no such range, or one of the two options is missing.
+        ConfigError: the range is invalid, or ``--nodes`` and ``--rendezvous`` do not fit together.
     """
     from paceline.config import quoted
     from paceline.errors import ConfigError
@@ -145,7 +145,7 @@ def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[
 
 
 def number_range(first: str, last: str) -> tuple[int, int] | None:
-    """Two whole numbers from 1 on, of nine digits at most, of which the second is not below the first."""
+    """Parse two whole numbers from 1, each of at most nine digits. None if invalid or descending."""
     if not all(part.isdecimal() and len(part) < 10 for part in (first, last)) or not 1 <= int(first) <= int(last):
         return None
     return int(first), int(last)

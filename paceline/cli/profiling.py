@@ -1,4 +1,4 @@
-"""``paceline profile``: the cost of each layer of a model, and where to cut it into stages."""
+"""``paceline profile``: measure the cost of each layer of a model, and find where to cut it into stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRIED = (2, 3, 4)
 _WHOLE = {"strategy": "allreduce", "compile": "false"}  # measure the model itself, in one piece
 
 
-def command(  # noqa: PLR0913 - each is an option
+def command(  # noqa: PLR0913 - each argument is an option
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[

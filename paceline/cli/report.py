@@ -1,4 +1,4 @@
-"""What ``paceline run`` prints besides progress: what happens on the way, and at the end why it ended."""
+"""Messages of ``paceline run`` besides progress: events of the run, and at the end its result and its cause."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def report(
     coordinator: CoordinatorReport | None = None,
     seen: int | None = 0,
 ) -> int:
-    """Say why the workers ended, the first cause first, here and in ``failure.txt`` and ``failure.json``.
+    """Print why the workers ended, with the root cause first, and write it to ``failure.txt`` and ``failure.json``.
 
     Args:
-        launch: what was started.
-        result: how its processes ended.
-        request: what the user asked for; None: the run is not kept, and cannot be resumed.
-        coordinator: what the coordinator knows, if there was one.
-        seen: the worker whose output was shown.
+        launch: launch of the workers.
+        result: exits of its processes.
+        request: launch request. None if the run is not kept and so cannot be resumed.
+        coordinator: report of the coordinator, if the run had a coordinator.
+        seen: number of the worker whose output was shown.
 
     Returns:
-        the exit code.
+        the exit code, 0 if the run did not fail.
     """
     from paceline.coordinator.failure import message
     from paceline.coordinator.failure.coordinator_report import CoordinatorReport
@@ -81,7 +81,7 @@ def _keep(path: Path, text: str) -> None:
 
 
 def resume_command(launch: Launch, request: Request) -> str:
-    """The command that continues this run from its newest checkpoint; or the call, if that is how it began."""
+    """Return the command or the call of ``paceline.launch`` that resumes this run from its newest checkpoint."""
     from paceline.environments import env
     from paceline.launchers import call_worker
     from paceline.launchers.clusters.base import given_options
@@ -90,13 +90,13 @@ def resume_command(launch: Launch, request: Request) -> str:
         return f"paceline.launch(..., name={launch.run.name!r}, settings={{'resume': 'auto'}})"
     again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"})
     words = ["paceline", "run", *given_options(again)]
-    if by := env.user_command():  # in a place: this launcher is one of its agents
+    if by := env.user_command():  # on a cluster this launcher is an agent
         words = [*shlex.split(by), "--name", launch.run.name, "--resume", "auto"]
     return shlex.join([*words, str(request.script), *request.arguments])
 
 
 def alerts_of(monitor: RunMonitor, launch: Launch, elastic: bool, quiet: bool) -> Callable[[], list[str]]:
-    """A function that gives what has happened since it was called last, in lines for a person."""
+    """Return a function that returns the new alerts since its last call, as lines for the user."""
 
     def take() -> list[str]:
         lines = []
@@ -110,14 +110,14 @@ def alerts_of(monitor: RunMonitor, launch: Launch, elastic: bool, quiet: bool) -
 
 
 def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
-    """Whether the launcher is about to see how that process ended: the other workers notice first."""
+    """Return whether to hold back a loss until the launcher has the exit status. Other workers notice first."""
     number = alert.workers[0] if alert.workers else -1
     unseen = alert.kind == "lost" and monitor.pid_of(number) and number not in monitor.exit_texts
     return bool(unseen) and time.monotonic() - alert.time < _SEE_SECONDS
 
 
 def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
-    """One line for a person; of a worker that has not come also what can be seen of it from outside."""
+    """Return the line for an alert. For an absent worker, add the state of its process and its last output."""
     from paceline.coordinator.failure.worker_report import tail
     from paceline.launchers.local.kernel import state_of
 
@@ -133,14 +133,14 @@ def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
 
 
 def summary(coordinator: CoordinatorReport) -> str:
-    """How many workers were lost and replaced, in one line; empty if none was."""
+    """Return a line with the numbers of lost and replaced workers, or an empty string if none was lost."""
     from paceline.coordinator.failure.message import lost_in_words
 
     return lost_in_words(coordinator) if coordinator.lost else ""
 
 
 def say(line: str) -> None:
-    """Print one line where messages of the launcher go."""
+    """Print a line on stderr, where the messages of the launcher go."""
     encoding = sys.stderr.encoding or "utf-8"
     print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
 
@@ -149,10 +149,10 @@ def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, li
     """Return a hint for a run without a failure, or an empty string.
 
     Args:
-        launch: what was started.
-        request: what the user asked for.
-        coordinator: what the coordinator knows.
-        lines: what rank 0 printed.
+        launch: launch of the workers.
+        request: launch request.
+        coordinator: report of the coordinator.
+        lines: lines that rank 0 printed.
     """
     from paceline.launchers import call_worker
 
@@ -170,10 +170,10 @@ def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, li
 
 
 def warnings_elsewhere(events: Path) -> list[str]:
-    """Return the warnings of other ranks than rank 0, which the terminal has not shown; each text once.
+    """Return each distinct warning of other ranks that rank 0 did not record, so that the terminal did not show it.
 
     Args:
-        events: the folder of the records.
+        events: folder of the event files.
     """
     ranks: dict[str, set[int]] = {}
     for path in sorted(events.glob("rank-*.jsonl")):
@@ -198,7 +198,7 @@ def _warnings_in(path: Path) -> Iterator[Record]:
 
 
 def _printed_everywhere(lines: Sequence[str], output: Path, workers: int) -> str:
-    """What to say if the script printed a line of rank 0 on every rank, as the logs in ``output`` tell."""
+    """Return a note if all ranks printed a line of rank 0, according to the logs in ``output``, otherwise ""."""
     from paceline.config import quoted
 
     common = set(filter(str.strip, lines))

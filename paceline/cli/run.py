@@ -1,4 +1,4 @@
-"""``paceline run``: train with a script on many workers, show how it goes, and say why it ended."""
+"""``paceline run``: train with a script on many workers, show the progress, and report the cause of a failure."""
 
 from __future__ import annotations
 
@@ -170,13 +170,13 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         say(hint)
     code = train(request, quiet=quiet)
     if file := env.exit_code_file():
-        with contextlib.suppress(OSError):  # the folder of another machine
+        with contextlib.suppress(OSError):  # the folder is on another machine
             file.write_text(str(code))
     raise typer.Exit(code)
 
 
 def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
-    """Train in a place, or print what would be started there; gives the exit code."""
+    """Train on a cluster, or print what would be started on it. Return the exit code."""
     from dataclasses import replace
 
     from paceline.environments import env
@@ -204,7 +204,7 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
 
 
 def _for_horovod(quiet: bool) -> dict[str, str]:
-    """Variables by which the workers find Paceline's ``horovod``; none if Horovod is installed."""
+    """Return variables by which workers find Paceline's ``horovod``, or an empty dict if Horovod is installed."""
     from paceline.environments import env
     from paceline.horovod.unchanged import FOLDER, is_installed
 
@@ -216,10 +216,10 @@ def _for_horovod(quiet: bool) -> dict[str, str]:
 
 
 def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:
-    """Parse ``--elastic MIN:MAX``; with standbys alone, on one machine, both are the number of workers.
+    """Parse ``--elastic MIN:MAX``. With only standbys, on one machine, both bounds are the number of workers.
 
     Raises:
-        ConfigError: that is no such pair, or the number of workers is not between the two.
+        ConfigError: the pair is invalid, or the number of workers is not within the bounds.
     """
     from paceline.config import quoted
     from paceline.errors import ConfigError
@@ -238,7 +238,7 @@ def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tu
 
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
-    """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
+    """Start the workers, show their progress until they end, and report a failure. Return the exit code."""
     from paceline.coordinator import machines
     from paceline.coordinator.wire.messages import listen
     from paceline.environments import env
@@ -254,7 +254,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     if request.rendezvous is None:
         listener, known = listen((HOST, request.port or 0)), secret.make()
     else:
-        names_come = env.in_indexed_job()  # that of a pod comes with the pod
+        names_come = env.in_indexed_job()  # a pod's name resolves only after the pod has started
         where = machines.parse_rendezvous(request.rendezvous, request.patience_seconds if names_come else 0.0)
         shared = machines.shared_secret(where, request.secret_file)
         found = machines.listen_if_here(where)
@@ -273,7 +273,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
 
 
 def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
-    """Train with workers of this machine in the run of another one; join again when that one comes back."""
+    """Join the run on another machine with this machine's workers, and rejoin if its coordinator comes back."""
     from dataclasses import replace
 
     from paceline.coordinator.agent import RemoteAgent
@@ -309,7 +309,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
 
 
 def _discovery(script: Path | None, coordinator: Coordinator) -> SlotsHere | None:
-    """What asks the script how many workers this machine may have, if there is one."""
+    """Return the source of this machine's number of workers that asks the discovery script, or None without one."""
     from paceline.launchers.clusters.discovery import SlotsHere
 
     return None if script is None else SlotsHere(script, lambda: coordinator.over is not None)
@@ -318,7 +318,7 @@ def _discovery(script: Path | None, coordinator: Coordinator) -> SlotsHere | Non
 def _coordinate(
     request: Request, launch: Launch, listener: socket.socket, secret: Secret, quiet: bool, closing: bool
 ) -> int:
-    """Hold the coordinator, and train with workers of this machine and of those that join."""
+    """Run the coordinator, and train with workers of this machine and of machines that join."""
     import secrets
     from dataclasses import replace
 
@@ -341,7 +341,7 @@ def _coordinate(
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
     agent = CoordinatorAgent(launch, request, coordinator, _discovery(request.discovery, coordinator))
-    shown.starting(0 if request.horovod else request.workers)  # hvd.init does not tell
+    shown.starting(0 if request.horovod else request.workers)  # hvd.init does not report a start
     for _ in range(request.workers):
         coordinator.announce_start()
     try:

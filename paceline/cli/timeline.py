@@ -1,4 +1,4 @@
-"""``paceline timeline``: a step of a pipeline, predicted above measured."""
+"""``paceline timeline``: draw a step of a pipeline, with the predicted times above the measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``paceline verify``: train a few steps on several numbers of workers, and compare everything computed."""
+"""``paceline verify``: train a few steps with several numbers of workers and compare everything computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Exit code: 0 if all sizes train the same (up to rounding, unless exact is set), 
 
 @dataclass(frozen=True)
 class Size:
-    """One run of the script."""
+    """Run of the script with a number of workers."""
 
     workers: int
     trace: RunTrace

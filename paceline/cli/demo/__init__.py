@@ -1,4 +1,4 @@
-"""``paceline demo``: train on many workers, then on one, and compare."""
+"""``paceline demo``: train on many workers, then on a single worker, and compare the results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _train(workers: int, directory: Path) -> dict[str, Any]:
 
 
 def curve(epochs: list[dict[str, float]]) -> list[str]:
-    """The learning curve as rows of bars."""
+    """Return the learning curve as rows of bars."""
     highest = max(epoch["loss"] for epoch in epochs)
     rows = [f"epoch  {'loss':<{_BAR + 8}}  test accuracy"]
     for number, epoch in enumerate(epochs, 1):

@@ -1,6 +1,6 @@
-"""The script behind ``paceline demo``: handwritten digits of scikit-learn, a small network, ten epochs.
+"""Script of ``paceline demo``: handwritten digits of scikit-learn, a small network, ten epochs.
 
-An ordinary Paceline script: ``python digits.py result.json`` trains it in one process.
+It is an ordinary Paceline script. ``python digits.py result.json`` trains it in a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEST_SAMPLES = 360
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
-    """1797 images of 8 x 8 pixels, shuffled, as a training set and a test set."""
+    """Return 1797 images of 8 x 8 pixels, shuffled and split into a training set and a test set."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=torch.float32)[order] / 16
@@ -30,12 +30,12 @@ def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDat
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The fraction of digits that are classified correctly."""
+    """Return the fraction of digits that are classified correctly."""
     return (output.argmax(dim=1) == target).float().mean()
 
 
 def main(result: Path) -> None:
-    """Train, and write the curve and the fingerprint."""
+    """Train, and write the learning curve and the fingerprint of the result to a file."""
     torch.manual_seed(0)
     train, test = digits()
     session = paceline.start(

@@ -1,1 +1,1 @@
-"""What a terminal shows of a run."""
+"""Terminal output of a run."""

@@ -1,4 +1,4 @@
-"""How far the training is: read from the events of rank 0, drawn as a bar or printed as lines."""
+"""Progress of training, read from the events of rank 0 and shown as a bar or as lines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WINDOW = 50  # steps over which the time left is estimated
 
 
 class EventTail:
-    """The records that a worker adds to its event file from now on."""
+    """Reader of the records that a worker appends to its event file after construction."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class EventTail:
         self._open = b""
 
     def read(self) -> list[dict[str, object]]:
-        """The new records; a line that is not complete yet waits."""
+        """Return the new records. An incomplete line waits for the next call."""
         try:
             with open_regular(self._path) as file:
                 file.seek(self._offset)
@@ -53,10 +53,10 @@ def _parse(line: bytes) -> dict[str, object] | None:
 
 
 class Progress:
-    """What the records say so far."""
+    """Progress according to the records read."""
 
     def __init__(self) -> None:
-        self.done = 0  # steps
+        self.done = 0  # completed steps
         self.steps: int | None = None
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
@@ -64,7 +64,7 @@ class Progress:
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
 
     def take(self, record: Mapping[str, object]) -> None:
-        """Take in one record; other events than steps and loops are passed over."""
+        """Update the progress from a record. Events other than steps and loops are ignored."""
         if record.get("event") == "batches":
             self.done = int(_number(record.get("position")) or 0)
             steps = _number(record.get("steps"))
@@ -79,19 +79,19 @@ class Progress:
             self._times.append((self.done, _number(record.get("time")) or time.time()))
 
     def seconds_left(self) -> float | None:
-        """From the pace of the last steps, with everything between them."""
+        """Return the seconds left at the pace of the last steps, including everything between them, or None."""
         if self.steps is None or len(self._times) < 2:
             return None
         (first, begin), (last, end) = self._times[0], self._times[-1]
         return (self.steps - last) * (end - begin) / (last - first) if last > first else None
 
     def text(self) -> str:
-        """``step 120/500  loss 0.31  accuracy 0.9  4100 samples/s  time left 0:00:42``."""
+        """Return a line like ``step 120/500  loss 0.31  accuracy 0.9  4100 samples/s  time left 0:00:42``."""
         parts = [f"step {self.done}" + (f"/{self.steps}" if self.steps is not None else "")]
         return "  ".join(parts + self.details())
 
     def details(self) -> list[str]:
-        """The loss, the metrics, the speed and the time left, as far as they are known."""
+        """Return the known values of the loss, the metrics, the speed and the time left, as texts."""
         parts = []
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
@@ -109,40 +109,40 @@ def _number(value: object) -> float | None:
 
 
 class Display:
-    """Shows what rank 0 prints. As a context it watches the events too; see the two kinds below."""
+    """Display of rank 0's output. As a context manager it also watches the events. Two subclasses show progress."""
 
     introduces = False
-    """Whether it shows that workers start, if that takes long, and what a session says first: workers, strategy."""
+    """Whether to report a slow start of workers, and the first note of a session: workers and strategy."""
 
     def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         self.progress = Progress()
-        self.printed: list[str] = []  # by rank 0 on its standard output; the first lines
+        self.printed: list[str] = []  # first lines of rank 0's standard output
         self._alerts = alerts
         self._tail = EventTail(events)
-        self._starting: tuple[int, float] | None = None  # so many workers, since then
+        self._starting: tuple[int, float] | None = None  # number of workers, start time
         self._starts = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-progress", daemon=True)
 
     def relay(self, name: str, line: str) -> None:
-        """Print one line of rank 0, and remember it."""
+        """Print a line of rank 0 and remember it."""
         if name == "stdout" and len(self.printed) < _MOST_LINES:
             self.printed.append(line)
         self.show(name, line)
 
     def show(self, name: str, line: str) -> None:
-        """Print one line of rank 0 where rank 0 printed it: on ``stdout`` or ``stderr``."""
+        """Print a line of rank 0 to the stream to which rank 0 printed it, ``stdout`` or ``stderr``."""
         with self._lock:
             _write(sys.stdout if name == "stdout" else sys.stderr, f"[rank 0] {line}\n")
 
     def tell(self, line: str) -> None:
-        """Print one line about the run."""
+        """Print a line about the run."""
         with self._lock:
             _write(sys.stderr, f"{line}\n")
 
     def draw(self) -> None:
-        """Show how far the training is; called several times a second."""
+        """Show the progress. Called several times a second."""
 
     def __enter__(self) -> Display:
         self._thread.start()
@@ -167,7 +167,7 @@ class Display:
             self.draw()
 
     def starting(self, workers: int) -> None:
-        """Workers start now; what they import may take long."""
+        """Record that workers are starting, which may take long because of their imports."""
         self._starting = workers, time.monotonic()
 
     def _tell_starting(self) -> None:
@@ -188,7 +188,7 @@ class Display:
 
 
 class LineDisplay(Display):
-    """Without a terminal: a line on stderr every ten seconds."""
+    """Display without a terminal, which prints the progress on stderr every ten seconds."""
 
     introduces = True
 
@@ -198,7 +198,7 @@ class LineDisplay(Display):
         self._printed = 0
 
     def draw(self) -> None:
-        """Print the progress when it is time and there is some."""
+        """Print the progress if ten seconds have passed and it has changed."""
         now = time.monotonic()
         if now - self._last >= _LINE_SECONDS and self.progress.done != self._printed:
             self._last, self._printed = now, self.progress.done
@@ -207,7 +207,7 @@ class LineDisplay(Display):
 
 
 class BarDisplay(Display):
-    """On a terminal: a bar below the lines of rank 0."""
+    """Display on a terminal, with a bar below the lines of rank 0."""
 
     introduces = True
 
@@ -234,7 +234,7 @@ class BarDisplay(Display):
         self._task = self._bar.add_task("", total=None, details="starting", visible=False)
 
     def show(self, name: str, line: str) -> None:
-        """Print one line of rank 0 above the bar."""
+        """Print a line of rank 0 above the bar."""
         from rich.text import Text
 
         if name == "stdout" and not sys.stdout.isatty():
@@ -243,13 +243,13 @@ class BarDisplay(Display):
             self._console.print(Text("[rank 0] ") + Text.from_ansi(line), soft_wrap=True)
 
     def tell(self, line: str) -> None:
-        """Print one line about the run above the bar."""
+        """Print a line about the run above the bar."""
         from rich.text import Text
 
         self._console.print(Text(line), soft_wrap=True)
 
     def draw(self) -> None:
-        """Move the bar."""
+        """Update the bar."""
         details = "  ".join(self.progress.details())
         total, done = self.progress.steps, self.progress.done
         self._bar.update(
@@ -268,7 +268,7 @@ class BarDisplay(Display):
 
 
 def display(events: Path, quiet: bool, alerts: Callable[[], list[str]] = list) -> Display:
-    """The kind of display that suits where stderr goes; ``alerts`` gives lines to print beside the progress."""
+    """Return the display that fits stderr. ``alerts`` returns lines to print beside the progress."""
     if quiet:
         return Display(events, alerts)
     return BarDisplay(events, alerts) if sys.stderr.isatty() else LineDisplay(events, alerts)
@@ -278,5 +278,5 @@ def _write(stream: TextIO, text: str) -> None:
     try:
         stream.write(text.encode(stream.encoding or "utf-8", "replace").decode(stream.encoding or "utf-8"))
         stream.flush()
-    except BrokenPipeError:  # the reader has gone (`| head`): train on, and print nowhere
+    except BrokenPipeError:  # the reader has gone (`| head`): keep training, discard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""Format rows as aligned text."""
+"""Tables as aligned text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the columns; on a terminal, wrap the last one."""
+    """Return the rows as lines with aligned columns. On a terminal, wrap the last column."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     before = sum(widths) + 2 * len(widths)
     room = max(20, shutil.get_terminal_size().columns - before) if sys.stdout.isatty() else 1000

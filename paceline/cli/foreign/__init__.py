@@ -1,1 +1,1 @@
-"""The command lines of other projects, understood."""
+"""Translations of other projects' command lines."""

@@ -1,6 +1,6 @@
-"""``paceline horovodrun``: the options of ``horovodrun``, written as those of ``paceline run --horovod``.
+"""``paceline horovodrun``: translate the options of ``horovodrun`` to those of ``paceline run --horovod``.
 
-:func:`translate` is the one place that knows what becomes of each.
+:func:`translate` alone decides how each option is translated.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _LONG_OF_SHORT = {"cb": "check-build", "p": "ssh-port", "i": "ssh-identity-file"
 
 
 class Translated(NamedTuple):
-    """What is run instead.
+    """Translated command line.
 
     Attributes:
-        words: of ``paceline run``.
-        environment: variables of the workers.
-        verbose: whether to show it.
+        words: arguments of ``paceline``, from ``run`` on.
+        environment: environment variables of the workers.
+        verbose: whether to show the translated command.
     """
 
     words: tuple[str, ...]
@@ -82,10 +82,10 @@ def command(
 
 
 def translate(words: Sequence[str]) -> Translated:
-    """Write a command line of ``horovodrun`` as one of ``paceline run``; hosts are read, nothing is started.
+    """Translate a command line of ``horovodrun`` to one of ``paceline run``. Reads host files and starts nothing.
 
     Raises:
-        ConfigError: an option has no counterpart, which names what to use instead, or options do not fit together.
+        ConfigError: an option has no counterpart (the message names an alternative), or options do not fit together.
 
     Example:
         >>> translate(["-np", "2", "python", "train.py", "--lr", "1"]).words
@@ -165,7 +165,7 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
 
 def _script(words: Sequence[str]) -> list[str]:
-    """The script and its arguments, of a command: ``python train.py ...``, ``python -m module ...``, ``pytest ...``."""
+    """Return the script and arguments of ``python train.py ...``, ``python -m module ...`` or ``pytest ...``."""
     from paceline.config import quoted
     from paceline.errors import ConfigError
 

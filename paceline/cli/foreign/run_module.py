@@ -1,4 +1,4 @@
-"""Run as a script by each worker of ``horovodrun python -m MODULE``: the module, as ``python -m`` runs it."""
+"""Script that runs a module as ``python -m`` does, for workers of ``horovodrun python -m MODULE``."""
 
 import os
 import runpy
