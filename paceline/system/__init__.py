@@ -1,1 +1,1 @@
-"""What Paceline needs of the operating system and of Python: files, secrets, tracebacks, masking."""
+"""Operating-system and Python facilities: files, secrets, masking, tracebacks, fault points."""
