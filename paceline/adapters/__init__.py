@@ -1,1 +1,1 @@
-"""Objects of other libraries as Paceline's own: Keras models, Lightning modules, trackers."""
+"""Adapters for objects of other libraries: Keras models, Lightning modules, trackers."""

@@ -1,1 +1,1 @@
-"""Collective operations over a transport: gathers, exchanges, headers of steps, agreement of all ranks."""
+"""Collective operations over a transport: gathers, exchanges, step headers, agreement of all ranks."""

@@ -1,1 +1,1 @@
-"""Connections to the coordinator: authentication, framing, and limits on what a message may be."""
+"""Connections to the coordinator: authentication, framing, and validation of messages."""

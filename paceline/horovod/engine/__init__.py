@@ -1,1 +1,1 @@
-"""Horovod's engine: which ranks have asked for which collective, and the collectives themselves."""
+"""Horovod's engine: negotiation of the collectives that ranks request, and the collectives themselves."""

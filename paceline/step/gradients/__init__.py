@@ -1,1 +1,1 @@
-"""The gradients of a step: how they are added up, in floating or fixed point, and several microbatches at once."""
+"""Accumulation of a step's gradients, in floating or fixed point, and for several microbatches at once."""

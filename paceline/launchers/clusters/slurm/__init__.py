@@ -1,1 +1,1 @@
-"""Slurm."""
+"""Slurm: job submission, batch scripts, and agents started by srun."""

@@ -1,1 +1,1 @@
-"""Spark."""
+"""Spark: agents as tasks of a barrier stage, or each agent as a separate job."""

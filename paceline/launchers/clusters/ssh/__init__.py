@@ -1,1 +1,1 @@
-"""Machines by ssh."""
+"""Machines reached by ssh: checks before the start, and agents on each machine."""
