@@ -103,7 +103,7 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
 
 
 def check_machines(strategy: str, machines: str) -> None:
-    """Raise for a single-machine strategy on several machines; ``machines`` is the evidence for the message.
+    """Raise for a single-machine strategy on several machines; ``machines`` describes them in the message.
 
     Raises:
         ConfigError: the strategy supports one machine only. The message suggests an alternative.
@@ -179,7 +179,7 @@ def parse_value(text: str, strings: bool = False) -> object:
 def _toml(text: str, parse_float: Callable[[str], object]) -> object:
     try:
         value = tomllib.loads(f"value = {text}", parse_float=parse_float)["value"]
-    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError):  # not TOML, a number with thousands of digits, or brackets nested too deeply
         return text
     return value if isinstance(value, int | float | str | list) else text
 
@@ -230,7 +230,7 @@ def read_plan(path: Path) -> dict[str, object]:
         raise ConfigError(f"The plan file {path} is not a file of settings: it nests brackets too deep.") from None
     except ConfigError:
         raise
-    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits, a path that cannot be one
+    except ValueError as error:  # not TOML, not UTF-8, a number with thousands of digits, or an invalid path
         raise ConfigError(f"The plan file {path} is not TOML: {error}.") from None
     check_keys(values, str(path))
     return values
@@ -307,7 +307,7 @@ def _validated(values: dict[str, Any], sources: Mapping[str, str]) -> Settings:
         raise ConfigError(
             f"{key} = {quoted(first['input'])} (from the {where}) cannot be used: {why}. It is: {describe(key)}."
         ) from None
-    except ValueError as error:  # from inside pydantic: text is wanted, and the number has thousands of digits
+    except ValueError as error:  # pydantic fails to print a number with thousands of digits
         given = ", ".join(key for key, where in sources.items() if where != "default")
         raise ConfigError(f"One of {given} cannot be used: {error}.") from None
 

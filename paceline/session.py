@@ -44,7 +44,7 @@ def _count_in(call: str, value: object) -> int:
     return int(value)
 
 
-def start(  # noqa: PLR0913 - all by name; what a script says of its training
+def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     *,
     model: nn.Module,
     optimizer: OptimizerFactory,
@@ -381,5 +381,5 @@ class Session:
 
     @property
     def _last_step(self) -> int:
-        """Step to which values that the script records now belong."""
+        """Step at which values are recorded if the script records them now."""
         return max(self.position - 1, 0)
