@@ -81,10 +81,10 @@ def build_context(
     coordinator: CoordinatorClient | None = None,
     largest: int = 0,
 ) -> tuple[TrainingContext, dict[str, object]]:
-    """Validate the arguments and build the job, before the rendezvous. The run never has more than ``largest`` workers.
+    """Validate the arguments and build the context before the rendezvous. The run has at most ``largest`` workers.
 
     Returns:
-        the context, and what all workers must agree on, by key.
+        the context, and the run spec: the values on which all workers must agree, by key.
 
     Raises:
         ConfigError, InputError: an argument is invalid.

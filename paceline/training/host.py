@@ -12,7 +12,7 @@ from paceline.settings import Settings
 
 
 def threads(settings: Settings, who: Identity) -> int:
-    """Return the number of threads. It affects the bits, so with ``exact`` it never depends on the worker count."""
+    """Return the number of threads. With ``exact`` it ignores the number of workers, because it affects the bits."""
     if settings.threads:
         return settings.threads
     if settings.exact:
@@ -22,7 +22,7 @@ def threads(settings: Settings, who: Identity) -> int:
 
 
 def _cores(process: int) -> int:
-    """Return the number of cores a process may use. An engine may bind a worker to some cores, but not its parent."""
+    """Return the number of cores a process may use. A launcher may bind a worker to some cores, but not its parent."""
     try:
         return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     except OSError:  # a process of another user

@@ -48,12 +48,12 @@ class TrainingLoop:
     """Training loop with the current workers, and sole owner of this worker's progress.
 
     Args:
-        beginning: training job and initial state.
+        beginning: training context and initial state.
         script: registered values of the script.
-        build: function that builds the strategy of a job.
+        build: function that builds the strategy for a context.
 
     Attributes:
-        context: training job.
+        context: training context.
         position: position of the script.
         strategy: strategy for the current workers.
         records: recorder of steps.
@@ -99,7 +99,7 @@ class TrainingLoop:
     def step(self, batch: Batch, phase: str = "") -> tuple[StepResult, float]:
         """Take a step. Return its result and its duration in seconds, including the loading of the batch.
 
-        If a batch has several phases, ``phase`` is the name of an optimizer and the result is that of its phase.
+        If a batch has several phases, ``phase`` is the name of an optimizer, and the result is that of its phase.
 
         Raises:
             WorkerLost: not enough workers are left.
@@ -204,7 +204,7 @@ class TrainingLoop:
             self._follow(notice)
 
     def _due(self, steps: int) -> bool:
-        """Return whether a save is due. None is due while the registered values are those of a later step."""
+        """Return whether a save is due. No save is due while the registered values are those of a later step."""
         ahead = steps < self.progress.repeat_until and bool(self._script.values)
         return self._checkpointer.due(steps) and not ahead
 
@@ -348,7 +348,7 @@ class TrainingLoop:
     def _re_form(self, planned: bool = False, lost: WorkerLost | None = None) -> None:
         """Close the strategy, join the next membership, and set up the strategy for its workers."""
         assert self._recovery is not None
-        self._notice = 0  # it concerned the previous membership
+        self._notice = 0  # the notice concerned the previous membership
         while True:
             ended = self.context.world.worker_ids(lost.ranks) if lost is not None else []
             self.activity.begin(RE_FORMING)

@@ -44,7 +44,7 @@ class Position:
 
     @property
     def asked(self) -> int:
-        """Number of steps, limited to the loops that a resumed script has reached: the run may be further."""
+        """Number of steps, at most the end of the current batch loop. A resumed run may be further ahead."""
         return min(self.steps, self.target)
 
     def aim_at(self, target: Callable[[], int]) -> None:

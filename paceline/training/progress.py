@@ -26,14 +26,14 @@ BEFORE_TRAINING: Call = (0, -1, 0)
 @sendable
 @dataclass
 class Progress:
-    """Progress of a worker: the state besides tensors that workers which are behind need.
+    """Progress of a worker: everything besides tensors that other workers need to catch up.
 
     Attributes:
         steps: number of completed steps.
         results_of: results of collective calls, in order, by kind of call and position in the script.
         result: result of the last step.
         tie_break: distinct number per worker if equally advanced workers have different states, so that all workers
-            take the state of the one with the largest number.
+            take the state of the worker with the largest number.
         owned: names of the parameters and buffers whose newest values this worker has, if the state is sharded. None if
             the worker has the whole state.
         repeat_until: steps before this number were completed before the workers went back to a checkpoint.

@@ -13,7 +13,7 @@ class Records:
     """Recorder of steps: as events, and in a trace for ``paceline verify``.
 
     Args:
-        context: training job.
+        context: training context.
         state: training state.
     """
 

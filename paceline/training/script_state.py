@@ -28,7 +28,7 @@ class ScriptState:
         self._kept: dict[str, Any] = {}
 
     def follow(self, progress: Progress) -> None:
-        """Take the results to save from this progress from now on."""
+        """Use this progress as the source of the results to save."""
         self._progress = progress
 
     def register(self, values: Mapping[str, Any]) -> None:

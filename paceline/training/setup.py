@@ -46,7 +46,7 @@ class Run:
     """Objects that a session works with.
 
     Attributes:
-        context: training job.
+        context: training context.
         loop: training loop.
         state: training state.
         script: registered values of the script.
@@ -63,7 +63,7 @@ class Run:
 
 
 def set_up(given: build.Components, arguments: Arguments) -> Run:
-    """Build the job, run the rendezvous, and return the objects of a session. See :func:`paceline.start`."""
+    """Build the context, run the rendezvous, and return the objects of a session. See :func:`paceline.start`."""
     global _count, _current
     who = env.identity()
     folder = env.run_directory()
@@ -140,7 +140,7 @@ def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None
     """Report that the model's parameter or buffer names have changed since the start.
 
     Args:
-        context: training job.
+        context: training context.
         leaves: whether the state may be saved or sent to joining workers. If not, only warn.
         text: description of the change.
 

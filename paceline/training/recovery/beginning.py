@@ -22,11 +22,11 @@ _log = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class Beginning:
-    """Training job with its initial state.
+    """Training context with its initial state.
 
     Attributes:
-        context: training job, before the rendezvous.
-        run_spec: what all workers must agree on, by key.
+        context: training context, before the rendezvous.
+        run_spec: values on which all workers must agree, by key.
         state: training state.
         checkpointer: checkpointer of the run.
         resume: checkpoint to start from: a path, ``auto`` for the newest complete one, or None.
@@ -39,7 +39,7 @@ class Beginning:
     resume: str | None
 
     def begin(self) -> Progress:
-        """Check the facts, load the checkpoint or initial weights, and return the progress. All workers call this."""
+        """Compare run specs, load the checkpoint or initial weights, and return the progress. All workers call this."""
         check(self.context.world, self.run_spec)
         # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
         again = self.resume is None and self.context.world.generation > 0 and self.checkpointer.enabled
@@ -50,7 +50,7 @@ class Beginning:
 
 
 def load_initial(context: TrainingContext) -> None:
-    """Read the weights that the settings name on rank 0, and load them on all workers. All workers call this.
+    """Read the configured weights on rank 0, and load them on all workers. All workers call this.
 
     Raises:
         CheckpointError: the weights cannot be read or do not match the model. Raised on all workers.

@@ -144,6 +144,6 @@ class Generations:
         return {"step": step, "doing": doing, "waiting": waiting, "busy": True, "since": since, "step_seconds": None}
 
     def _end(self) -> None:
-        """Report that the script has ended, unless an exception ended it: that is a loss, and the others continue."""
+        """Report that the script has ended. After an exception report nothing: the others treat the exit as a loss."""
         if not hasattr(sys, "last_type"):
             self._client.end_script()

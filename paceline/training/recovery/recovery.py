@@ -7,7 +7,7 @@
     spare          ........... ready ─ membership 1 ─ rendezvous ─ catch up ─ step 7 ─ step 8
 
 Surviving processes keep running with their state. *Catch up*: the most advanced workers each send a part of their state
-to the workers which are behind, mainly joiners. A step is complete on a worker when its update has been applied. A
+to the workers that are behind, mainly joiners. A step is complete on a worker when its update has been applied. A
 worker that is one step behind receives the state after that step, so no step is lost and none is applied twice.
 """
 
@@ -43,7 +43,7 @@ class Recovery:
 
     Args:
         coordinator: client of the coordinator, which decides the membership.
-        beginning: training job, and its initial state for when no worker has a state.
+        beginning: training context, and the initial state for when no worker has a state.
     """
 
     def __init__(self, coordinator: CoordinatorClient, beginning: Beginning) -> None:
@@ -201,7 +201,7 @@ class Recovery:
         return gone_back(everyone, self._context.world.rank, steps, self._state.loaded_script)
 
     def _share_findings(self) -> None:
-        """Share the findings of the first step, on which communication depends, so that all workers have the same.
+        """Share the probe results of the first step, on which communication depends, so that all workers have the same.
 
         Also share the launch number that checkpoint names contain.
         """

@@ -1,6 +1,6 @@
-"""State transfer to workers which are behind: joiners, and workers that missed a step.
+"""State transfer to workers that are behind: joiners, and workers that missed a step.
 
-All most advanced workers have the same state. Each sends a part of it, and the parts have equal size.
+The most advanced workers all have the same state. Each of them sends an equal part of it.
 """
 
 from __future__ import annotations
