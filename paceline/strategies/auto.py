@@ -75,7 +75,7 @@ class Auto(Strategy):
         self._inner.close()
 
     def _decide(self, step: int) -> None:
-        """Decide at the end of a window whether to change the strategy, alike on all workers."""
+        """Decide at the end of a window whether to change the strategy. All workers decide alike."""
         if isinstance(self._inner, WorkStealing):
             self._end_trial(step)
             return

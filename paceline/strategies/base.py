@@ -24,7 +24,7 @@ class Strategy(ABC):
     def pieces(self, step: int) -> list[range]:
         """Return the microbatches of a step to load on this worker, grouped as it computes them in one pass each.
 
-        Called ahead, while earlier steps are computed, once the first step of this strategy is done. Returns an empty
+        After the first step of this strategy, called ahead of time while earlier steps are computed. Returns an empty
         list if the groups are known only inside the step; :meth:`step` then loads the data itself.
         """
 
@@ -59,14 +59,14 @@ class Capabilities:
         makes_all_updates: whether each worker makes all updates of the weights that it trains, with one optimizer.
         phases: whether a batch may have several losses in turn, each for the parameters of its own optimizer.
         closures: whether a step can be computed again, for an optimizer that needs a closure.
-        scales_loss: whether gradients may be those of a scaled loss until they are reduced.
-        averages: whether a worker that updates a parameter sees all its updates, which an average of weights needs.
+        scales_loss: whether the loss may be scaled, with gradients that stay scaled until they are reduced.
+        averages: whether a worker that updates a parameter sees every update of it, which an average of weights needs.
         carries: whether a step computes all microbatches of its batch after the previous update, so that state may be
             carried from each microbatch to the microbatch at the same index in the next batch.
         audits: whether workers check during training that a microbatch does not depend on the worker that computes it.
         loop_weights: whether weights that the script changes between two steps are the ones that the next step trains.
         reads: settings that not every strategy reads: groups such as ``server``, or single keys.
-        ignores: keys among these that have no effect with the other given settings.
+        ignores: keys in ``reads`` that have no effect with the other given settings.
     """
 
     exact: bool = True

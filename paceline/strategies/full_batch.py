@@ -29,7 +29,7 @@ class _Computed(NamedTuple):
 
 
 class FullBatch:
-    """Gradient computation for the microbatches of a step, summed along the canonical tree, in fixed point or running.
+    """Gradients of the microbatches of a step, as a sum along the canonical tree, in fixed point, or as a running sum.
 
     Args:
         context: training context.

@@ -105,9 +105,9 @@ class Phases(Strategy):
 
 
 def _job_of(context: TrainingContext, name: str) -> TrainingContext:
-    """Return the job of a phase, with its loss and the parameters of its optimizer.
+    """Return the training context of a phase, with its loss and the parameters of its optimizer.
 
-    Its microbatches are never fused, because workers that join do not know what was learned about the phase.
+    Its microbatches are never fused, because workers that join do not get the probe results of a phase.
     """
     probe_results = ProbeResults(fusible=False, warnings=context.probe_results.warnings)
     compute, update = context.compute.of(context.phases[name]), context.update.of(name)

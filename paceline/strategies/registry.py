@@ -109,7 +109,7 @@ def entry_of(name: str) -> Entry:
 
 
 def build(context: TrainingContext) -> Strategy:
-    """Build the strategy for a job, one strategy per phase if a batch has several losses."""
+    """Build the strategy for a context, one strategy per phase if a batch has several losses."""
     entry = entry_of(context.settings.strategy)
     context.warnings.clear()
     make = entry.build if context.world.size > 1 else entry.alone
@@ -122,7 +122,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[int]:
-    """Return the numbers of workers up to ``largest`` with which training can continue; empty if all of them do."""
+    """Return the numbers of workers up to ``largest`` with which training can continue; empty if it can with all."""
     entry = entry_of(settings.strategy)
     every = range(1, largest + 1)
     found = [count for count in every if count == 1 or entry.supports(settings, count, microbatches)]

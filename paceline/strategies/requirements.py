@@ -25,7 +25,7 @@ def check(settings: Settings, capabilities: Capabilities, forward: object, model
         model: model to train.
 
     Raises:
-        ConfigError: a setting or argument does not go with the strategy.
+        ConfigError: a setting or argument does not fit the strategy.
     """
     if capabilities.cuts_model and forward is not None:
         raise ConfigError(

@@ -88,7 +88,7 @@ class AllReduce(Strategy):
         return self._layout(step)[self._context.world.rank]
 
     def _largest_share(self) -> int:
-        """Return the most microbatches of any worker in a step, including the short step at the end of an epoch."""
+        """Return the largest share of any worker in a step, including the short step at the end of an epoch."""
         return max(len(share) for count in self._context.order.cuts() for share in self._shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
@@ -128,7 +128,7 @@ class AllReduce(Strategy):
     def _gradients(
         self, step: int, pieces: list[Piece], layout: list[list[range]], shares: Sequence[range], again: bool = False
     ) -> _Computed:
-        """Compute the mean gradients into ``.grad``, for the first time in a step or ``again``."""
+        """Compute the mean gradients into ``.grad``; ``again`` marks a repetition within the step."""
         context, reducer = self._context, self._reducer
         nodes = self._nodes(shares, context.settings.along_tree)
         statistics, pairs = Accumulator(context.settings.exact), list[torch.Tensor]()

@@ -43,9 +43,9 @@ from paceline.strategies.single import Single
 
 _STATE = "backup"
 _FEW = 4
-"""Warn if there are fewer microbatches than this for each worker that is waited for."""
+"""Warn if a step has fewer microbatches than this for each worker that it waits for."""
 _PATIENCE = 1.5
-"""A finished worker copies another group after this multiple of the time that its own group took."""
+"""A finished worker computes a copy of another group after this multiple of the time that its own group took."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -63,7 +63,7 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
     """Raise if the run cannot spare the configured number of backup workers.
 
     Raises:
-        ConfigError: no worker would be waited for, the batch cannot be shared, or the length of an epoch is unknown.
+        ConfigError: a step would wait for no worker, the batch cannot be shared, or the length of an epoch is unknown.
     """
     check_shares(settings, order, workers, largest)
     wanted = _spare(settings)
@@ -85,7 +85,7 @@ def build(context: TrainingContext) -> Strategy:
 
 
 def build_alone(context: TrainingContext) -> Strategy:
-    """Build the strategy of a single worker, which still owes the epoch its late microbatches."""
+    """Build the strategy of a single worker, which still has to compute late microbatches of the epoch."""
     return Single(context) if context.settings.backup.workers == 0 else BackupWorkers(context)
 
 
@@ -101,7 +101,7 @@ class BackupWorkers(Strategy):
     def __init__(self, context: TrainingContext, reducer: Reducer | None = None, apply: Apply | None = None) -> None:
         self._context = context
         self._reducer = reducer or Reducer(context, overlap=False)
-        most = 2 * context.order.microbatches  # the last step of an epoch owes less than one additional batch
+        most = 2 * context.order.microbatches  # the last step of an epoch adds less than one batch
         self._results = Results(context, most, apply)
         size, order = context.world.size, context.order
         assert isinstance(order, Order)
@@ -195,7 +195,7 @@ class BackupWorkers(Strategy):
             if self._quorum.is_late(group):
                 return None
             computed.total.backward()
-            context.world.synchronize()  # queued work is not done work
+            context.world.synchronize()  # work that is only queued does not count as done
             result.add(piece.samples, computed.pair, self._reducer.take(), [*computed.buffers])
         return result
 
@@ -219,7 +219,7 @@ class BackupWorkers(Strategy):
         return commit(context, step, [], parts, means, header.notice, self._results.apply(header))
 
     def _named(self, step: int, groups: BackupShares, part: MicrobatchResult) -> MicrobatchResult:
-        """Rename a result from its index in the step to the index of its microbatch in the batch it belongs to."""
+        """Renumber a result from its index in the step to the index of its microbatch in the batch it belongs to."""
         members = [one for group in groups.members for one in group]
         origin, number = self._origin(step, members[part.microbatches.start])
         return part._replace(microbatches=range(number, number + 1), origin=None if origin == step else origin)
@@ -265,11 +265,11 @@ class Counted:
         self.results[group] = result
 
     def gradients(self) -> list[Values]:
-        """Return the sum of the gradients in a list, which is empty without results."""
+        """Return a list with the sum of the gradients, empty without results."""
         return _sum([result.gradients for result in self.results.values()])
 
     def statistics(self) -> list[Values]:
-        """Return the sum of the changed buffers in a list, which is empty without results."""
+        """Return a list with the sum of the changed buffers, empty without results."""
         return _sum([result.statistics for result in self.results.values()])
 
 

@@ -108,7 +108,7 @@ class LocalSgd(Strategy):
     def _train(self, step: int, pieces: list[Piece]) -> StepResult:
         """Update the model from this worker's share of the batch.
 
-        Does nothing if the update has been made before: when a worker is lost in the average after a step, the step is
+        Does nothing if this worker has already made the update: when a worker is lost in the average, the step is
         repeated, from the model of a worker that has made its update.
         """
         context, state = self._context, self._context.strategy_state.get(_STATE, {})
@@ -144,7 +144,7 @@ class LocalSgd(Strategy):
         return StepResult(mean_loss(parts, exact=False), norm, rate, metrics=_means([self._metrics]))
 
     def _without_share(self, state: dict[str, Any]) -> StepResult:
-        """Advance only the schedule, as a short batch may have too few microbatches. Returns the last known loss."""
+        """Advance only the schedule, if a short batch has too few microbatches. Returns the last known loss."""
         self._context.update.advance()
         rate = self._context.update.learning_rate
         return StepResult(state.get("loss", math.nan), 0.0, rate, metrics=state.get("metrics", {}))
@@ -250,7 +250,7 @@ class Models:
         return {name: value for name, value in tensors.items() if name not in fixed}
 
     def _completed(self) -> dict[str, torch.Tensor]:
-        """Return these tensors in the same order on all workers, with zeros for those that only other workers have."""
+        """Return the tensors in the same order on all workers, with zeros for tensors that only other workers have."""
         context, own = self._context, self._changing()
         kinds = {name: (value.dtype, value.shape) for name, value in own.items()}
         everyone = context.world.gather((context.compute.buffers.live, kinds), "step")

@@ -56,11 +56,11 @@ class Results:
         return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
-        """Send the parameters to which the groups of this worker gave no gradient.
+        """Send which parameters got no gradient from the groups of this worker.
 
         Args:
             layout: groups of each rank.
-            missing: for each group of this worker, the indices of those parameters.
+            missing: for each group of this worker, the indices of the parameters without a gradient.
         """
         rows = max(map(len, layout))
         own = torch.zeros(rows, len(self._context.update.parameters), dtype=torch.uint8)
@@ -112,7 +112,7 @@ class Results:
 
 
 def metrics_of(context: TrainingContext, header: StepHeader) -> dict[int, tuple[float, ...]]:
-    """Return the metrics of the groups of all workers, and save their names in the job."""
+    """Return the metrics of the groups of all workers, and save their names in the context."""
     metrics = header.metrics()
     context.compute.metrics = header.names
     return metrics

@@ -6,10 +6,10 @@
     worker 1   claim 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ push                     ┼ synchronize
     worker 2   claim 2 ▓▓▓▓▓ push   claim 5 ▓▓▓▓▓ push                ┘
 
-Every worker's loop comes to every step, and claims the lowest step that no worker computes yet. If no step up to its
-own is left, it goes on. So there are as many updates, and each sample is used as often, as in one process, and a slow
-worker computes fewer steps. To *synchronize* is to wait until all steps are done, and to take over the same state:
-before an evaluation, a checkpoint, and at the end.
+The loop of each worker visits every step. On a visit it claims and computes unclaimed steps up to that step, lowest
+first, and moves on if there are none. So there are as many updates, and each sample is used as often, as in one
+process, and a slow worker computes fewer steps. Before an evaluation or a checkpoint, and at the end, the workers
+*synchronize*: they wait until all steps are done and take over the same state.
 
 A :class:`Server` decides where the weights are, and which process updates them.
 """
@@ -78,11 +78,11 @@ class Server(ABC):
         """Apply gradients and close their step. Returns None if they came too late and the step is free again."""
 
     def wait(self, ready: Callable[[ClaimTable], bool]) -> None:
-        """Wait until the claim table meets a condition, for which the computing workers are responsible."""
+        """Wait until ``ready`` accepts the claim table. A timeout names the workers that hold claims."""
         self._table.wait_until(ready, lambda table: table.owners())
 
     def record_result(self, table: ClaimTable) -> None:  # noqa: B027 - most know it when they push
-        """Write results of the last update that became known after its push into the claim table."""
+        """Write the last update's result into the claim table if it became known only after the push."""
 
     def flush(self, table: ClaimTable) -> None:  # noqa: B027 - most have nothing left
         """Write state that only this worker has to where all workers can read it, after all steps are computed."""
@@ -141,7 +141,7 @@ class AsyncSteps(Strategy):
                 table = self._claims.close()
             except WorkerLost:  # the lost worker held the claim table
                 return frozenset()
-            while True:  # an update may have been on its way
+            while True:  # an update may have been in flight
                 self._server.restore(table, complete=False)
                 before, table = table, self._claims.last()
                 if table.version == before.version:
@@ -195,7 +195,7 @@ class AsyncSteps(Strategy):
     # While not synchronized.
 
     def _enter(self, step: int) -> bool:
-        """Offer a step and claim a free one. Returns whether all workers stop at its end to act on a notice."""
+        """Offer a step and claim a free one. Returns whether all workers stop after ``step`` to act on a notice."""
         notice = self._context.world.notice()
         table = self._claims.look()
         if notice or step >= table.top or table.has_free:
@@ -256,7 +256,7 @@ class AsyncSteps(Strategy):
             self._work(steps)
 
     def _await_others(self, steps: int) -> None:
-        """Wait until all workers synchronize, so that a worker that does not is found before it needs this worker."""
+        """Wait until all workers synchronize, and detect a worker whose loop is ahead of this worker's loop."""
         self._claims.arrive()
         self._claims.wait_until(
             lambda table: self._is_drained(table, steps) and not self._claims.missing(),

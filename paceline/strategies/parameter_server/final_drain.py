@@ -1,4 +1,4 @@
-"""Strategy of a single worker, at the start or left by losses, for asynchronous settings."""
+"""Strategy for asynchronous settings with a single worker, from the start or after losses."""
 
 from __future__ import annotations
 

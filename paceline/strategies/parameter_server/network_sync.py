@@ -27,7 +27,7 @@ from paceline.strategies.parameter_server.async_server import servers_among
 from paceline.strategies.parameter_server.sharing import connect_servers, copies_of
 
 _SLICE_SECONDS = 0.1
-"""Longest wait of a request at a server before the answer that the update is not made yet."""
+"""Longest time that a server holds a request before it answers that the update has not been made yet."""
 _PART_SECONDS = 10.0
 """Timeout for a holder to send its shard while the workers re-form."""
 
@@ -62,7 +62,7 @@ class NetworkServers:
         self._order = [home for place in range(count) if (home := (rank + place) % count) not in self._held]
         self._kept, self._has_states = False, True
         self._changed = threading.Condition()
-        self._written = self._given = -1  # newest versions: in the held shards; open to pulls
+        self._written = self._given = -1  # newest version in local shards, and open to pulls
         for name in ("written", "weights", "fetch"):
             self._peers.server.serve(f"shard.{name}", getattr(self, f"_answer_{name}"))
 

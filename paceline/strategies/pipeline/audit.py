@@ -129,7 +129,7 @@ class StageAudit:
 
     @contextmanager
     def backward(self, inputs: Sequence[torch.Tensor], again: bool = False) -> Iterator[None]:
-        """Add the digests of the gradients of a backward pass in the context, apart from those of other microbatches.
+        """Add the digests of the gradients that the backward pass in the context computes for this microbatch.
 
         Args:
             inputs: inputs of the stage.

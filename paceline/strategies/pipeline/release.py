@@ -1,4 +1,4 @@
-"""Release of the storage of parameters owned by other stages, with an error for scripts that ask for these."""
+"""Release of the storage of parameters owned by other stages, with an error for scripts that read these."""
 
 from __future__ import annotations
 

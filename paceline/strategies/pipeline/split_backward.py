@@ -149,7 +149,7 @@ def _reverse_graph(roots: Iterable[Node]) -> ReverseGraph:
 def _reverse_closure(
     starts: Iterable[Node], reverse: ReverseGraph, barrier: Collection[Node] = ()
 ) -> tuple[set[Node], set[Node]]:
-    """Return the nodes that lead to ``starts``, including these, without crossing a barrier, and where they meet it."""
+    """Return ``starts`` and the nodes that lead to them without crossing a barrier, and the barrier nodes reached."""
     closure = set(starts)
     met: set[Node] = set()
     waiting = [*closure]
@@ -192,7 +192,7 @@ def _capturing(groups: Iterable[ParameterGroup]) -> Iterator[None]:
 
 @contextmanager
 def _replaying(group: ParameterGroup) -> Iterator[None]:
-    """Give intermediates the captured gradients: hooks in between have already changed them, and would do so again."""
+    """Pass the captured gradients to the intermediates, so that hooks do not change gradients a second time."""
     handles = [node.register_prehook(lambda _, kept=kept: kept) for node, kept in group.gradients.items()]
     try:
         yield
@@ -206,7 +206,7 @@ def _owned(
     gradients: Iterable[torch.Tensor | None],
     others: Iterable[torch.Tensor | None],
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Return gradients that may be added to, like those of a whole backward pass: own memory, strides of the weights.
+    """Return gradients that may be added to, as after a whole backward pass: in own memory, with the weights' strides.
 
     Sparse gradients stay as they are.
     """

@@ -160,7 +160,7 @@ class Stages:
         )
 
     def _agree_on_partition(self, layers: Layers, piece: Piece) -> Partition:
-        """Return the choice of rank 0, because no two workers measure the same."""
+        """Return rank 0's choice of the cut, because the workers measure different times."""
         chosen: Partition | tuple[str, str] | None = None
         if self._context.world.rank == 0:
             try:
@@ -196,10 +196,10 @@ class Stages:
         return Partition(bounds, times)
 
     def _check_buffers(self) -> None:
-        """Raise if a cut separates two uses of a buffer that changes, because neither stage would see all changes.
+        """Raise if a cut separates two uses of a changing buffer, because neither stage would see all changes.
 
         Raises:
-            InputError: two stages change the same buffer. Raised on all workers alike.
+            InputError: two stages change the same buffer. Raised on all workers.
         """
         changing = set(self._context.compute.buffers.agreed)
         for stage, names in enumerate(self._buffers):
@@ -212,7 +212,7 @@ class Stages:
                     )
 
     def agree_on_buffers(self, changing: Sequence[str]) -> None:
-        """Agree on the buffers that change on any worker. All workers call this with those that change on them."""
+        """Agree on the buffers that change on any worker. Each worker calls this with the buffers that change on it."""
         gathered = self._context.world.gather(changing, "step")
         self._context.compute.buffers.fix({name for names in gathered for name in names})
         self._check_buffers()

@@ -84,7 +84,7 @@ class Synchronous(Strategy):
         return self._schedules[microbatches]
 
     def _most_losses(self) -> int:
-        """Return the most losses of any worker in a step; the replicas of the last stage share them."""
+        """Return the largest number of losses of any worker in a step; the replicas of the last stage share them."""
         schedules = map(self._schedule, self._context.order.cuts())
         return max(
             Counter(one.worker_of(one.stages - 1, microbatch) for microbatch in range(one.microbatches)).most_common()[
@@ -285,7 +285,7 @@ class _StepGradients(Hooks):
         self.sums[stage].push(microbatch, [values[name] for name in self._stages.updated[stage]])
 
     def finish(self) -> None:
-        """Complete the sums after all backward passes: without ``exact``, add those of other stages and ``.grad``."""
+        """Complete the sums after all backward passes: without ``exact``, add other stages' gradients and ``.grad``."""
         for name, gradient in self._stages.tied.finish_step(self._schedule).items():
             stage = self._stages.tied.owner_of(name)
             assert stage is not None
@@ -303,7 +303,7 @@ class _StepGradients(Hooks):
 
 
 def _scale_for(samples: int) -> float:
-    """Return the power of two nearest to 1 / samples: it rounds nothing, and often leaves nothing to divide by."""
+    """Return the power of two nearest to 1 / samples. It causes no rounding, and often makes a division unnecessary."""
     return 2.0 ** -round(math.log2(samples))
 
 

@@ -113,7 +113,7 @@ class TiedWeights:
     def send_gradient(
         self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule
     ) -> None:
-        """Send the gradient of a microbatch to the owner. Without ``exact``, add it up for the end of the step."""
+        """Send the gradient of a microbatch to the owner. Without ``exact``, accumulate until the end of the step."""
         if not self._exact:
             before = self._sums[name, stage]
             self._sums[name, stage] = gradient if before is None else _sum(before, gradient)
@@ -128,7 +128,7 @@ class TiedWeights:
     def add_gradients(
         self, name: str, microbatch: int, own: torch.Tensor | None, schedule: Schedule
     ) -> torch.Tensor | None:
-        """Return the gradient of a microbatch, with ``exact`` summed over all stages; ``own`` is the owner's."""
+        """Return a microbatch's gradient, with ``exact`` summed over all stages; ``own`` is the owner's gradient."""
         if not self._exact:
             return own
         gradient: torch.Tensor | None = None
