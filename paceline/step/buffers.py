@@ -50,8 +50,8 @@ class _Buffer:
 class Buffers:
     """Buffers that the forward pass changes, with a value for each microbatch.
 
-    ``live`` are the buffers that change on this worker, ``agreed`` those that change on any worker. ``fixed`` says
-    whether that is known. ``added`` are the names of buffers that grow with the number of samples.
+    ``live`` are the buffers that change on this worker, ``agreed`` the buffers that change on any worker. ``fixed``:
+    whether both are known. ``added`` are the names of buffers that grow with the number of samples.
 
     Each microbatch starts from the buffers at the start of the step. After the step, a buffer is the mean over samples
     of the values that the microbatches left in it (rounded if it is an integer). A buffer that grows with the number of

@@ -23,7 +23,7 @@ from paceline.step.closures import Again, LeftOutError, with_closure
 from paceline.step.context import StepResult, TrainingContext
 
 Apply: TypeAlias = Callable[[int], tuple[torch.Tensor | float, float]]
-"""Updates the model from the mean gradients in ``.grad``, as :meth:`Update.apply` does."""
+"""Updates the model from the mean gradients in ``.grad``, as :meth:`OptimizerStep.apply` does."""
 
 
 def with_norm(context: TrainingContext, norm: torch.Tensor, known: float) -> Apply:

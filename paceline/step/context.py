@@ -29,7 +29,7 @@ class ProbeResults:
 
     ``fusible``: whether neighboring microbatches may be computed in one pass (``step.fusion``). None if not known yet.
     ``repeatable``: whether the forward pass has been checked for repeatability (``step.probes``).
-    ``told``: warnings already given. False stands for a recomputed microbatch that differed, True for a reloaded
+    ``told``: kinds of warnings already given: False for a recomputed microbatch that differed, True for a reloaded
     microbatch whose data differed. ``warnings``: sentences that the user must read.
     """
 
@@ -44,9 +44,9 @@ class TrainingContext:
     """Training context: the model, the data and the settings of a run, and the workers that train.
 
     ``strategy_state``: plain values that a strategy must remember from step to step besides tensors, under names of its
-    own. They are saved in checkpoints and sent to workers that join. ``warnings``: sentences about the job that the
+    own. They are saved in checkpoints and sent to workers that join. ``warnings``: sentences about the run that the
     user must read. ``given`` maps the keys of settings that were set to where they were set. ``sparse``: whether
-    gradients may be sparse. ``divides_update``: whether different workers update different parameters. Both hold for
+    gradients may be sparse. ``divides_update``: whether different workers update different parameters. Both apply to
     the largest number of workers that the run may have, so that no joining worker is refused. ``replicated``: all
     workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a batch has several
     (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited

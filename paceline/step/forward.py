@@ -175,7 +175,7 @@ class ForwardRunner:
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """Raise if a forward pass in this context changes weights: each worker would do so for its own samples.
+        """Raise if a forward pass in this context changes weights, because each worker would change them differently.
 
         Raises:
             InputError: names a parameter that has changed.

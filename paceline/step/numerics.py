@@ -1,4 +1,4 @@
-"""Numerical environment: what decides the bits of a step besides the script and the versions."""
+"""Numerical environment: the factors, besides the script and the versions, that decide the bits of a step."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Scaling:
 
 
 def scaling_of(settings: Settings, workers: int) -> Scaling:
-    """Return the scaling that the settings ask for, with its reason in words.
+    """Return the scaling that the settings ask for, with its reason as text.
 
     Raises:
         ConfigError: a scaling or a warm-up is set without a batch that grows with the number of workers.

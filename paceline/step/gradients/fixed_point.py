@@ -40,7 +40,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class FixedPoint:
-    """Encoder and decoder between the gradients of a job and integers.
+    """Encoder and decoder between the gradients of a run and integers.
 
     Args:
         context: training context.
@@ -183,5 +183,5 @@ def _bound_of(largest: float) -> float | None:
 
 
 def _allowed(bound: float) -> int:
-    """Return the exponent below which gradients may follow a bound."""
+    """Return the exponent of the limit on gradients, given the bound from earlier steps."""
     return math.ceil(bound) + _HEADROOM

@@ -187,7 +187,7 @@ def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
     Args:
         step: audited step.
         microbatch: audited microbatch of the step.
-        by: who computed it.
+        by: text that names the workers that computed it.
         name: name of the first value that differs.
         cause: what the forward pass changes, if known.
     """

@@ -13,7 +13,7 @@ from paceline.data.nested import leaves_in
 from paceline.step.replicas import digest_at
 
 TOLERANCE = 1e-2
-"""Relative to the norm of a value, if the bits may differ."""
+"""Largest difference relative to the norm of a value, if the bits may differ."""
 
 Found: TypeAlias = "dict[str, list[int | float]]"
 """Maps the name of a value to its digest, then, without ``exact``, its norm and its sum with alternating signs."""

@@ -1,4 +1,4 @@
-"""Probe of the loss: whether it is a mean over the samples, or a sum with its divisor, as its form says.
+"""Probe of the loss: whether it is a mean over the samples, or a sum with its divisor, as its form implies.
 
 ::
 
