@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class AuditSchedule:
-    """Audits of steps 0, 1, 2, 4, 8 and so on, every 1,000th step, before saves, after joins, and of the last step.
+    """Audits of steps 0, 1, 2, 4, 8 and so on, of every 1,000th step, before saves, after joins, and of the last step.
 
     Args:
         every: interval of additional audits in steps. Defaults to no additional audits.

@@ -58,7 +58,7 @@ class SpeedShares:
         return [median(measured) if measured else 0.0 for measured in self._measured]
 
     def shares(self, total: int) -> tuple[range, ...]:
-        """Return contiguous shares in rank order. A short step's are in proportion, or even if any share is empty."""
+        """Return contiguous shares in rank order. Those of a short step are proportional, or even if any is empty."""
         if total == self._total:
             return contiguous(self.counts)
         if not all(self.counts):

@@ -26,7 +26,7 @@ class Peaks:
     """Peak memory of each worker.
 
     Attributes:
-        activations: most pairs of stage and microbatch between the forward pass and the end of the backward pass.
+        activations: most pairs of stage and microbatch held between forward pass and end of the backward pass.
         versions: most weight versions of a stage: the newest version and those that a later operation names.
     """
 

@@ -54,7 +54,7 @@ def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedul
 
 
 def zero_bubble_v(workers: int, microbatches: int, replicas: int = 1) -> Schedule:
-    """Build ZB-V: worker w of P holds stages w and 2 P - 1 - w, so the model passes the workers forth and back.
+    """Build ZB-V: worker w of P holds stages w and 2 P - 1 - w, so activations pass the workers there and back.
 
     Args:
         workers: number of workers of each pipeline.
