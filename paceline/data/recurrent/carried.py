@@ -2,7 +2,7 @@
 
 ::
 
-    step        0       1       2                  rows of a batch are streams of tokens, cut alike in each step
+    step        0       1       2                  rows of a batch are streams of tokens, cut equally in each step
     rows 0-1    F ─s─▶  F ─s─▶  F ─s─▶             microbatch 0, on whichever worker
     rows 2-3    F ─s─▶  F ─s─▶  F ─s─▶             microbatch 1
 
@@ -55,7 +55,7 @@ def takes_state(forward: Any) -> bool:
 
 
 def check_rows(order: BatchOrder, data: Any) -> None:
-    """Raise InputError if the rows of a batch do not continue those of the batch before, as far as that is known.
+    """Raise InputError if the rows of a batch are known not to continue the rows of the previous batch.
 
     Raises:
         InputError: the last batch of an epoch is short, or ``TokenRows`` has another number of rows than the batch.

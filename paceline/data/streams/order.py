@@ -114,7 +114,7 @@ class StreamOrder(BatchOrder):
         """Continue from a state that :meth:`state` returned.
 
         Raises:
-            InputError: an epoch of the state has another length, so the stream was another one.
+            InputError: an epoch of the state has another length, so the state is of another stream.
         """
         lengths, index = list(state["lengths"]), int(state["index"])
         for epoch, (here, there) in enumerate(zip(self._lengths, lengths, strict=False)):
