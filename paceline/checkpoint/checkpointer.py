@@ -303,7 +303,7 @@ class Checkpointer:
             self._events.mark("checkpoint-damaged", path=str(storage.location(name)), reason=reason, now=str(now))
 
     def _refuse_later(self, location: Path | str, there: list[str]) -> None:
-        """Raise CheckpointError for a step before the newest: the directory would mix two histories."""
+        """Raise CheckpointError if the directory has a later step than ``location``, because histories would mix."""
         for name in there:
             if self._storage is not None and locations.same(location, self._storage.location(name)):
                 newest, this = split(there[0])[0], split(name)[0]
@@ -335,7 +335,7 @@ def key_in(path: Path) -> bytes:
 
 
 def _two_runs(storage: Storage, location: Path | str, saved: Manifest) -> str:
-    """Return an error text if the checkpoint before is another run's, as either may be this run's; else ''."""
+    """Return an error text if the next older readable checkpoint belongs to another run, otherwise ''."""
     names = storage.complete()
     places = [place for place, name in enumerate(names) if locations.same(location, storage.location(name))]
     for name in names[places[0] + 1 :] if places else ():

@@ -32,7 +32,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reader ``number`` of the ``of`` workers that divide the files of a checkpoint. Defaults to a reader of all."""
+    """Reader ``number`` of the ``of`` workers that divide the files of a checkpoint. Defaults to reading all."""
 
     number: int = 0
     of: int = 1

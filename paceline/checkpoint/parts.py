@@ -1,4 +1,4 @@
-"""Sharded write of a checkpoint: each rank writes a shard (`Part`) and its description; rank 0 collects them.
+"""Sharded write of a checkpoint: each rank writes a shard and its description, and rank 0 collects both.
 
 ::
 

@@ -118,7 +118,7 @@ def _exists(
 
 
 def _at_step(state: Any) -> Any:
-    """Return a state without the evaluations and ``once`` calls of the script, which go on after the step."""
+    """Return a state without the evaluations and ``once`` calls of the script, which may be added after the step."""
     script = {name: value for name, value in state.get("script", {}).items() if name not in ("evaluations", "once")}
     return {**state, "script": script}
 

@@ -163,7 +163,7 @@ class TrainingState:
         parts: other stateful components of the run, by name.
     """
 
-    def __init__(  # noqa: PLR0913 - what a state is made of
+    def __init__(  # noqa: PLR0913 - the components of a state
         self,
         model: nn.Module,
         update: StatefulUpdate,

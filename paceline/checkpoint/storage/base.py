@@ -82,7 +82,7 @@ def writer_of(name: str) -> Writer | None:
 class Storage(ABC):
     """Checkpoints of a run by name, such as ``step-000100/0002-0001-9f2c41ab``.
 
-    Every method may raise errors of the file system or store. No method takes such an error for a result.
+    Every method may raise errors of the file system or store. No method treats an error as a result.
     """
 
     @abstractmethod
@@ -197,7 +197,7 @@ class Storage(ABC):
         return sorted(found, key=_order, reverse=True)
 
     def attempts(self, step: str) -> list[str]:
-        """Return the names of a step's checkpoints, complete or not. A checkpoint without a writer has the step's."""
+        """Return the names of a step's checkpoints, complete or not. Without a writer, the name is that of the step."""
         names = self.files_of(step)
         found = [f"{step}/{name}" for name in names if writer_of(name)]
         return [step] if FILE in names and not found else found

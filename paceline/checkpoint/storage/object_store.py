@@ -130,7 +130,7 @@ class ObjectStore(Storage):
     def _remove_unfinished(self, newest: str, writer: Writer) -> None:
         """Remove unfinished checkpoints of earlier steps.
 
-        For later steps a manifest may still be on its way, which cannot be excluded without a conditional put.
+        For later steps a manifest may still be in flight, which cannot be excluded without a conditional put.
         """
         for step in self.steps():
             if step_of(step) >= step_of(newest):

@@ -1,4 +1,4 @@
-"""Retries for a storage that fails, if the failure may be transient. A failure is never taken for damage.
+"""Retries for a storage that fails, if the failure may be transient. A failure is never mistaken for damage.
 
 An error of a disk, network folder or object store says nothing about the content.
 """

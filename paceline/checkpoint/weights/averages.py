@@ -64,7 +64,7 @@ class Averages:
             return
         number, rest = divmod(step + 1 - self.settings.after, self.settings.every)
         late = {}
-        if number > 0 and (number, rest) != (1, 0):  # averages exist, so a new one begins with these weights
+        if number > 0 and (number, rest) != (1, 0):  # averages exist, so a new one begins with the old weights
             late = {value: _copy(value) for value in self._parameters if self._begins(value)}
         update()
         for value, average in late.items():
@@ -134,7 +134,7 @@ class Averages:
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:
-    """Copy a parameter, in float32 if it has half precision, in which an average would not move."""
+    """Copy a parameter, in float32 if it has half precision, which would round the small changes of an average away."""
     dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
     return parameter.detach().to(dtype, copy=True)
 
