@@ -79,7 +79,7 @@ class Chunks:
         self._read = KeyedDataset(data, context.settings.seed, collates=context.collate is not None)
 
     def facts(self) -> dict[str, object]:
-        """Return what all workers must agree on. For a stream, call this after it has been read."""
+        """Return the values on which all workers must agree. For a stream, call this after it has been read."""
         return {"data length": self.samples} | facts_of(self._data, exact=bool(self._context.settings.exact))
 
     def of(self, rank: int, size: int) -> Iterator[Chunk]:

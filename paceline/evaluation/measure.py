@@ -50,7 +50,7 @@ def evaluate(
     """Measure the model on a data set. All workers call this together.
 
     If some workers fail, they raise their own error after the other workers have learned of it, and the other workers
-    raise an error that quotes it. A script that catches it finds all workers at the same point.
+    raise an error that quotes it. A script that catches the error finds all workers at the same point.
 
     Args:
         context: training context.
@@ -120,7 +120,7 @@ def _raise_first(error: Exception | None, failures: Sequence[str], what: str) ->
 
 
 def evaluate_alone(context: TrainingContext, measure: Measure, data: Any, what: str) -> Any:
-    """Measure the model on this worker alone, if the other workers have done so before."""
+    """Measure the model on this worker alone, because the other workers have already done so."""
     return _combined(measure, _computed(context, measure, Chunks(context, data, what), 0, 1, what))
 
 

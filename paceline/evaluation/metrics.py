@@ -46,7 +46,7 @@ class Metrics:
         by_loss: whether the data set gives pairs (input, target).
 
     Raises:
-        InputError: an argument is not a metric, or a metric object has nothing to be called with.
+        InputError: an argument is not a metric, or nothing defines the arguments of a metric object.
     """
 
     def __init__(self, context: TrainingContext, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
