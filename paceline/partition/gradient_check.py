@@ -2,7 +2,7 @@
 
 With a cut at every boundary, each layer gets the output of the previous layer, and returns the gradient of it. If this
 gives the gradients of the whole model, so does any cut. In another pass, the parameters and buffers of all other layers
-have changed values while a layer runs: in another stage, a layer that reads them would find nothing or old values.
+have changed values while a layer runs. This detects a layer that reads them, which would find nothing or old values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.step.loss import pair_of, sum_and_count
 _log = logging.getLogger("paceline")
 Gradients = dict[str, torch.Tensor | None]
 _TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2
-"""Relative to the norm of a gradient, without ``exact``. Gradients of tied weights are added up in another order."""
+"""Tolerances relative to a gradient's norm, without ``exact``. Those of tied weights are added in another order."""
 
 
 def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact: Exact, seed: int) -> None:
@@ -95,7 +95,7 @@ def _check_reads(
         before, cut = known
         try:
             loss, found = gradients(_Others(layers, model, names))
-        except Exception as error:  # noqa: BLE001 - only what is read can make a pass fail that went well before
+        except Exception as error:  # noqa: BLE001 - a pass that fails now reads a changed tensor
             _log.debug("a pass failed with other values of other layers: %s", error)
             return True
         return not (_same(before, loss) and all(_same(cut[name], value) for name, value in found.items()))
@@ -144,7 +144,7 @@ class _Others:
 
 
 def _other_than(value: torch.Tensor) -> torch.Tensor:
-    """Return a value that a few passes would not turn the tensor into."""
+    """Return a value that differs from the tensor by more than a few passes would change it."""
     return ~value if value.dtype == torch.bool else value + 101 if not value.is_floating_point() else value + 1.618
 
 

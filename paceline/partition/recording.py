@@ -276,7 +276,7 @@ class Recorder(Watch):
         return tensor.requires_grad if name is None else name in self._changing
 
     def _read(self, given: list[torch.Tensor]) -> None:
-        """Keep these tensors for all stages, because Python continues according to their numbers."""
+        """Keep these tensors for all stages, because Python control flow depends on their numbers."""
         for tensor in given:
             number = self._numbers.get(id(tensor))
             if number is not None:
