@@ -14,7 +14,7 @@ from paceline.schedule.pipeline.operations import Kind
 def profiled_times(pipeline: Pipeline) -> Times | None:
     """Return the layer times by which the model was cut. Transfers, reductions and updates count as free.
 
-    Each part of a split backward pass counts as half of it. The first stage has only the second part. With
+    Each half of a split backward pass counts as half of it, but the whole pass of the first stage as second half. With
     ``recompute`` a backward pass begins with a forward pass.
 
     Returns:
