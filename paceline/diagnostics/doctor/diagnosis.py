@@ -1,4 +1,4 @@
-"""Complete examination of this machine alone, as the first of several machines, or as another of them."""
+"""Complete examination: of this machine alone, or together with others, as the first machine or a later one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Diagnosis:
 def examine(
     wanted: Wanted, rendezvous: str | None, secret_file: Path | None, patience: float, say: Say = lambda _: None
 ) -> Diagnosis:
-    """Examine this machine and, if a rendezvous is given, all machines that meet at it.
+    """Examine this machine and, if a rendezvous is given, all machines that join it.
 
     Raises:
         ConfigError: the rendezvous or the secret cannot be used.
@@ -116,7 +116,7 @@ def _no_address(rendezvous: str, error: str) -> Finding:
 
 
 def _behind(where: Rendezvous, wanted: Wanted, shared: Shared, problem: Finding) -> Diagnosis:
-    """Join the doctor that holds the port, if another machine shares this address. Otherwise report the used port."""
+    """Join the doctor that uses the port, if another machine shares this address. Otherwise report the used port."""
     joined = join(where, wanted.host, shared, 0.0)
     return _guest(where, wanted, joined if joined.connection else Joined(problem=problem), shared)
 

@@ -213,7 +213,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Return rounds of pairs in which each machine meets every other, at most once per round (the circle method).
+    """Return rounds of pairs that pair each machine with every other, at most once per round (the circle method).
 
     ::
 

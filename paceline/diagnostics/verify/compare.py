@@ -11,7 +11,7 @@ Two runs that add the same numbers in different orders differ by rounding. The l
   weights is compared with the distance that the weights have moved.
 
 Tests on small MLPs, CNNs and transformers with SGD and Adam, float32 and bfloat16, 30 steps and four orders gave no
-false alarm. They detected a gradient off by 0.1 % in step 0 or 5 % in step 7, batch statistics of half a batch, noise.
+false alarm. They detected a gradient off by 0.1 % in step 0 or 5 % in step 7, statistics of half a batch, and noise.
 """
 
 from __future__ import annotations
