@@ -1,4 +1,4 @@
-"""Fault injection in this process. ``paceline.system.fault_points`` loads this module if a test has ordered faults."""
+"""Fault injection in this process. ``paceline.system.fault_points`` loads this module if a test requests faults."""
 
 from __future__ import annotations
 

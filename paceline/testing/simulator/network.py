@@ -35,7 +35,7 @@ class Network:
         self._cut: dict[int, float] = {}
 
     def carry(self, sender: int, receiver: int, deliver: Callable[[], None]) -> None:
-        """Deliver something from a worker or ``COORDINATOR`` to another after a delay."""
+        """Call ``deliver`` after the delay of a message. ``COORDINATOR`` may stand for the sender or the receiver."""
         delay = self._random.uniform(0.0005, 0.03) if self._random.random() < 0.9 else self._random.uniform(0.03, 0.6)
         at = max(self._hub.now + delay, self._cut.get(sender, 0.0), self._cut.get(receiver, 0.0))
         at = max(at, self._arrivals[sender, receiver])
@@ -43,7 +43,7 @@ class Network:
         self._hub.at_time(at, deliver)
 
     def cut(self, number: int, seconds: float) -> None:
-        """Hold back everything from or to a process for some seconds and deliver it afterwards, as TCP does."""
+        """Hold back all messages from or to a process for some seconds and deliver them afterwards, as TCP does."""
         self._cut[number] = self._hub.now + seconds
 
 
