@@ -23,7 +23,7 @@ class Background:
         """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, context: Callable[[], None]) -> None:
+    def start(self, job: Callable[[], None]) -> None:
         """Start a job after waiting for the previous job.
 
         Raises:
@@ -33,7 +33,7 @@ class Background:
         if self not in _instances:
             _instances.add(self)
             _at_exit(self._finish_at_exit)
-        self._thread = threading.Thread(target=self._run, args=(context,), name="paceline-checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(job,), name="paceline-checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
@@ -60,9 +60,9 @@ class Background:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, context: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None]) -> None:
         try:
-            context()
+            job()
         except BaseException as error:  # noqa: BLE001 - raised in the training thread
             self._error = error
 

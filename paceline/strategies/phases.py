@@ -41,8 +41,8 @@ class Phases(Strategy):
     def __init__(self, context: TrainingContext, build: Callable[[TrainingContext], Strategy]) -> None:
         self._context = context
         self._names = list(context.phases)
-        self._jobs = {name: _job_of(context, name) for name in self._names}
-        self._strategies = {name: build(one) for name, one in self._jobs.items()}
+        self._contexts = {name: _context_of(context, name) for name in self._names}
+        self._strategies = {name: build(one) for name, one in self._contexts.items()}
         context.warnings[:] = dict.fromkeys(context.warnings)
         self._chosen = AllGather(context.world, PHASE_TAG, 24, host=True)
         self._name, self._turn = self._names[0], 0
@@ -55,7 +55,7 @@ class Phases(Strategy):
         return self._strategies[self._names[0]].pieces(step)
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        context = self._jobs[self._name]
+        context = self._contexts[self._name]
         self._check_together(step)
         context.compute.turn = self._turn
         with self._training_only(context):
@@ -104,7 +104,7 @@ class Phases(Strategy):
             one.close()
 
 
-def _job_of(context: TrainingContext, name: str) -> TrainingContext:
+def _context_of(context: TrainingContext, name: str) -> TrainingContext:
     """Return the training context of a phase, with its loss and the parameters of its optimizer.
 
     Its microbatches are never fused, because workers that join do not get the probe results of a phase.
