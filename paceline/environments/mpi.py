@@ -40,5 +40,5 @@ def hydra(environment: Mapping[str, str]) -> Start | None:
     return _of_mpi(engine, read_identity(environment, *names), environment.get("PMI_PORT", ""), manager)
 
 
-def _of_mpi(engine: str, who: Identity, context: str, manager: int | None = None) -> Start:
-    return Start(engine, who, LOOPBACK if who.local_world_size == who.world_size else None, None, context, manager)
+def _of_mpi(engine: str, who: Identity, job: str, manager: int | None = None) -> Start:
+    return Start(engine, who, LOOPBACK if who.local_world_size == who.world_size else None, None, job, manager)

@@ -21,9 +21,9 @@ def slurm_step(environment: Mapping[str, str]) -> Start | None:
     node = number(environment, "SLURM_NODEID", 0)
     who = read_identity(environment, *names, local_world_size=tasks[node] if 0 <= node < len(tasks) else None)
     host = first_host(environment.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else LOOPBACK
-    context, step = (number(environment, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
+    job, step = (number(environment, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
     cores = number(environment, "SLURM_CPUS_ON_NODE", 0) or None
-    return Start("Slurm", who, host or None, _LOWEST_PORT + (101 * context + step) % _PORTS, cores=cores)
+    return Start("Slurm", who, host or None, _LOWEST_PORT + (101 * job + step) % _PORTS, cores=cores)
 
 
 def tasks_per_node(text: str) -> list[int]:

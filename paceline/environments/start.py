@@ -32,7 +32,7 @@ class Start:
         identity: rank and world size of this process.
         host: host on which rank 0 listens. None if only rank 0 knows it.
         port: port on which rank 0 listens. None if only rank 0 knows it.
-        context: text that exactly the processes of this start on this machine share. Empty if the engine has none.
+        job: text that exactly the processes of this start on this machine share. Empty if the engine has none.
         manager: descriptor of the connection to the engine's process on this machine, which the same processes share.
         cores: number of cores of this machine that the start may use. None if the engine does not provide it.
         survives: whether the engine keeps the other processes running after the loss of one.
@@ -42,7 +42,7 @@ class Start:
     identity: Identity
     host: str | None = None
     port: int | None = None
-    context: str = ""
+    job: str = ""
     manager: int | None = None
     cores: int | None = None
     survives: bool = False

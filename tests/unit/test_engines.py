@@ -66,7 +66,7 @@ def test_open_mpi() -> None:
     start = find_start({**STEP, **OPEN_MPI})  # its daemons are started by srun
     assert (start.engine, start.identity) == ("Open MPI", Identity(1, 2, 1, 2))
     assert (start.host, start.port) == ("127.0.0.1", None)
-    assert start.context == "prterun-here-7@1"
+    assert start.job == "prterun-here-7@1"
     assert find_start({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}).host is None
 
 

@@ -39,7 +39,7 @@ class Address:
 
 @contextlib.contextmanager
 def find_address(start: Start, seconds: float) -> Iterator[Address]:
-    """Find the address of rank 0. Within the context, rank 0 answers the port requests of other ranks.
+    """Find the address of rank 0. Within the job, rank 0 answers the port requests of other ranks.
 
     Raises:
         ConfigError: the environment names no address, and the launcher offers no way to exchange it.
@@ -47,8 +47,8 @@ def find_address(start: Start, seconds: float) -> Iterator[Address]:
     """
     if start.host is not None and start.port is not None:
         yield Address(_reachable(start.host) if start.engine == "Slurm" else start.host, start.port)
-    elif start.host == LOOPBACK and (context := _context(start)):
-        with _told_here(start, context, seconds) as address:
+    elif start.host == LOOPBACK and (job := _job(start)):
+        with _told_here(start, job, seconds) as address:
             yield address
     elif start.host is None and start.engine in ("Open MPI", "MPICH", "Intel MPI"):
         yield exchange_by_mpi(start, seconds)
@@ -102,20 +102,20 @@ def within(seconds: float, otherwise: str, call: Callable[[], _Found]) -> _Found
     return found[0]
 
 
-def _context(start: Start) -> str:
+def _job(start: Start) -> str:
     """Return a text that only the processes of this launch on this machine share, or an empty one."""
-    manager = None if start.context or start.manager is None else peer_process(start.manager)
-    return start.context or (f"process {manager}" if manager else "")
+    manager = None if start.job or start.manager is None else peer_process(start.manager)
+    return start.job or (f"process {manager}" if manager else "")
 
 
 @contextlib.contextmanager
-def _told_here(start: Start, context: str, seconds: float) -> Iterator[Address]:
+def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
     """Choose a loopback port on rank 0 and announce it to the other ranks of this machine."""
     rank = start.identity.rank
     if rank == 0:
         listener = listen(LOOPBACK, 0)
         try:
-            server = PortServer(context, listener.getsockname()[1])
+            server = PortServer(job, listener.getsockname()[1])
         except OSError as error:
             listener.close()
             raise StartError(
@@ -126,7 +126,7 @@ def _told_here(start: Start, context: str, seconds: float) -> Iterator[Address]:
             yield Address(LOOPBACK, listener.getsockname()[1], listener)
         return
     try:
-        port = ask_port(context, seconds)
+        port = ask_port(job, seconds)
     except PermissionError as error:
         raise StartError(f"Rank {rank} does not believe the port that it got: {error}.") from None
     if port is None:
