@@ -28,12 +28,12 @@ class Recorder(Protocol):
         ...
 
     def explain(self, lost: PacelineError) -> PacelineError:
-        """Return a better error if the workers made different calls."""
+        """Return the DisagreementError to raise instead if the workers made different calls, otherwise ``lost``."""
         ...
 
 
 class Waiting:
-    """One of several workers. The other workers may change if the run has a coordinator.
+    """This worker, as it waits for the others, which may change if the run has a coordinator.
 
     Attributes:
         rank: rank of this worker, from 0.
@@ -145,5 +145,5 @@ class Waiting:
         return self._purpose
 
     def explain(self, lost: WorkerLost) -> PacelineError:
-        """Return a better error if workers were lost because they made different calls."""
+        """Return the DisagreementError to raise instead if the workers made different calls, otherwise ``lost``."""
         return self.recorder.explain(lost) if self.recorder else lost

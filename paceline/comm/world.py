@@ -99,7 +99,7 @@ class World(Waiting):
             self.recorder = self._record_calls()
 
     def _agree(self, store: Store, rank: int, size: int) -> Transport:
-        """Agree with the other workers at a store on their devices, and return the transport that fits."""
+        """Agree with the other workers at a store on the devices of all, and return the transport for this device."""
         chosen = devices.agree(store, rank, size, self.device)
         if chosen != (self.device, self._shares_device):
             self.device, self._shares_device = chosen
@@ -312,7 +312,7 @@ class World(Waiting):
                 self.transport.open_communicators(own)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """Start an in-place sum over all workers, in any order of additions. The caller must wait for the transfer."""
+        """Start an in-place sum over all workers, in no fixed order. The caller must wait for the transfer."""
         self.await_process_group()
         try:
             work = self.transport.all_reduce(tensor)

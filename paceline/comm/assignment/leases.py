@@ -8,8 +8,8 @@
 
 A worker leases from the head of its own share. When its share is used up, it leases from the tail of the share that
 would be finished last. Taking from the tail keeps the owner's sums contiguous. Near the end of a step a worker takes
-nothing if the others could finish all free microbatches before it could finish one, so that a slow worker does not hold
-up the step. When no microbatch is free, an overdue microbatch is computed a second time. The first result counts.
+no microbatch if the others would finish all free microbatches first, so that a slow worker does not hold up the step.
+When no microbatch is free, an overdue microbatch is computed a second time. The first result counts.
 
 On one machine the leases are a table in shared memory (:class:`Leases`), with clocks that all workers read. On several
 machines they are two counters for each share in the store of ``torch.distributed`` (:class:`StoreLeases`): the number
@@ -36,7 +36,7 @@ _OVERDUE = 1.5
 _LOOK_SECONDS = 0.02
 """Interval at which a waiting worker checks whether the others are alive."""
 _LATE = 0.9
-"""A worker takes nothing if the others finish all free microbatches in this fraction of its seconds per microbatch."""
+"""A worker takes no microbatch if the others finish all free ones in this fraction of its seconds per microbatch."""
 
 
 class Lease(NamedTuple):
@@ -229,7 +229,7 @@ class Leases:
 
 
 class StoreLeases:
-    """Leases through the store. A lease takes a round trip, from another share two and one for each open share."""
+    """Leases through the store. A lease takes one round trip, or from another share two plus one per open share."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -244,7 +244,7 @@ class StoreLeases:
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         if not self._store.is_open:
             self._store.open()
-        if self._world.rank == 0 and self._step >= 0:  # no worker asks for the last step's keys again
+        if self._world.rank == 0 and self._step >= 0:  # no worker reads the previous step's keys again
             self._store.ask(self._forget)
         self._step, self._shares, self._pace = step, shares, seconds
         self._own = 0

@@ -1,4 +1,4 @@
-"""Agreement on the workers that contribute to a step which does not wait for all, before any sums are exchanged.
+"""Agreement on which workers contribute to a step that does not wait for all of them, before sums are exchanged.
 
 ::
 
@@ -10,7 +10,7 @@ Each worker computes a group of microbatches and reports when it is done. The fi
 enough. All workers then know the same set and start the exchange. If several workers compute the same group, the first
 result counts.
 
-On one machine the set is a table in shared memory (:class:`SharedMemoryQuorum`), on several machines a text in the
+On one machine the set is a table in shared memory (:class:`SharedMemoryQuorum`), on several machines a string in the
 store of ``torch.distributed`` (:class:`StoreQuorum`).
 """
 
@@ -181,9 +181,9 @@ class SharedMemoryQuorum:
 
 
 class StoreQuorum:
-    """Quorum in the store: a text for each step, to which a worker appends its group and rank when it is done.
+    """Quorum in the store: a string for each step, to which a worker appends its group and rank when it is done.
 
-    The order in the text decides which results count. Each question is a round trip.
+    The order in the string decides which results count. Each access is a round trip.
     """
 
     def __init__(self, world: World) -> None:
@@ -199,7 +199,7 @@ class StoreQuorum:
         self._tell(step)
         self._before = self._last
         self._check_steps(step)
-        if self._world.rank == 0 and self._last >= 0:  # all workers have used the last step's set
+        if self._world.rank == 0 and self._last >= 0:  # no worker reads the previous step's string again
             self._store.ask(lambda store: store.delete_key(self._key))
         self._last = step
         self._groups, self._needed = groups, needed

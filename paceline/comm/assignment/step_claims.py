@@ -62,7 +62,7 @@ class ClaimTable:
         open: steps that are offered and not done, with the rank that computes each, or ``FREE``.
         version: number of updates made.
         stop: the step after which all workers act on a notice, or -1.
-        notice: the notice on which they act.
+        notice: the notice on which the workers act.
         newest: the step of the newest outcome, or -1.
         loss, norm, rate: loss, gradient norm and learning rate of the newest outcome.
         applied: whether the newest outcome's update was applied.
@@ -171,7 +171,7 @@ class Claims(Protocol):
 
 
 class StepClaims:
-    """Table in shared memory, with a lock for changes. All workers construct it together, then rank 0 resets it."""
+    """Table in shared memory, with a lock for changes. All workers create the table together, then rank 0 resets it."""
 
     def __init__(self, world: World, shared_memory: SharedMemory) -> None:
         self._world = world

@@ -14,12 +14,12 @@ _T = TypeVar("_T")
 
 
 class Store:
-    """Store with private keys, which raises this package's errors. Each question is a round trip.
+    """Store with private keys, which raises this package's errors. Each access is a round trip.
 
     Args:
         world: the workers that share the store.
         purpose: name of this use of the store, which every key contains.
-        where: activity of the workers for error messages: ``while they ...``.
+        where: activity of the workers, for error messages, in the form ``while they ...``.
     """
 
     def __init__(self, world: World, purpose: str, where: str) -> None:

@@ -50,10 +50,10 @@ def code_hashes() -> dict[str, str]:
 
 
 def check(world: World, facts: Mapping[str, object]) -> None:
-    """Compare the facts of all workers. The first word of a key selects the cure, as in ``version of torch``.
+    """Compare the facts of all workers. The first word of a key, as in ``version of torch``, selects the advice.
 
     Raises:
-        DisagreementError: a fact differs. The message names the first one, each rank's value, and the cure.
+        DisagreementError: a fact differs. The message has the first such fact, each rank's value, and advice.
     """
     compare(world.gather(dict(facts), "start"))
 
@@ -66,7 +66,7 @@ def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
         where: prefix of the error message.
 
     Raises:
-        DisagreementError: a fact differs. The message names the first one, each rank's value, and the cure.
+        DisagreementError: a fact differs. The message has the first such fact, each rank's value, and advice.
     """
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:

@@ -20,7 +20,7 @@ class PendingGather:
         self._gathered: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the tensors of all workers. Return them stacked in rank order, on the device of this worker's own.
+        """Wait for all workers' tensors. Return them stacked in rank order, on the device of this worker's tensor.
 
         Raises:
             WorkerLost: another worker was lost, or sent nothing before the timeout.

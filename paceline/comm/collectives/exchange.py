@@ -1,9 +1,9 @@
-"""Transfer of one state from several senders at once to the workers that need it.
+"""Transfer of a state from several workers at once to the workers that need it.
 
 ::
 
     the state    [ rank 0's share | rank 1's share | rank 2's share ]      as bytes
-    rank 3       receives all three; a receiver that has a share itself receives the others
+    rank 3       receives all three shares; a receiver that sends a share receives only the others
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ header values on the device, the largest gradients, and the phase of a batch."""
 _LOWER = (1 << 32) - 1
 
 _ROWS, _COLUMNS = 4, 3
-"""Number of rows before the rows of the pieces, and number of float64 columns of each row without metrics."""
+"""Number of rows before those of the microbatch groups, and number of float64 columns of a row without metrics."""
 
 
 def header_bytes(pieces: int, metrics: int = 0) -> int:
-    """Return the size of a worker's header in bytes, with room for this number of pieces and metrics."""
+    """Return the size of a worker's header in bytes, with room for this number of microbatch groups and metrics."""
     return 8 * (_COLUMNS + 2 * metrics) * (_ROWS + pieces)
 
 
@@ -37,11 +37,11 @@ class Headers:
 
     Args:
         world: all workers.
-        pieces: maximum number of pieces (groups of microbatches) that a worker computes in a step.
+        pieces: maximum number of microbatch groups that a worker computes in a step.
 
     Attributes:
         metrics: names of the metrics that headers have room for.
-        own: names of the metrics of this worker's pieces. None before it has computed a piece.
+        own: names of the metrics that this worker computes. None before its first microbatch group.
         audited: whether this worker considers the next step an audited step.
     """
 
@@ -77,7 +77,7 @@ def check_steps(steps: Sequence[int], allowed: Collection[int]) -> None:
 
 
 class PieceLoss(NamedTuple):
-    """Loss of a piece: its first microbatch, the rank that computed it, the sum of its losses and their count."""
+    """Loss of a microbatch group: first microbatch, rank that computed the group, sum of the losses, their count."""
 
     start: int
     rank: int
@@ -95,34 +95,34 @@ class StateDigest(NamedTuple):
 class StepHeader:
     """Headers of all workers in one step, sent when this object is created.
 
-    A header has four rows of numbers, then one row for each piece: its first microbatch, sum of losses and count, then
-    the sum and count of each metric::
+    A header has four rows of numbers, then one row for each microbatch group: first microbatch, sum of losses and
+    count, then the sum and count of each metric::
 
         step            notice                    seconds of computation
         operations      lines of the script       whether a gradient is missing       (comm.desync.recorder)
-        pieces          checksum of the state: upper 32 bits, lower 32 bits           (step.replicas)
+        groups          checksum of the state: upper 32 bits, lower 32 bits           (step.replicas)
         metrics: a hash     whether the step is audited
 
     If tensors are not on the host, only the device knows the sums of losses, the counts and its part of the checksum.
-    They travel in a separate message from device to device and stay on the device: :meth:`count` returns the value that
-    the update needs, and :meth:`read` copies all of them to the host at once. So no worker has to wait for a device to
-    check that all workers are at the same step.
+    These values travel in a separate message from device to device and stay on the device: :meth:`count` returns the
+    value that the update needs, and :meth:`read` copies all of them to the host at once. So no worker has to wait for a
+    device to check that all workers are at the same step.
 
     Args:
         headers: sender for the values that the hosts know.
         step: number of the step.
-        starts: first microbatch of each piece that this worker has computed.
-        pairs: float64 tensor for each of these pieces: [sum, count, then sum and count of each metric].
+        starts: first microbatch of each group that this worker has computed.
+        pairs: float64 tensor for each of these groups: [sum, count, then sum and count of each metric].
         seconds: seconds that this worker has spent computing.
-        missing: whether a piece of this worker gave no gradient to a parameter. Defaults to True (unknown).
+        missing: whether a microbatch group of this worker gave no gradient to a parameter. Defaults to True (unknown).
         digest: checksum of this worker's state. Workers with the same state have the same checksum.
 
     Attributes:
         notice: highest notice of any worker: the membership is about to change, or a worker leaves. Known after
             :meth:`check`, as are the next four.
         seconds: seconds that each worker has spent computing.
-        missing: whether a piece of any worker gave no gradient to a parameter.
-        starts: first microbatch of each piece that each worker has computed.
+        missing: whether a microbatch group of any worker gave no gradient to a parameter.
+        starts: first microbatch of each group that each worker has computed.
         audited: whether any worker considers the step an audited step.
     """
 
@@ -176,7 +176,7 @@ class StepHeader:
         self.audited = False
 
     def check(self) -> None:
-        """Wait for the headers of all workers, and check that all workers did the same.
+        """Wait for the headers of all workers, and check that all workers are at the same step and made the same calls.
 
         Raises:
             DisagreementError: workers are at different steps, or have called different operations of
@@ -228,7 +228,7 @@ class StepHeader:
         return float(self._copy.wait()[-1])
 
     def losses(self) -> list[PieceLoss]:
-        """Return the losses of all workers' pieces in the order of microbatches."""
+        """Return the losses of all workers' microbatch groups in the order of microbatches."""
         if self._losses is None:
             self.check()
             self._losses = sorted(
@@ -239,7 +239,7 @@ class StepHeader:
         return self._losses
 
     def metrics(self) -> dict[int, tuple[float, ...]]:
-        """Return the metrics of all workers' pieces by first microbatch. All workers must call it before the next step.
+        """Return the metrics of all groups by first microbatch. All workers must call this before the next step.
 
         Raises:
             InputError: workers have metrics of different names. The message lists the names of two workers.
@@ -259,7 +259,7 @@ class StepHeader:
         return {start: row for starts, rows in everyone for start, row in zip(starts, rows, strict=False)}
 
     def _pairs(self) -> list[list[list[float]]]:
-        """Return for each worker the sum, count and metrics of each of its pieces, followed by unused rows."""
+        """Return for each worker the sum, count and metrics of each of its groups, followed by unused rows."""
         assert self._tables is not None
         if self._on_device is None:
             return [[row[1:] for row in table[_ROWS:]] for table in self._tables]
@@ -289,7 +289,7 @@ class StepHeader:
 
 
 def _start_on_device(headers: Headers, pairs: list[torch.Tensor], digest: torch.Tensor | None) -> PendingGather:
-    """Send the values that only the device knows: two halves of its checksum, then a row for each piece."""
+    """Send the values that only the device knows: two halves of its checksum, then a row for each group."""
     world, columns = headers.world, 2 + 2 * len(headers.metrics)
     own = torch.zeros((1 + headers.pieces, columns), dtype=torch.float64, device=world.device)
     if digest is not None:

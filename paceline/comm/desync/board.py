@@ -63,7 +63,7 @@ class Board(Protocol):
         ...
 
     def linger(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until the others have read, because they may need data that this worker holds."""
+        """Wait at most ``seconds`` until the others have read the calls, because this worker may hold the store."""
         ...
 
     def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:

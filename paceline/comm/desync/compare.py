@@ -73,7 +73,7 @@ def compare(records_of: dict[int, list[Record]]) -> str | None:
 
 
 def swapped(records_of: dict[int, list[Record]]) -> str | None:
-    """Return a sentence about the first of equal calls made from the same lines in different orders, or None.
+    """Return a sentence about the first equal calls whose lines the workers passed in different orders, or None.
 
     Only the calls in the group of all workers between the last two calls of the session are compared.
 

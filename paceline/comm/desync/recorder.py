@@ -33,11 +33,11 @@ _ALL_BITS, _HALF_BITS = (1 << _BITS) - 1, (1 << _HALF) - 1
 _MET = 256
 """Maximum number of kinds of calls whose first call waits for a comparison, on boards that are not immediate."""
 _MEET_SECONDS = 2.0
-"""Timeout of this wait. The call itself detects a lost worker."""
+"""Timeout of that wait. The call itself detects a lost worker."""
 _CACHED = 4096
 _LATE_SECONDS = 0.5
 _LOOKS = 50
-"""Number of looks, about a second, between two comparisons of the calls in smaller groups."""
+"""Number of :meth:`CallRecorder.look` calls, about a second, between comparisons of the calls in smaller groups."""
 _LINES = 3
 """Number of lines of the script that identify a call: the innermost line and its callers."""
 _NOT_THE_SCRIPT = ("torch", "paceline")

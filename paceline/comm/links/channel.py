@@ -246,7 +246,7 @@ def _await(transfers: list[Transfer]) -> None:
 
 
 def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:
-    """Return both without indices where both have no tensor, and without strides, because the first strides apply."""
+    """Return both without strides, which may differ, and without the indices at which neither has a tensor."""
     empty = {place for place, pair in enumerate(zip(left, right, strict=False)) if pair == (None, None)}
     before, now = (
         tuple(form and form._replace(strides=()) for place, form in enumerate(forms) if place not in empty)

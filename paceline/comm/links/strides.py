@@ -1,7 +1,7 @@
 """Strides of tensors: elements are sent contiguously, and laid out again with the original strides.
 
-Kernels may round differently with other strides. So a received tensor needs its original strides if computations with
-it must give the same bits. With the strides of a view into a larger tensor, it takes as much memory as that tensor.
+Kernels may round differently with other strides, so a received tensor needs its original strides if results must have
+the same bits. With the strides of a view into a larger tensor, it takes as much memory as the larger tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def one_after_another(value: torch.Tensor, strides: Strides) -> torch.Tensor:
 def laid_out(numbers: torch.Tensor, shape: Sequence[int], strides: Strides) -> torch.Tensor:
     """Return the output of :func:`one_after_another` as a tensor of this shape, with these strides.
 
-    The tensor has other strides if these are the strides of an expanded tensor but the expanded elements differ.
+    The result has other strides if ``strides`` are those of an expanded tensor but the expanded elements differ.
     """
     if not numbers.numel():
         return numbers.view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Channels for lists of any length, of tensors with one type and shape. The length of each list is sent first."""
+"""Channels for lists of any length, whose tensors share one type and shape. The length of each list is sent first."""
 
 from __future__ import annotations
 

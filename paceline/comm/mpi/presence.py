@@ -99,7 +99,7 @@ class Presence:
         return False
 
     def leave(self) -> None:
-        """Wait up to 5 s for the other ranks to end, so that they can read this rank's messages, unless it failed."""
+        """Wait up to 5 s for the other ranks to end, so that they can read this rank's messages. Skip if it failed."""
         deadline, status = time.monotonic() + _END_SECONDS, self._mpi.Status()
         ended = set() if getattr(sys, "last_value", None) is None else {*self._others}
         with contextlib.suppress(self._mpi.Exception):

@@ -30,7 +30,7 @@ _END_SECONDS = 5.0
 _ANSWER_SECONDS = 1.0
 """Time for answers of ranks that are in an operation, but at most a quarter of the operation's timeout."""
 _FAILURES = (RuntimeError, ValueError, TypeError, OverflowError, BufferError)
-"""Errors of mpi4py, whose own are RuntimeErrors, and of tensors that it cannot read. The waiting thread raises them."""
+"""Errors of mpi4py (RuntimeError) and of tensors that mpi4py cannot read. The waiting thread raises them."""
 
 
 class MpiWork(Work):

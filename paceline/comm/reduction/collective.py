@@ -8,7 +8,7 @@ DistributedDataParallel works in the same way (Li et al. 2020, arXiv 2006.15704)
     finish                                                └─────────────────┴─ divide
 
 The order of additions depends on the back end and on the number of workers. So ``exact`` can use this exchange only to
-add whole numbers (``step.fixed_point``).
+add whole numbers (``step.gradients.fixed_point``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Divisor = Callable[[], "torch.Tensor | float"]
 def divide(value: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
     """Divide a tensor and return ``out``, which may be the tensor itself.
 
-    Whole numbers are not divided until they have been converted to floating point (``step.fixed_point``).
+    Copies whole numbers, which are divided after conversion to floating point (``step.gradients.fixed_point``).
     A device would convert the divisor to the tensor's type first. float16 ends at 65,504, and bfloat16 cannot count
     beyond 256, so both are divided in float32.
     """

@@ -27,7 +27,7 @@ Parts: TypeAlias = list[tuple[Node, torch.Tensor]]
 
 
 class Exchange(Protocol):
-    """Protocol of an object that collects the parts of a bucket, and distributes the means.
+    """Interface for collecting the parts of a bucket and distributing the means.
 
     A bucket passes the phases ``before``, the sums (:meth:`collect`, :meth:`deliver`) and the phases ``after``. The
     executor waits for the bucket's receives before the sums, and for all its transfers before each phase after them. So

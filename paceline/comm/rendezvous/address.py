@@ -64,8 +64,8 @@ def find_address(start: Start, seconds: float) -> Iterator[Address]:
 def listen(host: str, port: int) -> socket.socket:
     """Listen at the address of ``host`` only, where torch would listen on all interfaces.
 
-    Listens on all interfaces if the name resolves to no address of this machine that others can reach: to the address
-    of a service, or to loopback, as in ``/etc/hosts`` on many systems.
+    Listens on all interfaces if the name resolves to no address of this machine that others can reach, but to a
+    service or, as ``/etc/hosts`` does on many systems, to loopback.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if env.is_loopback(host) or not env.is_loopback(str(address[0])):
@@ -78,7 +78,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def within(seconds: float, otherwise: str, call: Callable[[], _Found]) -> _Found:
-    """Call a function with a timeout: torch waits forever for a program that accepts connections but never answers.
+    """Call a function with a timeout, because torch waits forever for a server that accepts but never answers.
 
     Raises:
         ValueError: the call has not returned in time. The message is ``otherwise``.

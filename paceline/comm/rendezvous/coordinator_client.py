@@ -100,7 +100,7 @@ class CoordinatorClient:
     def register(
         self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, fits: Sequence[int]
     ) -> None:
-        """Report that the model is built, with this worker's description and the possible numbers of workers."""
+        """Report that the model is built, with this worker's description and the numbers of workers it supports."""
         self._link.send(
             {
                 "type": "hello",

@@ -135,7 +135,7 @@ class CoordinatorStore(Store):
         """Return all keys, sorted."""
         return [str(key) for key in self._ask("list", [])]
 
-    deleteKey, getNumKeys = delete_key, num_keys  # torch's names
+    deleteKey, getNumKeys = delete_key, num_keys  # names in torch's Store
 
     def clone(self) -> CoordinatorStore:
         """Return this store, which any thread may use."""

@@ -1,7 +1,7 @@
 """Exchange of rank 0's port between the processes of one machine, over a Unix socket named after their job.
 
-The socket's name is abstract: it is in no folder, ends with the process that bound it, and belongs to one network
-namespace, as loopback does. The kernel reports the user of the peer. Other users get no answer and are not trusted.
+The socket's name is abstract: it is in no folder, disappears with the process that bound it, and is local to a network
+namespace, as loopback is. The kernel reports the user of the peer. Other users get no answer and are not trusted.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ProcessGroup:
         """
         assert self._store is not None
         transport = self._agree(self._store, self._rank, self._size)
-        dist.distributed_c10d._world.group_count = 0  # part of torch's keys, and not reset after a failed join
+        dist.distributed_c10d._world.group_count = 0  # torch's keys contain it, and a failed join does not reset it
         if "nccl" in transport.backend:
             env.disable_nccl_error_handling()
         dist.init_process_group(

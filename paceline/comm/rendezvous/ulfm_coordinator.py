@@ -56,7 +56,7 @@ class UlfmCoordinator(Coordinator):
             self.membership.finish(number, time.monotonic())
 
     def _reports_exit(self, number: int) -> bool:
-        """Return True: ``disconnected`` takes the end of the connection for the exit."""
+        """Return True, because ``disconnected`` treats the end of the connection as the exit."""
         return True
 
     @property

@@ -31,7 +31,7 @@ class Mailbox:
     Args:
         shared_memory: shared memory of the workers.
         examples: tensors with the types and shapes of the gradients.
-        words: bytes of the tensors inside the message that accompanies the gradients.
+        words: size in bytes of the tensors inside the message that accompanies the gradients.
     """
 
     def __init__(self, shared_memory: SharedMemory, examples: Sequence[torch.Tensor], words: int) -> None:

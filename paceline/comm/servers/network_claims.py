@@ -59,7 +59,7 @@ class Order:
 @sendable
 @dataclass
 class CommitLog:
-    """The newest updates, and the counts of each delay and of each number of rounds."""
+    """The newest updates, and the number of updates by delay and by staleness in rounds."""
 
     orders: list[Order] = field(default_factory=list)
     delays: dict[int, int] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class _Table:
 
 
 class LoggedCounts:
-    """Delays or rounds in the log. Change the counts only inside ``NetworkClaims.change``."""
+    """Delays or staleness in the log. Change the counts only inside ``NetworkClaims.change``."""
 
     def __init__(self, counts: Callable[[], dict[int, int]]) -> None:
         self._counts = counts
@@ -175,7 +175,7 @@ class LoggedCounts:
 
 
 class NetworkClaims:
-    """Access to the workers' table. All workers construct it together, then rank 0 resets the table.
+    """Access to the workers' table. All workers construct this object together, then rank 0 resets the table.
 
     Args:
         peers: servers of the workers.
@@ -183,7 +183,7 @@ class NetworkClaims:
 
     Attributes:
         log: log of the table that was read last. Inside :meth:`change` it may be changed with the table.
-        delays, rounds: counts in the log.
+        delays, rounds: number of updates in the log by delay and by staleness in rounds.
     """
 
     def __init__(self, peers: RpcPeers, copies: int) -> None:

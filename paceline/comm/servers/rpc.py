@@ -9,7 +9,7 @@
 So data that a worker holds for the others (a shard of a parameter server, the table of steps) outlives a failed step,
 and the survivors of a loss read it while they re-form, as they would in shared memory. A frame is two lengths, a
 message encoded by ``comm.values``, and bytes. A client first proves that it is one of these workers
-(``coordinator.authentication``) with a key that the workers share through the store of their rendezvous.
+(``coordinator.wire.authentication``) with a key that the workers share through the store of their rendezvous.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RpcServer:
     Args:
         host: address at which the server listens.
         key: key by which clients authenticate.
-        most: bytes of the largest request, without its message.
+        most: size of the largest request in bytes, without its message.
     """
 
     def __init__(self, host: str, key: bytes, most: int) -> None:
@@ -151,7 +151,7 @@ class RpcClient:
         rank: rank of the other worker.
         address: address at which the other worker listens.
         key: key that the workers share.
-        most: bytes of the largest answer, without its message.
+        most: size of the largest answer in bytes, without its message.
     """
 
     def __init__(self, world: World, rank: int, address: tuple[str, int], key: bytes, most: int) -> None:
@@ -252,7 +252,7 @@ class RpcClient:
 
 
 class OwnClient(RpcClient):
-    """Client for requests of a worker to itself, answered in its main thread."""
+    """Client for requests of a worker to itself, answered in the main thread."""
 
     def __init__(self, world: World, server: RpcServer) -> None:
         super().__init__(world, world.rank, ("", 0), b"", 0)
@@ -275,7 +275,7 @@ class RpcPeers:
 
     Args:
         world: the workers.
-        most: bytes of the largest request or answer, without its message.
+        most: size of the largest request or answer in bytes, without its message.
 
     Attributes:
         server: server of this worker.
@@ -316,7 +316,7 @@ class RpcPeers:
         return self._more[-1]
 
     def parting(self, rank: int, seconds: float) -> RpcClient:
-        """Return a reset client that waits at most ``seconds`` and also works after the loss of a worker."""
+        """Return a client with a new connection that waits at most ``seconds`` and works after the loss of a worker."""
         client = self.client(rank)
         client.close()
         client.check, client.seconds = lambda: None, seconds

@@ -5,7 +5,7 @@ A worker has one open file for each worker of its machine, including itself, and
 
 The code relies on the memory order of x86-64 (total store order), so memory is shared only there (:func:`can_share`):
 
-* an aligned number of 8 bytes, written as an item of a ``memoryview``, is never seen in part;
+* an aligned 8-byte number, written as an item of a ``memoryview``, is never seen half written;
 * stores become visible in program order, and loads run in program order, so a worker that sees a flag also sees the
   data that was written before it. Other processors would need a release store and an acquire load;
 * a load may run before an *earlier store to another address* is visible. Where two processes each store and then load

@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 32
 
 
 class Workers(Protocol):
-    """All workers of a run: ``comm.world.World``."""
+    """Interface of ``comm.world.World`` that :func:`all_gather_bytes` uses."""
 
     rank: int
     size: int

@@ -10,7 +10,7 @@ from paceline.comm.transport.base import Work
 
 
 class Waits(Protocol):
-    """Waiting worker: ``comm.world.World``."""
+    """Interface of ``comm.world.World`` that :class:`Transfer` uses."""
 
     @property
     def others(self) -> list[int]:
