@@ -91,7 +91,7 @@ class CoordinatorAgent:
     def _follow(self, slots: int) -> None:
         """Schedule more workers if the number of slots has grown, and notify the coordinator of the wanted number."""
         wanted = max(self._bounds.least, min(self._bounds.most, slots))
-        here = self._running + len(self._due) - self._standby  # no worker is stopped if fewer are wanted
+        here = self._running + len(self._due) - self._standby  # a smaller number of slots stops no worker
         more = wanted - max(self._wanted, here)
         if wanted != self._wanted:
             self._wanted = wanted
@@ -178,7 +178,7 @@ class RemoteAgent:
         return False
 
     def interrupted(self) -> None:
-        """Do nothing: the workers of this machine report themselves that they leave."""
+        """Do nothing, because the workers of this machine report that they leave."""
 
     def grace(self) -> tuple[float, float]:
         return _GRACE if self._client.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)

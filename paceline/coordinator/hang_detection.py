@@ -1,4 +1,4 @@
-"""Hang detection: find late workers from the status that each worker reports. No sockets, no clock."""
+"""Hang detection: identification of late workers by the status that each worker reports. No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def deadline(statuses: Sequence[WorkerStatus], given: float | None, first: float
     Args:
         statuses: statuses of all workers.
         given: setting ``hang_seconds``, if it is set.
-        first: time in seconds to allow until all workers have completed a step, as they may be compiling.
+        first: deadline in seconds until all workers have completed a step, because they may be compiling.
     """
     known = [one.step_seconds for one in statuses if one.step_seconds is not None]
     if given is not None:

@@ -89,7 +89,7 @@ class LatenessPolicy:
 
     def _check_heartbeats(self, statuses: list[WorkerStatus], now: float) -> None:
         limit = deadline(statuses, self._monitor.hang_seconds, _FIRST_STEP_SECONDS)
-        if self._monitor.timeout_seconds is not None:  # report before the workers give up
+        if self._monitor.timeout_seconds is not None:  # report late workers before the others give up
             limit = min(limit, 0.9 * self._monitor.timeout_seconds)
         late = late_workers(statuses, limit)
         membership, monitor = self._membership, self._monitor

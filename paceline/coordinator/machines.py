@@ -280,7 +280,7 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
-            with contextlib.suppress(StartError):  # the first machine may have come back with another address
+            with contextlib.suppress(StartError):  # the first machine may have returned with another address
                 where = parse_rendezvous(str(where))
     raise StartError(
         f"{socket.gethostname()} could not reach the run at {where} in {seconds:.0f} s: {reason}. Is paceline run "

@@ -1,4 +1,4 @@
-"""Membership protocol: which workers train, decided without sockets, processes or a clock.
+"""Membership protocol, which decides which workers train. No sockets, processes or clock.
 
 The *members* are the workers of one generation in the order of their ranks. They change as follows::
 
@@ -62,7 +62,7 @@ class MembershipProtocol:
         return self._ranks.get(number)
 
     def name(self, number: int) -> str:
-        """Name a worker by its current or last rank, or else its number, and by its process and machine."""
+        """Return a name made of a worker's current or last rank, or else its number, and its process and machine."""
         rank = self.rank_of(number)
         worker = self.workers.get(number)
         if rank is None and worker is not None and worker.state == "gone":
@@ -148,7 +148,7 @@ class MembershipProtocol:
             reason: sentence that names the worker and what happened.
             now: current time on the caller's clock, in seconds.
             may_run: whether the process may still run. Defaults to False.
-            confirmed: whether there is more evidence than reports of other workers. Defaults to True.
+            confirmed: whether the loss is known from more than the reports of other workers. Defaults to True.
         """
         worker = self.workers.get(number)
         if confirmed and number in self._unconfirmed:
@@ -331,7 +331,7 @@ class MembershipProtocol:
             return
         if finished and len(finished) == sum(member.state == "gone" for member in members):
             self._end_early(finished, now)
-            return  # otherwise a worker was lost in the last step, and the remaining workers only complete that step
+            return  # if a worker was lost in the last step instead, the remaining workers only complete that step
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]
         spares = [one.number for one in self._spares() if not one.leaving]
@@ -339,7 +339,7 @@ class MembershipProtocol:
         holders = [number for number in [*left, *leaving] if self.workers[number].progress is not None]
         count = largest_fit(self._fits, len(chosen))  # with fewer spares if necessary
         kept = not holders or any(self.workers[number].progress is not None for number in chosen[:count])
-        needed = 0 if leaving else len(left)  # a leaving worker has sent its part of the state to the others before
+        needed = 0 if leaving else len(left)  # a leaving worker has already sent its shard of the state to the others
         if count >= max(1 if finished else self.bounds.least, needed) and kept:
             self._publish(chosen[:count], dismissed=leaving)
         elif leaving:

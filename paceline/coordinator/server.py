@@ -94,7 +94,7 @@ class Coordinator:
         self._record = record
         self._run = run
         self._workers: dict[int, Peer] = {}
-        self._ended: set[int] = set()  # their earlier messages may still arrive, and are ignored
+        self._ended: set[int] = set()  # ended workers, whose late messages are ignored
         self._agents: dict[int, Agent] = {}
         system = system or System()
         self._clock, self._is_ending = system.clock, system.is_ending
@@ -157,7 +157,7 @@ class Coordinator:
             return True
 
     def _by_script(self, number: int) -> bool:
-        """Return whether a replacement would fail alike: the script had ended, or the worker had never joined."""
+        """Return whether a replacement would fail in the same way: the script had ended or had never joined the run."""
         worker = self.membership.workers[number]
         return worker.ending or not worker.joined
 
@@ -305,7 +305,7 @@ class Coordinator:
         self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", self._clock())
 
     def _check_reported_exits(self, ended: list[int], now: float) -> None:
-        """Verify a worker's report that others have ended, which this machine shows before their agent sees it."""
+        """Verify a worker's report that others have ended. The kernel of this machine knows before their agent does."""
         for number in ended:
             worker = self.membership.workers.get(number)
             if worker is None or worker.ending or number >= BLOCK or not worker.about:
@@ -364,7 +364,7 @@ class Coordinator:
         self._connections.send([agent.peer for agent in untold], {"type": "end", **(self.membership.over or {})})
 
     def name(self, number: int) -> str:
-        """Name a worker by its rank, process and machine."""
+        """Return a name made of a worker's rank, process and machine."""
         with self._lock:
             return self.membership.name(number)
 

@@ -93,8 +93,8 @@ class Worker:
     Attributes:
         number: number of the worker process.
         state: ``starting``, ``ready`` (waits for the next generation), ``training``, or ``gone``.
-        progress: key of its progress, which orders workers (``training.progress.Progress.key``): steps, calls, and
-            tie-break. None before it has a state.
+        progress: sort key of its progress (``training.progress.Progress.key``): steps, calls, and tie-break. None
+            before it has a training state.
         session: number of ``paceline.start`` calls of its script. All members are in the same session.
         ready_since: time at which it reported ready.
         leaving: whether it was asked to leave.
@@ -153,7 +153,7 @@ class Membership:
         joined: numbers of the workers that were not in the previous generation.
         lost: numbers of the workers that were in the previous generation only.
         fenced: whether a dropped worker may still run.
-        fresh: whether no member has a state yet.
+        fresh: whether no member has a training state yet.
     """
 
     generation: int

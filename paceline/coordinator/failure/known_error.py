@@ -1,4 +1,4 @@
-"""Entry of the table of known errors, whose messages do not reveal their cause."""
+"""Entry of the table of known errors: errors whose messages do not reveal their cause."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from paceline.errors import name_ranks
 _LONGEST = 400
 """Maximum number of characters in the first line."""
 _WORTH_TELLING = 1.0
-"""Minimum waiting time of other ranks to report, in seconds."""
+"""Shortest wait of other ranks that the message reports, in seconds."""
 _CURES = {
     "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
     "out-of-memory": LESS_TO_HOLD,

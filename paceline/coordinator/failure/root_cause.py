@@ -75,7 +75,7 @@ def diagnose(
     stopped = {one.worker for one in result.exits if one.stopped}
     alone = {number: one for number, one in reports.items() if one.self_reported or number not in stopped}
     causes = _causes([one for one in alone.values() if not one.consequence], coordinator)
-    if coordinator.code == errors.PREEMPTED and coordinator.elastic:  # a killed worker would have been replaced
+    if coordinator.code == errors.PREEMPTED and coordinator.elastic:  # a killed worker does not end an elastic run
         causes = [one for one in causes if one.self_reported]
     if coordinator.code == 0:
         went_on = {loss.worker for loss in coordinator.lost} if coordinator.elastic else set()
@@ -92,7 +92,7 @@ def diagnose(
 def _of_consequences(
     result: RunResult, reports: dict[int, WorkerReport], coordinator: CoordinatorReport, seen: int | None
 ) -> Failure | None:
-    """Return the failure if no worker failed by itself: a worker ended early, or the first to lose another worker."""
+    """Return the failure of a run in which a worker ended early, or workers failed only because they lost others."""
     early = tuple(one.worker for one in result.exits if one.code == 0 and not one.stopped)
     if reports and early:
         return _by_coordinator(reports, [], replace(coordinator, kind="ended-early", blamed=early))
@@ -192,7 +192,7 @@ def _interrupted(result: RunResult, coordinator: CoordinatorReport) -> Failure |
 def _rest(
     reports: dict[int, WorkerReport], named: set[int], coordinator: CoordinatorReport, when: float
 ) -> tuple[WorkerReport, ...]:
-    """Return reports of workers that failed as a consequence: not replaced, nor killed earlier before they joined."""
+    """Return reports of workers outside ``named``, except replaced workers and workers killed before they joined."""
     killed = {number for number, one in reports.items() if not one.self_reported and one.time < when}
     gone = coordinator.replaced() | (killed - coordinator.ranks.keys() if coordinator.ranks else set())
     return tuple(one for number, one in sorted(reports.items()) if number not in named and number not in gone)

@@ -1,4 +1,4 @@
-"""Failure report of one worker, from its own record, or else from its exit code and last output."""
+"""Failure report of one worker, from the record that it wrote, or else from its exit code and last output."""
 
 from __future__ import annotations
 

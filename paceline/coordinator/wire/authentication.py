@@ -34,11 +34,11 @@ Keys = Callable[[str], bytes]
 
 
 class NotAuthenticated(ConnectionError):
-    """The other end could not prove that it belongs to this run, or has not accepted this end's proof."""
+    """The other end could not prove that it belongs to this run, or did not accept this end's proof."""
 
 
 class Refused(NotAuthenticated):
-    """The coordinator has not accepted this end's proof, because it belongs to another run."""
+    """The coordinator did not accept this end's proof, because the two ends belong to different runs."""
 
 
 def worker(number: int) -> str:

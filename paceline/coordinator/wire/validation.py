@@ -68,7 +68,7 @@ def _fields(checks: Mapping[str, Check]) -> Check:
 
 
 def _report(value: Any) -> bool:
-    """Return whether a value is a valid failure report. Fields that only people read may be any text or number."""
+    """Return whether a value is a valid failure report. Fields for display only may be any string or number."""
     plain = isinstance(value, dict) and all(one is None or _text(one) or _scalar(one) for one in value.values())
     return plain and not _wrong(_REPORT, _OF_REPORT | {name: one for name, one in value.items() if name in _REPORT})
 
