@@ -66,7 +66,7 @@ class Request:
     horovod: bool = False  # scripts import Paceline's ``horovod``, which `environment` makes importable
     discovery: Path | None = None  # script that prints the current number of worker slots of each host
     preload: bool = True  # fork workers from a process that has imported torch, if the launcher can
-    examination: Examination | None = None  # examine the machines instead of training; it names the script
+    examination: Examination | None = None  # examine the machines instead of training; includes the script
 
     @property
     def elastic(self) -> bool:

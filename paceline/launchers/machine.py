@@ -22,9 +22,9 @@ _MOST_MARKS = 32
 _marks: deque[int] = deque()
 """Descriptors of the sockets whose names mark the last ports that this process has drawn, until it ends."""
 _FILES, _THREADS = 64, 12
-"""Needs of a worker or launcher apart from its connections to others. Measured: 17 to 25 files, 7 to 10 threads."""
+"""Files and threads of a worker or launcher without connections. Measured: 17 to 25 files, 7 to 10 threads."""
 _FILES_OF_CHILD, _THREADS_OF_CHILD = 5, 2
-"""Needs of the launcher per local worker: log, two pipes, process handle and connection; two reader threads."""
+"""Launcher's files and threads per local worker: log, two pipes, process handle, connection; two reader threads."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Supervisor(Protocol):
         ...
 
     def grace(self) -> tuple[float, float]:
-        """Return the delays in seconds before workers that must end get SIGTERM and SIGKILL."""
+        """Return the delays in seconds after which workers that must end get SIGTERM and SIGKILL."""
         ...
 
 
@@ -265,7 +265,7 @@ class Workers:
             return
 
         def keep(number: int, frame: FrameType | None) -> None:
-            if not self._signals or number != signal.SIGUSR1:  # only a notice: Slurm sends SIGTERM as well
+            if not self._signals or number != signal.SIGUSR1:  # a later SIGUSR1 is ignored: Slurm sends SIGTERM, too
                 self._signals.append(number)
 
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -203,7 +203,7 @@ def agent_command(
 def _doctor_command(
     request: Request, wanted: Examination, workers: int, machines: int, rendezvous: str, python: str
 ) -> list[str]:
-    """Return the command line of an agent that examines its machine."""
+    """Return the command line of an agent that runs the doctor on its machine."""
     words = [python, "-m", "paceline", "doctor", "--on", "local", "--workers", str(workers)]
     words += ["--nodes", str(machines), "--rendezvous", rendezvous]
     words += ["--patience", f"{request.patience_seconds:g}", "--runs-dir", str(request.runs)]
@@ -219,7 +219,7 @@ def _doctor_command(
 
 
 def secret_environment(request: Request) -> dict[str, str]:
-    """Return the variable with the agents' shared secret: the user's or a new secret. Empty if it is in a file."""
+    """Return the variable with the agents' shared secret, the user's or a new one. Empty if the secret is in a file."""
     return {} if request.secret_file is not None else {env.SECRET: env.secret() or secrets.token_hex(32)}
 
 

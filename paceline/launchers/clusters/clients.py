@@ -70,7 +70,7 @@ def follow(
     """Start all clients, forward their output, wait for all. Return the exit code of the first client.
 
     A first signal stops the run after a checkpoint. A second signal ends the run at once. On Linux the clients end
-    with this process for whatever reason it ends.
+    with this process, even if it is killed.
 
     Args:
         clients: clients to start. The client with the coordinator is first.
@@ -162,7 +162,7 @@ class _Started:
                 return
         if not self._ended(client, code):
             self.stop()
-        elif place == 0:  # the run is over, and an unreachable machine would never end
+        elif place == 0:  # the run is over, and the client of an unreachable machine would never end
             self.deadline = min(self.deadline, time.monotonic() + _LAST_SECONDS)
 
     def stop(self) -> None:

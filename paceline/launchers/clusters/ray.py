@@ -2,7 +2,7 @@
 
 ::
 
-    driver       launcher ── paceline run -n 0        the coordinator: any other node may be lost
+    driver       launcher ── paceline run -n 0        runs the coordinator, so any other node may be lost
     each node    actor ── paceline run -n 4 ── workers
 
 There is one actor per node and not per worker, because an agent replaces a lost worker in seconds without Ray, and the

@@ -1,4 +1,4 @@
-"""Conversion of a forked process into a worker with the same state that a new Python sets up for a script."""
+"""Conversion of a forked process into a worker, in the state that a new Python sets up for a script."""
 
 from __future__ import annotations
 

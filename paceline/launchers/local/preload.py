@@ -34,7 +34,7 @@ class Preload:
     Args:
         environment: variables that all workers share, which libraries read at load time.
         cores: cores of the workers. Empty if the workers are not bound.
-        words: script and its arguments, appended to the parent's command line for display in ``ps``.
+        words: script and its arguments, appended to the parent's command line so that ``ps`` shows them.
         folders: folders in which the workers first look for modules.
 
     Raises:

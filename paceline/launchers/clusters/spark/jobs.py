@@ -19,7 +19,7 @@ from paceline.launchers.clusters.spark.tasks import Task, missing_files, run_age
 from paceline.launchers.machine import listens
 
 _ATTEMPTS = 4
-"""Attempts for each task of an elastic run. Spark itself also retries lost tasks a few times."""
+"""Maximum number of attempts for an agent of an elastic run. Spark itself also retries lost tasks a few times."""
 _SLOT_SECONDS = 120.0
 """Timeout for executors to register."""
 _LOOK_SECONDS = 0.1

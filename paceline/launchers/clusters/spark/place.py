@@ -9,7 +9,7 @@
 
 The output of an agent goes to the driver over connections that the task opens. The task stops its agent if the driver
 closes its side or ends. Spark cancels a barrier stage that loses a task, and does not repeat it. This module submits
-the stage again and the run resumes. Elastic runs use no barrier: see ``spark_jobs``.
+the stage again and the run resumes. Elastic runs use no barrier: see ``jobs``.
 """
 
 from __future__ import annotations

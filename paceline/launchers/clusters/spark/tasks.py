@@ -223,7 +223,7 @@ def _key_in(file: Path | None, machine: str) -> bytes:
 
 
 def _comes_up(agent: subprocess.Popen[bytes], address: tuple[str, int]) -> bool:
-    """Wait until the first agent listens, before other agents of its machine can. Return False if it ends first."""
+    """Wait until the first agent listens, so that it becomes the coordinator. Return False if it ends first."""
     while agent.poll() is None:
         try:
             socket.create_connection(address, _ANSWER_SECONDS).close()

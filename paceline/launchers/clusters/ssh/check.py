@@ -1,4 +1,4 @@
-"""Check of all hosts before a run: each host meets the requirements and reaches the first host.
+"""Check before a run that each host meets the requirements and reaches the first host.
 
 ::
 
@@ -92,7 +92,7 @@ def check_hosts(
         hosts: names of the hosts, with the command that runs Python on each.
         needs: requirements for the hosts.
         must_meet: whether to fail if a host does not reach the first host. Otherwise the likeliest address is returned.
-        more_come: whether a single host needs an address that hosts which join later can reach.
+        more_come: whether hosts may join later, so that even a single host needs an address that others can reach.
 
     Raises:
         StartError: a host cannot be reached, fails a requirement, or does not reach the first host.

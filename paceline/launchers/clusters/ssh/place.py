@@ -9,7 +9,7 @@ With a discovery script the first agent runs on this machine, so that any other 
 that the script adds later get their own agents.
 
 The secret of the run is sent through the standard input of ssh, because all users of a machine can read its command
-lines. The leash (``ssh_remote.py``) ends the agent when the connection ends.
+lines. The leash (``remote.py``) ends the agent when the connection ends.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ssh(Place):
         files = tuple(map(str, request.files))
         known = {name: text for name, text in agents[0].environment.items() if name != env.SECRET}
         needs = Needs(sys.executable, os.getcwd(), files, known)
-        must_meet, grows = request.examination is None, request.discovery is not None  # a doctor explains more itself
+        must_meet, grows = request.examination is None, request.discovery is not None  # a doctor reports failures
         address, port = check_hosts({one.machine: _reach(one.machine) for one in agents}, needs, must_meet, grows)
 
         def client(agent: Agent) -> Client:
@@ -108,7 +108,7 @@ class _Ends:
 
     Args:
         first: client of the agent with the coordinator.
-        examines: whether the agents are doctors, which all have something to report.
+        examines: whether the agents are doctors, each of which reports.
         growth: source of additional agents, if there is a discovery script.
 
     Attributes:
