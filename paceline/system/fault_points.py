@@ -3,7 +3,7 @@
 ::
 
     step t     before forward        the strategy's step is about to begin
-               in the loader         samples of step t are about to be read, by the worker or a loader process
+               in the loader         a worker or loader process is about to read samples of step t
                inside the collective all gradients are sent; the last bucket's mean is not delivered yet
                between reduction and update
                after update          the model is that of step t + 1; no other worker has been notified

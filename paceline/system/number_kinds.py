@@ -10,14 +10,14 @@ from pydantic_core import PydanticKnownError
 
 
 def whole(value: object) -> object:
-    """Raise if the value is not an int or str: pydantic would accept True and 1.0 for 1. It parses strings later."""
+    """Raise unless the value is an int or str, because pydantic accepts True and 1.0 for 1. It parses strings later."""
     if isinstance(value, bool) or not isinstance(value, Integral | str):
         raise PydanticKnownError("int_type")
     return value
 
 
 def number(value: object) -> object:
-    """Raise if the value is a bool: pydantic would accept True for 1.0."""
+    """Raise if the value is a bool, because pydantic accepts True for 1.0."""
     if isinstance(value, bool):
         raise PydanticKnownError("float_type")
     return value

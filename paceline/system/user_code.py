@@ -29,7 +29,7 @@ def is_user_code(file: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def is_user_class(kind: type) -> bool:
-    """Return whether a class, or one of its methods, is defined in user code. The class's module may name no file."""
+    """Return whether a class, or one of its methods, is defined in user code. The class's module may have no file."""
     if any(is_user_code(one.__code__.co_filename) for one in vars(kind).values() if inspect.isfunction(one)):
         return True
     try:
