@@ -1,1 +1,1 @@
-"""Launch environments: worker identity and rendezvous address from an engine's variables. Does not import torch."""
+"""Launch environments: worker identity and rendezvous address from a launcher's variables. Does not import torch."""

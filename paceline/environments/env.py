@@ -1,4 +1,4 @@
-"""Access to environment variables for all other modules. ``engines/`` derives this process's identity from them."""
+"""Access to environment variables for all other modules. ``find`` derives this process's identity from them."""
 
 from __future__ import annotations
 

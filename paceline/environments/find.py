@@ -3,7 +3,7 @@
 There is one function for each engine. Engines can start each other, so a process may have variables of several. They
 are checked from the innermost engine to the outermost::
 
-    torchrun, paceline run    RANK, WORLD_SIZE              the innermost: set on purpose for this process
+    torchrun, paceline run    RANK, WORLD_SIZE              the innermost: set for this process alone
     Open MPI                  OMPI_COMM_WORLD_RANK, ...     mpiexec starts its daemons by srun in an allocation
     MPICH, Intel MPI          PMI_RANK, MPI_LOCALRANKID     the same
     Slurm                     SLURM_STEP_ID, SLURM_PROCID   srun; a batch script has a SLURM_PROCID, but no step
@@ -34,7 +34,7 @@ def find_start(environment: Mapping[str, str]) -> Start:
 
 
 def torchrun(environment: Mapping[str, str]) -> Start | None:
-    """Return the start by torchrun, or by a launcher that sets its variables. None without ``RANK``."""
+    """Return the start by torchrun, or by a launcher that sets torchrun's variables. None without ``RANK``."""
     return Start("torchrun", _of_torchrun(environment)) if "RANK" in environment else None
 
 
