@@ -38,7 +38,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
 
 
 def ask_script(request: Request) -> dict[str, dict[str, object]]:
-    """Run the script in a process up to ``paceline.start``, which writes the settings and exits. Return them."""
+    """Run the script in a process until ``paceline.start`` writes the settings and exits. Return the settings."""
     from paceline.environments import env
     from paceline.launchers.base import Launch
 

@@ -52,9 +52,8 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
 
     Args:
         function: function that each worker calls.
-        *arguments: arguments of the function, the same on all workers, sent with it. A Spark DataFrame or a Ray Dataset
-            is first written to Parquet files beside the runs by its engine, once, and the function gets a
-            :class:`paceline.ParquetDataset`.
+        *arguments: arguments of the function, the same on all workers. Spark or Ray first writes a DataFrame or Dataset
+            to Parquet files beside the runs, once, and the function gets a :class:`paceline.ParquetDataset` instead.
         workers: number of workers on each machine.
         on: ``"local"``; ``"debug"``, which calls the function in this process as the only worker, for a debugger; a
             cluster, as for ``--on``; or a ``SparkSession``, which runs a barrier stage of ``nodes`` tasks.
@@ -128,18 +127,18 @@ _TYPES = {
     "name": (str, "the name of the run, a text"),
     "patience": (int | float, "a number of seconds"),
 }
-"""Type and cure for each optional argument."""
+"""Type and advice for each optional argument."""
 _OPTION_TYPES: dict[str, tuple[Any, str]] = {
     "str | None": (str, "a text, as on the command line"),
     "Path | None": (str | Path, "the path of a file"),
     "int | None": (int, "a whole number"),
     "bool": (bool, "True or False"),
 }
-"""Type and cure for each annotation of :class:`Options`."""
+"""Type and advice for each annotation of :class:`Options`."""
 
 
 def _check(workers: object, runs_dir: object, **given: object) -> None:
-    """Check the types of arguments, which are all text on the command line.
+    """Check the types of arguments. On the command line they are strings, which the options parse.
 
     Raises:
         ConfigError: an argument cannot be used.

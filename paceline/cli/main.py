@@ -25,7 +25,7 @@ COMMANDS = {
 
 _USAGE = 2
 _FILES = {"profile": "profiling", "horovodrun": "foreign.horovodrun"}
-"""Commands in a file of another name. A file profile.py would hide Python's module from scripts in this folder."""
+"""Commands in a file of another name, because profile.py would hide Python's module from scripts in this folder."""
 
 
 def main(arguments: list[str] | None = None) -> None:

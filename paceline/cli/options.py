@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from paceline.launchers.clusters.base import Options
 
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
-"""Passes everything after the script to the script, including options that Paceline also has."""
+"""Typer settings that pass everything after the script to the script, including options that Paceline also has."""
 
 Script = Annotated[Path, typer.Argument(help="The script that trains.", metavar="SCRIPT", show_default=False)]
 Arguments = Annotated[
@@ -152,7 +152,7 @@ def number_range(first: str, last: str) -> tuple[int, int] | None:
 
 
 def misplaced(request: Request) -> str:
-    """What to say if the number of workers stands behind the script, which gets it then; empty if not."""
+    """Return a hint if the number of workers follows the script, so that the script receives it, otherwise ""."""
     place = next((place for place, word in enumerate(request.arguments) if word in ("-n", "-np", "--workers")), None)
     if place is None or request.workers != 1:
         return ""

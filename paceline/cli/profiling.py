@@ -26,7 +26,7 @@ MORE_HELP = """ The script runs up to paceline.start and no further.
 Options may also follow the script; what follows -- is passed to the script.
 """
 _TRIED = (2, 3, 4)
-_WHOLE = {"strategy": "allreduce", "compile": "false"}  # measure the model itself, in one piece
+_WHOLE = {"strategy": "allreduce", "compile": "false"}  # measure the whole model, without stages
 
 
 def command(  # noqa: PLR0913 - each argument is an option

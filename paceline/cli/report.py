@@ -1,4 +1,4 @@
-"""Messages of ``paceline run`` besides progress: events of the run, and at the end its result and its cause."""
+"""Messages of ``paceline run`` besides progress: alerts during the run, and the result or cause of failure."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def alerts_of(monitor: RunMonitor, launch: Launch, elastic: bool, quiet: bool) -
 
 
 def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
-    """Return whether to hold back a loss until the launcher has the exit status. Other workers notice first."""
+    """Return whether to delay an alert about a loss until the launcher, which notices last, has the exit status."""
     number = alert.workers[0] if alert.workers else -1
     unseen = alert.kind == "lost" and monitor.pid_of(number) and number not in monitor.exit_texts
     return bool(unseen) and time.monotonic() - alert.time < _SEE_SECONDS

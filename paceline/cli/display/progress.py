@@ -91,7 +91,7 @@ class Progress:
         return "  ".join(parts + self.details())
 
     def details(self) -> list[str]:
-        """Return the known values of the loss, the metrics, the speed and the time left, as texts."""
+        """Return the known values of the loss, the metrics, the speed and the time left, as strings."""
         parts = []
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
@@ -109,7 +109,7 @@ def _number(value: object) -> float | None:
 
 
 class Display:
-    """Display of rank 0's output. As a context manager it also watches the events. Two subclasses show progress."""
+    """Display of rank 0's output. As a context manager it also reads the events. Two subclasses show progress."""
 
     introduces = False
     """Whether to report a slow start of workers, and the first note of a session: workers and strategy."""
