@@ -56,7 +56,7 @@ class KerasOptimizer(Optimizer):
         return float(self._optimizer.learning_rate)
 
     def _show(self) -> None:
-        """Set the state of the parameters to the step count and the slot variables."""
+        """Set the torch state of each parameter to the step count and the slot variables."""
         steps = torch.tensor(float(self._optimizer.iterations.value))
         for variable, slots in zip(self._variables, self._slots, strict=True):
             shown = {name: slot.value for name, slot in slots.items()}

@@ -20,7 +20,7 @@ _REFUSED = (
     *("on_train_batch_start", "on_train_batch_end", "training_step_end"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "configure_model"),
 )
-"""Hooks that change how a step is taken, which are refused."""
+"""Hooks that change how a step is taken. Modules that override them are refused."""
 _NOT_CALLED = (
     *("setup", "teardown", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "prepare_data"),
     *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end"),

@@ -44,7 +44,7 @@ class Ledger:
 
     @property
     def owned(self) -> bool:
-        """Whether this is still the writer."""
+        """Whether this worker is still the writer."""
         return self._read().get("owner") == self._owner
 
     def save(self, folder: Path, files: Iterable[Path]) -> None:

@@ -19,7 +19,7 @@ _SECONDS = 0.2
 
 
 class Sender:
-    """Sender of values to one tracker. Steps of a name must ascend, and repeated steps are dropped.
+    """Sender of values to one tracker. The steps of each name must ascend, and repeated steps are dropped.
 
     Args:
         name: name of the tracker.
@@ -52,7 +52,7 @@ class Sender:
             )
 
     def finish(self) -> None:
-        """Request the end of the thread after it has sent all queued values."""
+        """Ask the thread to end after it has sent all queued values."""
         self._closed.set()
 
     def join(self, until: float) -> None:
@@ -74,7 +74,7 @@ class Sender:
         ledger = Ledger(run.folder / f"{self.name}.json")
         ledger.take(run.folder, run.position if rewinds(self.name) else None)
         tracker = open_tracker(self.name, run)
-        ledger.save(run.folder, tracker.files())  # a write cut short by a kill is then truncated, even the first
+        ledger.save(run.folder, tracker.files())  # so that even a first write cut short by a kill can be truncated
         self._opened()
         self._hand_over(tracker, ledger, run, before)
         while True:
@@ -89,7 +89,7 @@ class Sender:
                 return
 
     def _hand_over(self, tracker: Tracker, ledger: Ledger, run: TrackedRun, some: Iterable[Values]) -> bool:
-        """Record new values. Return whether this is still the writer."""
+        """Record new values. Return whether this worker is still the writer."""
         new = [one for values in some if (one := _new(values, ledger.last)) is not None]
         if not ledger.owned:
             return False

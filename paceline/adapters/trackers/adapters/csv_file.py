@@ -1,4 +1,4 @@
-"""CSV file of appended lines ``step,name,value,time``, in which a new name may appear at any step."""
+"""CSV file of lines ``step,name,value,time``, so that a new name may appear at any step."""
 
 from __future__ import annotations
 
