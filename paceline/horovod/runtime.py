@@ -184,7 +184,7 @@ def _shut_down(why: str) -> None:
 
 
 def _leave() -> None:
-    """Shut down at process exit. Send the peers the exception that ends the process; Python has printed it."""
+    """Shut down at process exit. Send the peers the exception, already printed by Python, that ends the process."""
     error = getattr(sys, "last_value", None)
     lines = [] if error is None else traceback.format_exception_only(error)
     text = next((line.strip() for line in lines if not line.startswith(" ")), "")  # skip a SyntaxError's code

@@ -189,7 +189,7 @@ def _listening(state: State) -> Iterator[None]:
 
 
 def _announce_again(state: State) -> None:
-    """Repeat an announcement from before the state listened, or that ``on_reset`` discarded."""
+    """Repeat an announcement that was made before the state listened, or that ``on_reset`` discarded."""
     found = generations()
     if found is not None and found.pending > found.number:
         state.on_hosts_updated(found.pending, ADDED)

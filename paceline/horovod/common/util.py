@@ -1,4 +1,4 @@
-"""Helpers that Horovod's interfaces share and scripts import."""
+"""Helpers that Horovod's interfaces share and that scripts import."""
 
 from __future__ import annotations
 

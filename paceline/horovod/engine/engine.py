@@ -379,7 +379,7 @@ class Engine:
             self._links.send(0, message, self.settings.deadline_seconds)
 
     def _explained(self, what: str, error: RuntimeError) -> HorovodInternalError:
-        """Build the error of a failed operation after waiting briefly for the news which worker left."""
+        """Build the error of a failed operation after waiting briefly to learn which worker left."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while not self.waits.gone and time.monotonic() < until:
             messages, ended = self._links.receive(until - time.monotonic())

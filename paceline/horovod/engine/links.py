@@ -1,7 +1,7 @@
 """Connections between rank 0 and the other workers, over which operations are negotiated.
 
-Messages have the format of ``coordinator.messages``. Each end first proves that it belongs to the run, with a key from
-the store of the rendezvous. One thread reads, and any thread may wake it.
+Messages have the format of ``coordinator.wire.messages``. Each end first proves that it belongs to the run, with a key
+from the store of the rendezvous. One thread reads, and any thread may wake it.
 """
 
 from __future__ import annotations

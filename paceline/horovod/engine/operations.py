@@ -192,7 +192,7 @@ def alltoall(members: Members, item: Item, task: Task) -> None:
 
 
 def reducescatter(members: Members, item: Item, task: Task) -> None:
-    """Reduce tensors and keep this member's rows. Without an even division the first members keep one row more."""
+    """Reduce tensors and keep this member's rows. If rows do not divide evenly, the first members keep one row more."""
     for place, tensor in enumerate(task.tensors):
         reduced = _reduce(members, tensor.detach().cpu().reshape(-1).clone(), item.request).view(tensor.shape)
         each, more = divmod(tensor.shape[0], len(members.ranks))

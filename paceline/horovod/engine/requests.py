@@ -28,7 +28,7 @@ class Request(NamedTuple):
         root: global rank of a broadcast's root; ID of the process set in requests that add or remove process sets.
         prescale, postscale: factors before and after a reduction.
         splits: number of rows for each member in ``alltoall``; ranks of a process set that is added.
-        detail: further arguments that must agree. For a refused request, the reason.
+        detail: further arguments that must agree, or the reason for a refused request.
     """
 
     set: int

@@ -17,7 +17,7 @@ from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.settings import HorovodSettings
 
 EXPLAIN_SECONDS = 2.0
-"""Timeout for the news which worker left, after which an error is raised without that cause."""
+"""Time to wait for rank 0 to report which worker left, after which an error is raised without that cause."""
 BLOCKED_SECONDS = 1.0
 """Time for which the script must have waited for an operation before rank 0 is notified."""
 ANSWER_SECONDS = 10.0
@@ -80,12 +80,12 @@ class Waits:
         return None if handle.done() else handle.request.key
 
     def give_up(self, pending: Iterable[Handle], quiet_since: float, looked: float) -> None:
-        """Raise HorovodInternalError if rank 0, which enforces the deadline of all waits but joins, is silent.
+        """Raise HorovodInternalError if rank 0 is silent. Rank 0 enforces the deadline of all waits but joins.
 
         Args:
             pending: handles of the pending operations.
             quiet_since: time of the last message to or from rank 0.
-            looked: time when messages were last read. This process may have been suspended since, with one unread.
+            looked: time of the last read of messages. If this process was suspended since, a message may be unread.
 
         Raises:
             HorovodInternalError: rank 0 has let an operation's deadline pass, so it or its machine has stopped.

@@ -49,7 +49,7 @@ def DistributedOptimizer(
 
 
 def _reduced(gradients: list[Any], compression: Any, op: Any, groups: int, process_set: hvd.ProcessSet) -> list[Any]:
-    """Replace gradients by those reduced over all workers, and return them. None stays None."""
+    """Replace gradients with gradients reduced over all workers, and return them. None stays None."""
     places = [place for place, one in enumerate(gradients) if one is not None]
     size = -(-len(places) // groups)
     for start in range(0, len(places), max(size, 1)):

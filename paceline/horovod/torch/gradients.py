@@ -73,12 +73,12 @@ class Gradients:
 
     @property
     def in_flight(self) -> bool:
-        """Whether gradients are submitted whose results :meth:`finish` has not written."""
+        """Whether any submitted gradients have results that :meth:`finish` has not written."""
         self._renew()
         return bool(self._taken)
 
     def _renew(self) -> None:
-        """Discard submitted gradients and the plan if the workers have re-formed since."""
+        """Discard submitted gradients and the plan if the workers have re-formed since they were made."""
         if (running := engine()) is not self._running:
             self._running, self._plan = running, None
             self._finish.clear()

@@ -1,4 +1,4 @@
-"""Reductions of which each member keeps its rows: ``reducescatter`` and its variants."""
+"""Reductions after which each member keeps its own rows: ``reducescatter`` and its variants."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce a tensor and return this member's rows. Without an even division the first members get one row more."""
+    """Reduce a tensor and return this member's rows. If rows do not divide evenly, the first members get one more."""
     factors = prescale_factor, postscale_factor
     return _scattered([tensor], name, compression, op, factors, process_set)[0]
 

@@ -33,7 +33,7 @@ REDUCTIONS = (Average, Sum, Adasum, Min, Max, Product)
 
 
 def reduction_of(op: Any, average: bool | None) -> Reduction:
-    """Return the reduction for ``op``, or for ``average`` of scripts before Horovod 0.19. Defaults to Average.
+    """Return the reduction for ``op``, or for ``average`` in scripts for Horovod before 0.19. Defaults to Average.
 
     Raises:
         ValueError: both are given, or ``op`` is not a reduction.
@@ -62,7 +62,7 @@ def submit(
     grouped: bool = False,
     **values: Any,
 ) -> Handle:
-    """Submit an operation on these tensors to the engine. Grouped operations have a name prefix of their own.
+    """Submit an operation on these tensors to the engine. Grouped operations have a separate name prefix.
 
     Raises:
         InvalidRequest: the tensors cannot be used. The other members raise an error, too.
