@@ -81,7 +81,8 @@ def driven(spark: SparkCluster, folder: Path, body: str) -> dict[str, Any]:
     code, said = spark.finish(spark.python(script, cwd=folder))
     assert code == 0, said
     (line,) = [line for line in said.splitlines() if line.startswith("FOUND ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    # Spark's own log may follow before the end of the line
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(line.removeprefix("FOUND "))[0]
     return found
 
 
