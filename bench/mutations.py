@@ -71,7 +71,7 @@ AREAS = {
     ),
     "probes": Area(
         ("step/probes/*", "step/checks.py", "step/loss.py", "step/numerics.py", "partition/*_check.py"),
-        ("tests/core/test_counting.py", "tests/core/test_repeatability.py", "tests/core/test_[bno]*.py"),
+        ("tests/core/test_loss_reduction.py", "tests/core/test_repeatability.py", "tests/core/test_[bno]*.py"),
     ),
 }  # fmt: skip
 

@@ -114,11 +114,11 @@ def test_no_file_is_too_long() -> None:
 
 def test_no_folder_holds_too_many_entries() -> None:
     """Modules and folders; the package itself may hold more, as its modules are what its users read first."""
-    paths = {path for path in PACKAGE.rglob("*.py") if not path.stem.startswith("__")} | {PACKAGE / "py.typed"}
-    paths |= {folder for path in PACKAGE.rglob("*.py") for folder in path.relative_to(PACKAGE).parents}
-    held: dict[Path, list[Path]] = {}
-    for path in {PACKAGE / path for path in paths} - {PACKAGE}:
-        held.setdefault(path.parent, []).append(path)
+    folders = {folder for path in PACKAGE.rglob("*.py") for folder in path.parents if folder.is_relative_to(PACKAGE)}
+    held = {
+        folder: [one for one in folder.iterdir() if not one.stem.startswith("__") and (one.is_file() or one in folders)]
+        for folder in folders
+    }
     assert len(held.pop(PACKAGE)) <= MOST_ENTRIES_OF_PACKAGE
     assert not {folder: len(entries) for folder, entries in held.items() if len(entries) > MOST_ENTRIES}
 

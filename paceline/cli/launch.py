@@ -131,7 +131,7 @@ _TYPES = {
 _OPTION_TYPES: dict[str, tuple[Any, str]] = {
     "str | None": (str, "a text, as on the command line"),
     "Path | None": (str | Path, "the path of a file"),
-    "int | None": (int, "a whole number"),
+    "int | None": (Integral, "a whole number"),
     "bool": (bool, "True or False"),
 }
 """Type and advice for each annotation of :class:`Options`."""
@@ -182,7 +182,7 @@ def _options(place: Mapping[str, Any]) -> Options:
     kinds = {one.name: _OPTION_TYPES[str(one.type)] for one in fields(Options) if str(one.type) in _OPTION_TYPES}
     for name, value in place.items():
         kind, cure = kinds.get(name, (object, ""))
-        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is int)):
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is Integral)):
             raise ConfigError(f"{name} = {value!r}: give {cure}.")
     hostfile = place.get("hostfile")
     return Options(**{**place, "hostfile": None if hostfile is None else Path(hostfile)})

@@ -167,10 +167,15 @@ def not_resumed(request: Request) -> str:
     """Return a note if the run to resume does not exist, so that a new one starts, but another run could be resumed."""
     from paceline.launchers.runs import newest_resumable
 
-    runs = request.runs.absolute()
-    if request.resume != "auto" or request.name is None or (runs / request.name).exists():
+    if request.resume != "auto" or request.name is None:
         return ""
-    if (other := newest_resumable(runs, request.script, any_name=True)) is None:
+    runs, other = request.runs.absolute(), None
+    try:
+        if not (runs / request.name).exists():
+            other = newest_resumable(runs, request.script, any_name=True)
+    except OSError:  # an impossible name; or a checkpoint of another run was just removed
+        pass
+    if other is None:
         return ""
     return (
         f"note: there is no run {request.name!r} in {request.runs}, so a new one starts. The newest run of "

@@ -166,7 +166,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     )
     if place != LOCAL or dry_run:
         raise typer.Exit(train_on(place, request, options, dry_run))
-    for hint in filter(None, () if quiet else (misplaced(request), not_resumed(request))):
+    if (hint := misplaced(request)) and not quiet:
         say(hint)
     code = train(request, quiet=quiet)
     if file := env.exit_code_file():
@@ -249,6 +249,8 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     from paceline.system import secret
 
     check(request)
+    if request.rendezvous is None and not quiet and (hint := not_resumed(request)):
+        say(hint)
     if env.ends_with_parent():
         end_with_parent()
     if request.rendezvous is None:

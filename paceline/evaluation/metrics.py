@@ -21,7 +21,7 @@ from paceline.data.nested import CollatedSizes, map_tensors
 from paceline.data.prefetch import to_device
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
-from paceline.step.loss import Forward, described, pair_of, sum_and_count
+from paceline.step.loss import Forward, described, is_counted, pair_of, sum_and_count
 from paceline.step.probes.probe import warn
 
 Arguments = Callable[[nn.Module, Any], tuple[Any, ...]]
@@ -85,19 +85,24 @@ class Metrics:
         """Return what each metric needs of these samples: a sum and a count, or arguments for an object's update."""
         given = None if all(one is None for one in self._metrics.values()) else self._arguments(model, data)
         found: list[Any] = []
+        mean = False
         for name, metric in self._metrics.items():
             if metric is None:
-                total, count = sum_and_count(self._context.compute.forward(model, data), samples)
+                loss = self._context.compute.forward(model, data)
+                mean = mean or not is_counted(loss)
+                total, count = sum_and_count(loss, samples)
                 found.append((float(total), float(count)))
             elif is_object(metric):
                 assert given is not None
                 found.append(map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), given))
             else:
                 assert given is not None
-                found.append(_sum_and_count(name, metric(*given), samples))
+                value = metric(*given)
+                mean = mean or not isinstance(value, tuple)
+                found.append(_sum_and_count(name, value, samples))
         if (sizes := self._sizes) is not None:
             sizes.add(samples, data)
-            if sizes.uneven and any(isinstance(one, tuple) and one[1] == samples for one in found):
+            if sizes.uneven and mean:
                 self._warn(sizes.uneven)
         return found
 

@@ -154,8 +154,8 @@ def newest_resumable(runs: Path, script: Path, any_name: bool = False) -> Path |
     """
     found = []
     for run in sorted(runs.glob("*/")):
-        manifest, ours = newest_manifest(run), any_name or run.name.startswith(f"{_prefix(script)}-")
-        if manifest is not None and ours and _stem(run) == script.stem:
+        ours = (any_name or run.name.startswith(f"{_prefix(script)}-")) and _stem(run) == script.stem
+        if ours and (manifest := newest_manifest(run)) is not None:
             found.append((manifest.stat().st_mtime, run))
     return max(found)[1] if found else None
 

@@ -98,7 +98,7 @@ class BackupShares:
         return index % len(self.members) if self.copied else None
 
 
-def return_late(progress: EpochProgress, length: EpochLength, workers: int, spare: int) -> BackupShares:
+def step_shares(progress: EpochProgress, length: EpochLength, workers: int, spare: int) -> BackupShares:
     """Return the shares of a step whose late microbatches return in a later step.
 
     The last microbatch of an epoch is reserved for the last step, which could otherwise be empty.
@@ -109,7 +109,7 @@ def return_late(progress: EpochProgress, length: EpochLength, workers: int, spar
         workers: number of workers.
         spare: number of backup workers.
 
-    >>> return_late(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members
+    >>> step_shares(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members
     ((0, 1), (2, 3), (4, 5))
     """
     target, waited = progress.target(length), workers - spare

@@ -56,7 +56,7 @@ class Capabilities:
         cuts_model: whether the model is cut, so that its output and the loss are computed separately.
         sparse_gradients: whether several workers can train with sparse gradients.
         divides_update: whether different workers update different parameters.
-        makes_all_updates: whether each worker makes all updates of the weights that it trains, with one optimizer.
+        makes_all_updates: whether each worker makes all updates of its weights although they are not ``replicated``.
         phases: whether a batch may have several losses in turn, each for the parameters of its own optimizer.
         closures: whether a step can be computed again, for an optimizer that needs a closure.
         scales_loss: whether the loss may be scaled, with gradients that stay scaled until they are reduced.
@@ -76,7 +76,7 @@ class Capabilities:
     cuts_model: bool = False
     sparse_gradients: bool = False
     divides_update: bool = False
-    makes_all_updates: bool = True
+    makes_all_updates: bool = False
     phases: bool = False
     closures: bool = False
     scales_loss: bool = False

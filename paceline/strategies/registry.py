@@ -136,7 +136,7 @@ def check_optimizer(context: TrainingContext, able: Capabilities) -> None:
         InputError: the optimizer keeps tensors of its own, or its update of a parameter depends on other parameters.
     """
     strategy = context.settings.strategy
-    if not able.makes_all_updates:
+    if not (able.replicated or able.makes_all_updates):
         check_own_tensors(context.update.optimizer, dict(context.compute.model.named_parameters()), strategy)
         if not able.cuts_model:
             context.update.divided_by = strategy
@@ -167,7 +167,7 @@ def without_audits(settings: Settings, workers: int, keys: Iterable[str]) -> str
     if able.audits or settings.audit == "off":
         return ""
     what = f"backup.workers = {settings.backup.workers}" if settings.backup.workers else f"{workers} workers"
-    looked = "only the trials before the first step look" if able.replicated else "nothing looks"
+    looked = "only the probes before the first step look" if able.replicated else "nothing looks"
     asked = "audit is set, but without effect: " if "audit" in keys else ""
     return (
         f"{asked}strategy {settings.strategy!r} has no audits with {what}: {looked} whether a microbatch depends on "

@@ -27,14 +27,11 @@ def is_user_code(file: str) -> bool:
     return not file.startswith(_LIBRARY_STARTS) and "site-packages" not in file
 
 
-@functools.lru_cache(maxsize=1024)
 def is_user_class(kind: type) -> bool:
-    """Return whether a class, or one of its methods, is defined in user code. The class's module may have no file."""
-    if any(is_user_code(one.__code__.co_filename) for one in vars(kind).values() if inspect.isfunction(one)):
-        return True
+    """Return whether a class is defined in the user's code. All classes of the main module are, whatever its file."""
     try:
-        return is_user_code(inspect.getfile(kind))
-    except (TypeError, OSError):  # defined in C, or in a notebook
+        return kind.__module__ == "__main__" or is_user_code(inspect.getfile(kind))
+    except (TypeError, OSError):  # a class in C
         return False
 
 

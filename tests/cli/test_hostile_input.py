@@ -150,6 +150,7 @@ OPTIONS = [
     ("--nodes", "1", "--rendezvous", "x" * 300 + ":1"),
     ("--nodes", "2", "--rendezvous", "127.0.0.1:29534", "--set", "strategy=hogwild"),
     ("--name", "x" * 300),
+    ("--name", "x" * 300, "--resume", "auto"),
     ("--name", "a\nb"),
     ("--name", ".."),
     ("--name", "\udcff" * 10),

@@ -211,6 +211,8 @@ def _held(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None
     """
 
     def run(tensor: torch.Tensor) -> None:
+        if _raised:  # a pass of CUDA has ended
+            return
         try:
             hook(tensor)
         except BaseException as error:  # noqa: BLE001 - raised again after the backward pass
@@ -220,10 +222,13 @@ def _held(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None
 
 
 def _backward(*given: Any, **named: Any) -> None:
-    _raised.clear()
-    _autograd_backward(*given, **named)
-    if _raised:
-        raise _raised[0]
+    try:
+        _autograd_backward(*given, **named)
+    finally:
+        raised = _raised[:1]
+        _raised.clear()
+        if raised:
+            raise raised[0]
 
 
 _autograd_backward = torch.autograd.backward

@@ -225,7 +225,13 @@ def test_a_worker_that_pauses_before_its_update_is_made(train: Any) -> None:
 
     def act(worker: Worker) -> None:
         if worker.context.world.rank == 0:
-            paused.wait(20)
+            enter = worker.steps._enter
+
+            def enter_later(step: int) -> bool:
+                assert paused.wait(20), "the other worker is to claim the first step"
+                return enter(step)
+
+            worker.steps._enter = enter_later
             worker.train()
             finished.set()
         else:

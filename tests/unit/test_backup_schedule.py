@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.schedule.backup import EpochLength, EpochProgress, resume_epoch, return_late
+from paceline.schedule.backup import EpochLength, EpochProgress, resume_epoch, step_shares
 
 LENGTHS = [
     EpochLength(4, 8, 32),
@@ -20,7 +20,7 @@ CREWS = [(2, 1), (3, 1), (3, 2), (4, 1), (5, 2), (5, 0), (1, 0)]
 
 def used_by(progress: EpochProgress, length: EpochLength, workers: int, spare: int, chance: random.Random) -> list[int]:
     """What a step uses when any of the workers are late."""
-    groups = return_late(progress, length, workers, spare)
+    groups = step_shares(progress, length, workers, spare)
     counted = chance.sample(range(len(groups.members)), groups.needed)
     return [one for group in counted for one in groups.members[group]]
 
@@ -58,23 +58,23 @@ def test_any_workers_may_come_and_go_between_steps() -> None:
 
 def test_what_was_too_late_comes_first_in_the_next_step() -> None:
     length = EpochLength(4, 6, 24)
-    first = return_late(EpochProgress(), length, 4, 1)
+    first = step_shares(EpochProgress(), length, 4, 1)
     assert first.members == ((0, 1), (2, 3), (4, 5), (6, 7))
     progress = EpochProgress().after([0, 1, 4, 5, 6, 7])
     assert (progress.before, progress.beyond) == (2, (4, 5, 6, 7))
-    assert return_late(progress, length, 4, 1).members == ((2, 3), (8, 9), (10, 11), (12, 13))
+    assert step_shares(progress, length, 4, 1).members == ((2, 3), (8, 9), (10, 11), (12, 13))
 
 
 def test_the_last_step_of_an_epoch_copies_groups_for_the_workers_it_could_spare() -> None:
     length = EpochLength(2, 6, 12)
-    groups = return_late(EpochProgress().after([0, 1, 2, 3, 4, 5]), length, 4, 1)
+    groups = step_shares(EpochProgress().after([0, 1, 2, 3, 4, 5]), length, 4, 1)
     assert groups.members == ((6, 7), (8, 9), (10, 11)) and groups.needed == 3 and groups.copied
     assert [groups.of(rank, 1, 4) for rank in range(4)] == [1, 2, 0, 0]
     assert [groups.of(rank, 1, 6) for rank in range(6)] == [1, 2, 0, 1, 2, 0]
 
 
 def test_a_worker_does_not_keep_the_first_group() -> None:
-    groups = return_late(EpochProgress(), EpochLength(4, 6, 24), 4, 1)
+    groups = step_shares(EpochProgress(), EpochLength(4, 6, 24), 4, 1)
     for rank in range(4):
         begun = [groups.of(rank, step, 4) for step in range(8)]
         assert all(now != then for now, then in pairwise(begun))
@@ -84,7 +84,7 @@ def test_a_worker_does_not_keep_the_first_group() -> None:
 def test_without_backup_workers_a_step_uses_its_own_batch() -> None:
     length, progress = EpochLength(3, 8, 20), EpochProgress()
     for step in range(3):
-        groups = return_late(progress, length, 3, 0)
+        groups = step_shares(progress, length, 3, 0)
         used = [one for group in groups.members for one in group]
         assert used == list(range(8 * step, min(8 * step + 8, 20)))
         progress = progress.after(used)

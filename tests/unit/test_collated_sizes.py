@@ -62,6 +62,12 @@ def test_a_sum_and_its_count_are_right(caplog: pytest.LogCaptureFixture) -> None
     assert warnings(caplog) == []
 
 
+def test_pairs_are_right_for_microbatches_that_are_whole_again(caplog: pytest.LogCaptureFixture) -> None:
+    rare = [item if number != 3 else None for number, item in enumerate(DATA[1:5] * 16)]
+    trained(total, rare).evaluate(rare, {"loss": None, "total": total})
+    assert warnings(caplog) == []
+
+
 def test_a_collate_function_that_keeps_all(caplog: pytest.LogCaptureFixture) -> None:
     whole = [item for item in DATA if item is not None]
     trained(mean, whole).evaluate(whole, mean)

@@ -90,7 +90,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
         "step < self.received - 1 or (step == self.received - 1 and turn < max(self.received_turns, 1))", "False"),
     "lost steps are not repeated": (Progress, "to_repeat", "return self", "return False and self"),
     "the shares of the workers before are computed": (
-        TrainingLoop, "_take", "batch.generation != self.job.world.generation", "False"),
+        TrainingLoop, "_take", "batch.generation != self.context.world.generation", "False"),
     "a notice outlives its workers": (TrainingLoop, "_re_form", "self._notice = 0", "pass"),
     "a notice is overheard": (loop, "decide", "Action.RE_FORM if elastic", "Action.GO_ON if elastic"),
     "a part of the state is thought whole": (

@@ -21,14 +21,16 @@ SCRIPT = """
 import os, sys
 from pathlib import Path
 from paceline.adapters.trackers.base import TrackedRun
+from paceline.adapters.trackers import feed as feeds
 from paceline.adapters.trackers.feed import Feed
 
+feeds._CLOSING_SECONDS = 200.0
 name, position, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 folder = Path.cwd() / "trackers"
 about = {"batch": 8}, {}, {"python": "3"}
 run = TrackedRun("0123456789abcdef", "tests", "one", folder, folder / "one", position, *about)
 Path("said.txt").write_text("two words")
-feed = Feed((name,), None, 200.0)
+feed = Feed((name,), None)
 feed.begin(run, True)
 for step in range(position, stop):
     more = {"texts": {"said": "said.txt"}} if step == 2 else {}

@@ -18,7 +18,7 @@ from paceline.strategies.registry import without_audits
         (
             {"strategy": "backup", "backup": {"workers": 1}},
             3,
-            "with backup.workers = 1: only the trials before the first",
+            "with backup.workers = 1: only the probes before the first",
         ),
         (
             {"strategy": "parameter-server", "backup": {"workers": 1}},

@@ -67,7 +67,9 @@ def reduction_for(
 
 def _shares_of_ranks(hosts: Sequence[Sequence[int]], shares: list[float]) -> list[float]:
     """Return the share of each rank. The workers of a machine divide its share equally."""
-    of_rank = {rank: share / len(ranks) for ranks, share in zip(hosts, shares, strict=False) for rank in ranks}
+    if not shares:
+        return []
+    of_rank = {rank: share / len(ranks) for ranks, share in zip(hosts, shares, strict=True) for rank in ranks}
     return [of_rank[rank] for rank in sorted(of_rank)]
 
 

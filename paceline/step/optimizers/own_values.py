@@ -201,9 +201,7 @@ def _is_owner(value: Any) -> bool:
         return True
     others = nn.Module, torch.Tensor, type, dict, list, tuple, deque, LRScheduler
     return (
-        hasattr(value, "__dict__")
-        and not (isinstance(value, others) or callable(value))
-        and is_user_class(value.__class__)
+        hasattr(value, "__dict__") and not (isinstance(value, others) or callable(value)) and is_user_class(type(value))
     )
 
 

@@ -28,7 +28,7 @@ from paceline.comm.assignment.quorum import quorum_for
 from paceline.data.feed import Piece
 from paceline.data.order import BatchOrder, Order
 from paceline.errors import ConfigError
-from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, resume_epoch, return_late
+from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, resume_epoch, step_shares
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.checks import MicrobatchResult
@@ -130,7 +130,7 @@ class BackupWorkers(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         context = self._context
         progress = self._progress(step)
-        groups = return_late(progress, self._length, context.world.size, self._spare)
+        groups = step_shares(progress, self._length, context.world.size, self._spare)
         self._reducer.clear()
         context.compute.buffers.begin()
         context.update.check_structure()

@@ -51,7 +51,7 @@ _TAGS = 1 << 20
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of local SGD."""
-    return Capabilities(exact=False, replicated=False, carries=False, reads=("local",))
+    return Capabilities(exact=False, replicated=False, makes_all_updates=True, carries=False, reads=("local",))
 
 
 class LocalSgd(Strategy):

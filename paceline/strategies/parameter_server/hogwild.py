@@ -44,7 +44,6 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=False,
         replicated=False,
-        makes_all_updates=False,
         sparse_gradients=True,
         averages=False,
         carries=False,

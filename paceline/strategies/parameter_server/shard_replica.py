@@ -87,6 +87,7 @@ class ShardReplica:
             self._shard.read(copy)
             self._version, self._weights = version, (-1, b"")
             self._pending.clear()
+            self._rates.clear()
 
     def stage(self, pending: PendingGradients, data: bytearray) -> Answer:
         """Keep the gradients of a worker at both holders, until they are applied or replaced."""

@@ -58,7 +58,6 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=settings.server.mode == "sync" and not settings.backup.workers,
         exact_with="server.mode = 'sync' without backup workers",
         replicated=False,
-        makes_all_updates=False,
         divides_update=servers_among(settings, workers) > 1,
         carries=settings.server.mode == "sync" and not settings.backup.workers,
         audits=not settings.backup.workers,

@@ -37,7 +37,6 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=schedule not in ASYNC_SCHEDULES,
         exact_with="pipeline.schedule='1f1b'",
         replicated=False,
-        makes_all_updates=False,
         cuts_model=True,
         divides_update=workers > 1,
         reads=("pipeline",),

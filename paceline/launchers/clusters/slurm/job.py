@@ -249,7 +249,7 @@ class _Watch:
     """State of a job, polled from Slurm."""
 
     def __init__(self, job: Job) -> None:
-        self._context = job
+        self._job = job
         self._fields: dict[str, str] = {}
         self._told = ""
         self._next = 0.0
@@ -268,12 +268,12 @@ class _Watch:
             return
         self._next = time.monotonic() + _STATE_SECONDS
         try:
-            self._fields = fields_of(scontrol("show", "job", self._context.number, "-o"))
+            self._fields = fields_of(scontrol("show", "job", self._job.number, "-o"))
         except StartError as error:
             self._fields = {**self._fields, **self._recorded()}
             self._tell(str(error))
             return
-        number, reason = self._context.number, self._fields.get("Reason")
+        number, reason = self._job.number, self._fields.get("Reason")
         if self.state == "RUNNING":
             self._tell(f"job {number} runs on {self._fields.get('NodeList')}")
         elif self.state == "PENDING" and reason != "None":
@@ -282,7 +282,7 @@ class _Watch:
 
     def _recorded(self) -> dict[str, str]:
         """Return the accounting record of a job, which the controller forgets minutes after its end."""
-        command = ["sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", self._context.number]
+        command = ["sacct", "-X", "-n", "-P", "-o", "State,ExitCode", "-j", self._job.number]
         if shutil.which("sacct") is None:
             return {}
         done = subprocess.run(command, capture_output=True, text=True, env=env.inherited())
@@ -301,7 +301,7 @@ class _Watch:
         if self.state == "FAILED":
             code = int(own) or 128 + int(killed)
         if self.state not in ("COMPLETED", "FAILED"):
-            _say(f"job {self._context.number} has ended: {self.state}; `sacct -j {self._context.number}` may say more")
+            _say(f"job {self._job.number} has ended: {self.state}; `sacct -j {self._job.number}` may say more")
         if code in (PREEMPTED, 143) and signal_number in (signal.SIGINT, signal.SIGHUP):
             return 128 + signal_number
         return code
