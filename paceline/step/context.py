@@ -27,7 +27,8 @@ from paceline.step.optimizers.loss_scale import LossScale
 class ProbeResults:
     """Results of the first step's probes. They outlive the strategy, and workers that join receive them.
 
-    ``fusible``: whether neighboring microbatches may be computed in one pass (``step.fusion``). None if not known yet.
+    ``fusible``: whether neighboring microbatches may be computed in one pass (``step.gradients.fusion``). None if
+    unknown.
     ``repeatable``: whether the forward pass has been checked for repeatability (``step.probes``).
     ``told``: kinds of warnings already given: False for a recomputed microbatch that differed, True for a reloaded
     microbatch whose data differed. ``warnings``: sentences that the user must read.

@@ -30,7 +30,7 @@ _NOTHING: tuple[int, _Saved] = 0, {}
 
 
 @dataclass(frozen=True)
-class KeptSettings:
+class SavedSettings:
     """Stored settings as a stateful object of a checkpoint."""
 
     values: _Saved

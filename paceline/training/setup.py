@@ -121,7 +121,7 @@ def _begin(
     saves, resume = settings.checkpoint, settings.resume
     if env.trace() is not None:  # a traced run starts from the beginning and saves nothing
         saves, resume = CheckpointSettings(), None
-    state.parts[saved_settings.PART] = saved_settings.KeptSettings(config.kept(settings, context.given))
+    state.parts[saved_settings.PART] = saved_settings.SavedSettings(config.kept(settings, context.given))
     place = saved_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)
     leaves = context.world.coordinator is not None or saves.every is not None

@@ -53,7 +53,7 @@ class Reducer:
         overlap: whether ``push`` and ``last`` will be used.
         any_order: whether each worker has at most one sum, and the sums may be added in any order.
 
-    With ``exact="fixed-point"`` the sums are integers (``step.fixed_point``).
+    With ``exact="fixed-point"`` the sums are integers (``step.gradients.fixed_point``).
     """
 
     def __init__(

@@ -11,7 +11,7 @@ optimizer changes them in place, without a lock. An element that two workers cha
 That is rare if gradients are sparse (``nn.Embedding(sparse=True)``), because they touch only the rows of their samples.
 
 A worker computes its first step with the common initial weights, in its own memory. These weights stay unchanged while
-the worker finds out whether it may compute microbatches in one pass (``step.fusion``).
+the worker finds out whether it may compute microbatches in one pass (``step.gradients.fusion``).
 
 Each worker has its own optimizer state; when the workers synchronize, all take over the state of rank 0. Each worker
 has its own buffers while it computes; the buffers of the last update win.
