@@ -173,7 +173,7 @@ def not_resumed(request: Request) -> str:
     try:
         if not (runs / request.name).exists():
             other = newest_resumable(runs, request.script, any_name=True)
-    except OSError:  # an impossible name; or a checkpoint of another run was just removed
+    except OSError:  # a checkpoint of another run has just been removed
         pass
     if other is None:
         return ""

@@ -4,10 +4,12 @@ import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paceline.cli.options import not_resumed
 from paceline.launchers.local import kernel
 
 Script = Callable[..., Path]
@@ -254,6 +256,15 @@ def test_a_taken_name(paceline: Paceline, script: Script, tmp_path: Path) -> Non
         "note: there is no run 'mne' in runs, so a new one starts. The newest run of train.py that can be resumed is "
     )
     assert f"{said}'mine'." in paceline("run", "--name", "mne", "--resume", "auto", path).err
+
+
+def test_other_runs_that_come_and_go_stop_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def newest(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("a checkpoint that was just removed")
+
+    monkeypatch.setattr("paceline.launchers.runs.newest_resumable", newest)
+    request: Any = SimpleNamespace(resume="auto", name="mine", runs=tmp_path, script=Path("train.py"))
+    assert not_resumed(request) == ""
 
 
 def test_quiet(paceline: Paceline, script: Script) -> None:

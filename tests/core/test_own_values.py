@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -16,8 +18,12 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import InputError
+from paceline.settings import Settings
 from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.step.optimizers.own_values import OwnValues, check_own_tensors
+from paceline.strategies.registry import capabilities, check_optimizer
+
+EACH_UPDATES_ALL = "allreduce", "local-sgd"
 
 
 class Lookahead(Optimizer):
@@ -151,6 +157,19 @@ def test_tensors_are_refused_where_no_worker_has_all() -> None:
     with pytest.raises(InputError, match=r"tensors in optimizer.means, and with strategy 'pipeline' not every worker"):
         check_own_tensors(made, parameters, "pipeline")
     check_own_tensors(SGD(parameters.values(), lr=0.1), parameters, "pipeline")
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd", "pipeline", "hogwild", "parameter-server"])
+def test_which_strategies_refuse_them(strategy: str) -> None:
+    """With all-reduce and local SGD each worker makes all updates of its weights, and so has all of its tensors."""
+    model, settings = nn.Linear(4, 2), Settings.model_validate({"strategy": strategy})
+    update = SimpleNamespace(optimizer=Lookahead(SGD(model.parameters(), lr=0.1)), divided_by="")
+    context: Any = SimpleNamespace(
+        settings=settings, update=update, compute=SimpleNamespace(model=model), divides_update=False
+    )
+    refused = pytest.raises(InputError, match=r"optimizer\.slow") if strategy not in EACH_UPDATES_ALL else nullcontext()
+    with refused:
+        check_optimizer(context, capabilities(settings, 2))
 
 
 class Counting(SGD):
