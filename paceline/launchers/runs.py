@@ -53,11 +53,11 @@ def _old(request: Request) -> Path | None:
 
 
 def _new(request: Request, now: float | None = None) -> Path:
-    """Return the path of a new directory, which does not exist yet."""
+    """Return the path of a new directory. Another launcher may create it before this one does."""
     runs = request.runs.absolute()
     if request.name is not None:
         run = _named(runs, request.name)
-        if run.exists():
+        if request.resume is None and run.exists():
             raise ConfigError(
                 f"The run {run} exists already. Continue it with --resume auto, or choose another --name."
             )

@@ -75,9 +75,27 @@ def test_of_two_that_resume_at_once_one_has_it_and_is_named(start: Start) -> Non
     found = {process.pid: said(process) for process in processes}
     (holder,) = [pid for pid, text in found.items() if text == "has it"]
     others = [text for text in found.values() if text != "has it"]
-    assert all("is in use by another launcher" in text for text in others)
+    assert all("is in use by another launcher" in text for text in others), others
     again = said(start("resume"))
     assert f": process {holder} on {platform.node()}, since 20" in again
+
+
+def test_a_run_that_another_launcher_creates_after_the_look_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+    looks = []
+
+    def created_after_the_first_look(path: Path) -> bool:
+        looks.append(path)
+        found = exists(path)
+        path.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "exists", created_after_the_first_look)
+    with runs.claim(resumed(tmp_path)) as run:
+        assert run == tmp_path / "mine"
+    assert looks
 
 
 def test_a_killed_launcher_has_nothing(start: Start, tmp_path: Path) -> None:
