@@ -5,19 +5,24 @@ Spot machines, Slurm and Kubernetes send SIGTERM, or SIGUSR1 if configured, some
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable
 
 from paceline.comm.world import World
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+_handlers: dict[int, Callable[..., None]] = {}
+"""Handlers that this module has installed, by signal."""
 
 
 def catch_notices(world: World) -> None:
     """Install handlers for SIGTERM and SIGUSR1 that make this worker leave after its current step.
 
     A second signal has no effect; signals often come twice, from the machine and from the launcher. Handlers of the
-    script are kept. Does nothing outside of the main thread.
+    script are kept, and processes that the script forks end on these signals as usual. Does nothing outside of the main
+    thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -26,5 +31,16 @@ def catch_notices(world: World) -> None:
         world.request_leave()
 
     for number in _NOTICES:
-        if signal.getsignal(number) == signal.SIG_DFL:
+        if signal.getsignal(number) in (signal.SIG_DFL, _handlers.get(number)):
+            _handlers[number] = leave
             signal.signal(number, leave)
+
+
+def _release_child() -> None:
+    """Let a forked process, such as one of a ``multiprocessing.Pool``, end on a signal: it has no step to finish."""
+    for number, handler in _handlers.items():
+        if signal.getsignal(number) is handler:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_release_child)

@@ -1,0 +1,54 @@
+"""A signal is a notice to the worker, and ends a process that its script forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.training.recovery.preemption import catch_notices
+
+
+@pytest.fixture(autouse=True)
+def default() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def world(asked: list[str], name: str = "") -> Any:
+    return SimpleNamespace(request_leave=lambda: asked.append(name))
+
+
+def test_a_process_that_the_script_forks_ends() -> None:
+    asked: list[str] = []
+    catch_notices(world(asked))
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert asked == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked == [""]
+
+
+def test_the_notice_goes_to_the_latest_session() -> None:
+    asked: list[str] = []
+    for name in ("first", "second"):
+        catch_notices(world(asked, name))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert asked == ["second"]
+
+
+def test_a_handler_of_the_script_is_kept() -> None:
+    asked, kept = list[str](), list[int]()
+    signal.signal(signal.SIGTERM, lambda number, frame: kept.append(number))
+    catch_notices(world(asked))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (asked, kept) == ([], [signal.SIGTERM])
