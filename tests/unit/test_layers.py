@@ -718,6 +718,22 @@ def test_an_input_unlike_the_one_it_was_cut_with() -> None:
         stage(torch.randn(3, 4))
 
 
+def test_what_is_no_tensor_in_an_input_stays_as_it_was_cut_with() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, values: dict[str, Any]) -> torch.Tensor:
+            return self.second(self.first(values["inputs"])) * values["scale"]
+
+    given = torch.randn(4, 4)
+    stage = layers_of(model := Scaled(), {"inputs": given, "scale": 2}).stage(0, 2)
+    assert torch.equal(stage({"inputs": given, "scale": 2}), model({"inputs": given, "scale": 2}))
+    with pytest.raises(InputError, match="may differ in the number of samples only"):
+        stage({"inputs": given, "scale": 3})
+
+
 def test_a_block_that_returns_something_else_later() -> None:
     class Sized(nn.Module):
         def forward(self, values: torch.Tensor) -> dict[str, Any]:
