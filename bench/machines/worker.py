@@ -87,7 +87,7 @@ def tree_alone(
     nodes = [[Node(0, rank)] for rank in range(world.size)]
 
     def reduce() -> None:
-        reduction.begin(nodes, lambda: float(world.size))
+        reduction.begin(nodes, float(world.size))
         for member in range(reduction.members):
             reduction.slots(member)[0].fill_(1.0)
             reduction.written(member)

@@ -173,7 +173,7 @@ def step(size: int, make: Callable[[World], Exchange]) -> tuple[int, int]:
     counting = CountingWorld(size)
     world, tensors = cast(World, counting), [torch.zeros(GRADIENT_BYTES // 4)]
     reduction = Reduction(world, make(world), tensors, EventLog(None, 0), "gradients", GRADIENT_BYTES)
-    reduction.begin([[Node(0, rank)] for rank in range(size)], lambda: 1.0)
+    reduction.begin([[Node(0, rank)] for rank in range(size)], 1.0)
     reduction.written(0)
     reduction.finish()
     return counting.messages, counting.bytes

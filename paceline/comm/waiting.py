@@ -1,4 +1,4 @@
-"""Waits of a worker for other workers: the awaited ranks, the purpose, and the checks that end a wait."""
+"""Waits of a worker for other workers: whom for, what for, and how a wait ends when one of them is lost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.env_init import reason_of
+from paceline.comm.transport.base import Work
 from paceline.coordinator.types import Member
 from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
 
@@ -42,6 +44,7 @@ class Waiting:
         awaited: ranks that this worker is waiting for.
         recorder: recorder of the script's own collectives. None in a single process.
         clock: function that returns the time in seconds, by which waits are measured.
+        in_process_group: whether this worker waits in a call of the process group, which an alarm must interrupt.
     """
 
     recorder: Recorder | None = None
@@ -53,6 +56,7 @@ class Waiting:
         self.timeout = timeout
         self.coordinator = coordinator
         self.awaited = Awaited()
+        self.in_process_group = False
         self._members: tuple[Member, ...] = ()
         self._purpose = ""
 
@@ -64,7 +68,7 @@ class Waiting:
     @property
     def alarmed(self) -> bool:
         """Whether a worker has been lost since the current membership formed."""
-        return self.coordinator is not None and self.coordinator.alarmed
+        return self.coordinator is not None and self.coordinator.alarm > self.coordinator.generation
 
     def check(self) -> None:
         """Raise WorkerLost early if a worker has already been lost.
@@ -98,7 +102,7 @@ class Waiting:
 
     def is_missing(self, rank: int) -> bool:
         """Return whether a worker will be missing from the next membership, or the coordinator is lost."""
-        if self.coordinator is None or not self.coordinator.alarmed:
+        if self.coordinator is None or not self.alarmed:
             return False
         return self.coordinator.broken or self._members[rank].worker in self.coordinator.missing
 
@@ -147,3 +151,64 @@ class Waiting:
     def explain(self, lost: WorkerLost) -> PacelineError:
         """Return the DisagreementError to raise instead if the workers made different calls, otherwise ``lost``."""
         return self.recorder.explain(lost) if self.recorder else lost
+
+    @contextmanager
+    def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> Iterator[None]:
+        """Record a wait for these ranks in a call of the process group, which the loss of a worker interrupts.
+
+        Args:
+            ranks: ranks that this worker waits for.
+            suspects: see :meth:`lost`.
+            where: see :meth:`lost`.
+
+        Raises:
+            WorkerLost: the call failed.
+        """
+        self.waits_for(ranks)
+        self.in_process_group = True
+        try:
+            self.check()  # an earlier alarm does not interrupt the call
+            yield
+        except RuntimeError as error:
+            raise self.lost(suspects, where, error) from error
+        finally:
+            self.in_process_group = False
+        self.waits_for(())
+
+    def lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
+        """Return the error for a failed call, naming the peers and, unless they timed out, all broken connections."""
+        reason, where = reason_of(error), f" {where}" if where else ""
+        if self.alarmed:  # the launcher names the lost worker
+            return WorkerLost(f"Rank {self.rank}: another worker was lost{where}. [{reason}]")
+        silent = peers and "imed out" in reason
+        gone = peers if silent else sorted({*peers, *self.broken_connections()})
+        named = name_ranks(gone) if gone else "another worker"
+        what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
+        kind = WorkerSilent if silent else WorkerLost
+        lost = kind(f"Rank {self.rank}: {what}{where}. See the output of {named} for the cause. [{reason}]")
+        return self.explain(lost)
+
+    def broken_connections(self) -> list[int]:
+        """Return the ranks to which the connection is broken, as far as that can be known without waiting."""
+        return []
+
+
+class Transfer:
+    """Send or receive in progress, or a collective of all workers if no peers are named."""
+
+    __slots__ = ("_peers", "_waiting", "_where", "_work")
+
+    def __init__(self, waiting: Waiting, work: Work, peers: list[int], where: str) -> None:
+        self._waiting = waiting
+        self._work = work
+        self._peers = peers
+        self._where = where
+
+    def wait(self) -> None:
+        """Wait until the transfer is done. See :attr:`Capabilities.blocking_wait`.
+
+        Raises:
+            WorkerLost: the peer was lost, or sent nothing before the timeout.
+        """
+        with self._waiting.waiting_in_group(self._peers or self._waiting.others, self._peers, self._where):
+            self._work.wait()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,17 +23,13 @@ from paceline.comm.transport.base import Communicator, Message, Transport, Trans
 from paceline.comm.transport.choice import transport_for
 from paceline.comm.transport.gather import all_gather_bytes
 from paceline.comm.transport.gloo import Gloo
-from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode_call
-from paceline.comm.waiting import Waiting
+from paceline.comm.waiting import Transfer, Waiting
 from paceline.coordinator.types import Membership, neighbours
 from paceline.environments.start import Identity
 from paceline.errors import (
     DisagreementError,
-    PacelineError,
     WorkerLost,
-    WorkerSilent,
-    name_ranks,
 )
 
 PENDING, LEAVING = 1, 2
@@ -74,7 +69,7 @@ class World(Waiting):
         self._who, self._wanted = who, transport if who.world_size > 1 else "auto"
         self.transport = transport_for(self.device, can_share() and not devices.visible_gpus(), wanted=self._wanted)
         self._host_transport = Gloo(same_host=False)
-        self.leaving = self._in_process_group = False
+        self.leaving = False
         self._rings: dict[int, Rings] = {}
         self.end_servers: Callable[[], None] = lambda: None
         self._arena: Arena | None = None
@@ -201,7 +196,7 @@ class World(Waiting):
 
     def _interrupt(self) -> None:
         """End the calls that block on the network after a loss. Waits in shared memory check the alarm themselves."""
-        if self.shared_memory is None or self._in_process_group:
+        if self.shared_memory is None or self.in_process_group:
             self._host_transport.abort()
             self._group.interrupt()
 
@@ -346,49 +341,12 @@ class World(Waiting):
             self.synchronize()
             self.gather(step, "step")
 
-    @contextmanager
-    def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> Iterator[None]:
-        """Record a wait for these ranks in a call of the process group, which the loss of a worker interrupts.
-
-        Args:
-            ranks: ranks that this worker waits for.
-            suspects: see :meth:`lost`.
-            where: see :meth:`lost`.
-
-        Raises:
-            WorkerLost: the call failed.
-        """
-        self.waits_for(ranks)
-        self._in_process_group = True
-        try:
-            self.check()  # an earlier alarm does not interrupt the call
-            yield
-        except RuntimeError as error:
-            raise self.lost(suspects, where, error) from error
-        finally:
-            self._in_process_group = False
-        self.waits_for(())
-
-    def lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
-        """Return the error for a failed call, naming the peers and, unless they timed out, all broken connections."""
-        reason, where = reason_of(error), f" {where}" if where else ""
-        if self.alarmed:  # the launcher names the lost worker
-            return WorkerLost(f"Rank {self.rank}: another worker was lost{where}. [{reason}]")
-        silent = peers and "imed out" in reason
-        gone = peers if silent else self._gone(peers)
-        named = name_ranks(gone) if gone else "another worker"
-        what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
-        kind = WorkerSilent if silent else WorkerLost
-        lost = kind(f"Rank {self.rank}: {what}{where}. See the output of {named} for the cause. [{reason}]")
-        return self.explain(lost)
-
-    def _gone(self, peers: list[int]) -> list[int]:
-        """Return these peers and all others with a broken connection. The worker that was lost first is among them."""
-        gone = set(peers)
-        for peer in range(self.size):
-            if peer != self.rank and self.transport.capabilities.blocking_wait:
-                try:
-                    dist.isend(torch.zeros(1), peer, tag=_PROBE_TAG)
-                except RuntimeError:
-                    gone.add(peer)
-        return sorted(gone)
+    def broken_connections(self) -> list[int]:
+        """Return the ranks to which the connection is broken. The worker that was lost first is among them."""
+        broken = []
+        for peer in self.others if self.transport.capabilities.blocking_wait else ():
+            try:
+                dist.isend(torch.zeros(1), peer, tag=_PROBE_TAG)
+            except RuntimeError:
+                broken.append(peer)
+        return broken

@@ -62,7 +62,7 @@ class EverySecond(Strategy):
             pairs.append(computed.pair)
         header = self._results.send(step, [piece.start for piece in layout[context.world.rank]], pairs, missing=False)
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(layout)]
-        self._reducer.send(nodes, [values for _, values in gradients.nodes()], header.count, header.check)
+        self._reducer.send(nodes, [values for _, values in gradients.nodes()], header.count)
         self._reducer.finish()
         parts = self._results.parts(layout, header, None)
         sums = [values for _, values in statistics.nodes()]

@@ -535,7 +535,7 @@ def test_before_a_planned_change_workers_wait_for_each_other() -> None:
             scene = Scene(world)
             world.gathered.clear()
             world.leaving = leaving
-            world.coordinator = SimpleNamespace(alarmed=alarmed)
+            world.coordinator = SimpleNamespace(alarm=int(alarmed), generation=0)
             scene.of.prepare_to_leave()
             return world.gathered, scene.saver.finished
 

@@ -90,15 +90,18 @@ def reduce(world: ThreadWorld, make: Make, members: Sequence[int] = range(len(EX
         shares = shares_of(step, world.size)
         nodes = [[node for node, _ in held(step, share, 0)] for share in shares]
         asked: list[int] = []
-        reduction.begin(nodes, lambda: COUNT, lambda asked=asked: asked.append(1))  # type: ignore[misc]
+        reduction.begin(nodes)
         for member in members:
             for slot, (_, value) in zip(reduction.slots(member), held(step, shares[world.rank], member), strict=True):
                 slot.copy_(value)
             reduction.written(member)
+            if reduction.needs_divisor:
+                asked.append(member)
+                reduction.divide_by(COUNT)
         arrived: list[int] = []
         reduction.finish(lambda views, arrived=arrived: arrived.append(len(views)))  # type: ignore[misc]
         order.append(arrived)
-        assert len(asked) == len(arrived)
+        assert len(asked) == 1
         means.append([reduction.mean(member).clone() for member in members])
         assert all(reduction.mean(member).stride() == EXAMPLES[member].stride() for member in members)
     assert all(sum(arrived) == len(EXAMPLES) for arrived in order)
@@ -156,6 +159,33 @@ def test_on_several_machines(machines: list[tuple[int, ...]]) -> None:
     assert all(one["said"] == one["sent"] for one in found)
 
 
+@pytest.mark.parametrize(
+    ("make", "machines"),
+    [(plain, None), (in_memory, [(0, 1, 2, 3)]), (hierarchical, [(0, 1), (2, 3)])],
+    ids=["network", "memory", "machines"],
+)
+def test_nobody_waits_for_others_before_the_divisor(make: Make, machines: list[tuple[int, ...]] | None) -> None:
+    """It comes with the step of each worker; one in another step would never send its part."""
+    written = threading.Event()
+
+    def act(world: Any) -> tuple[bool, list[torch.Tensor]]:
+        reduction = make(world, Facts())
+        reduction.begin([[Node(0, rank)] for rank in range(world.size)])
+        if world.rank:
+            assert written.wait(60)
+        for member in range(len(EXAMPLES)):
+            reduction.slots(member)[0].fill_(world.rank)
+            reduction.written(member)
+        needed = reduction.needs_divisor
+        written.set()
+        reduction.divide_by(4.0)
+        reduction.finish()
+        return needed, [reduction.mean(member).clone() for member in range(len(EXAMPLES))]
+
+    for needed, means in run(4, act, hosts=machines):
+        assert needed and all(bool((one == 1.5).all()) for one in means)
+
+
 def test_machines_with_slow_links_add_up_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_link_shares", lambda *_: [0.6, 0.4, 0.0])
 
@@ -186,7 +216,7 @@ def test_the_back_end_adds_up_by_itself() -> None:
         reduction, means = over(CollectiveExchange(world), world, facts := Facts()), []
         for step in range(2):
             nodes = [[Node(0, 0)], [Node(0, 1)], []]
-            reduction.begin(nodes, lambda: COUNT)
+            reduction.begin(nodes, COUNT)
             for member in range(len(EXAMPLES)):
                 for slot in reduction.slots(member):
                     slot.fill_(world.rank + step + 1)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from paceline.comm.transport.base import Message
-from paceline.comm.transport.transfer import Transfer
+from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
 
 

@@ -16,8 +16,8 @@ import torch
 from paceline.comm.links.strides import Strides, dense_strides_of, laid_out, one_after_another, strides_of
 from paceline.comm.shm.ring import LARGEST_BYTES, Ring
 from paceline.comm.transport.base import Communicator, Message
-from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode, sendable
+from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
 from paceline.errors import InputError
 

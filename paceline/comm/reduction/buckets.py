@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.shm.tensors import CACHE_LINE, aligned
-from paceline.comm.transport.transfer import Transfer
+from paceline.comm.waiting import Transfer
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19

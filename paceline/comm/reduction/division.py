@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
-Divisor = Callable[[], "torch.Tensor | float"]
+Divisor: TypeAlias = "torch.Tensor | float"
 
 
-def divide(value: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+def divide(value: torch.Tensor, divisor: Divisor, out: torch.Tensor) -> torch.Tensor:
     """Divide a tensor and return ``out``, which may be the tensor itself.
 
     Copies whole numbers, which are divided after conversion to floating point (``step.gradients.fixed_point``).
@@ -23,7 +23,7 @@ def divide(value: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor
     return torch.div(value, divisor, out=out)
 
 
-def divide_all(values: list[torch.Tensor], divisor: torch.Tensor | float) -> None:
+def divide_all(values: list[torch.Tensor], divisor: Divisor) -> None:
     """Divide tensors in place."""
     if isinstance(divisor, torch.Tensor):
         for one in filter(_is_half, values):

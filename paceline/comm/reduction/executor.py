@@ -27,7 +27,7 @@ from paceline.comm.reduction.buckets import Bucket, pack
 from paceline.comm.reduction.division import Divisor, divide
 from paceline.comm.reduction.exchange import Exchange, Messages, Phase
 from paceline.comm.transport.base import Message
-from paceline.comm.transport.transfer import Transfer
+from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, total
@@ -48,6 +48,9 @@ class Reduction:
     Attributes:
         kind: kind of the exchange, for the records.
         members: number of tensors.
+        divisor: divisor of the sums of the current step. None while it is unknown.
+        needs_divisor: whether the step is held up until :meth:`divide_by`, because the next phase of a bucket needs the
+            divisor, or must not wait for others before all workers are known to be in the same step.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class Reduction:
         self._world, self._exchange = world, exchange
         self._events, self._name = events, name
         self.kind, self.members = exchange.kind, len(tensors)
+        self.divisor: Divisor | None = None
+        self.needs_divisor = False
         self._bucket_bytes = bucket_bytes or exchange.layout.bucket_bytes
         self._buckets = pack(tensors, exchange.layout, self._bucket_bytes)
         exchange.open(self._buckets)
@@ -74,17 +79,16 @@ class Reduction:
         """Return the kind of the exchange, and the number and size of the buckets, for the records."""
         return {"kind": self.kind, "buckets": len(self._buckets), "bucket_bytes": self._bucket_bytes}
 
-    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
+    def begin(self, nodes: list[list[Node]], divisor: Divisor | None = None) -> None:
         """Start a step.
 
         Args:
             nodes: for each rank, the nodes whose sums it holds, from left to right.
-            divisor: function that returns the divisor of the sums. First called after the first bucket was sent.
-            check: function that raises if workers are at different steps, because their parts would never arrive.
-                Called before any wait for transfers.
+            divisor: divisor of the sums. If it is not yet known, buckets are sent but nothing waits for others:
+                :meth:`divide_by` gives it as soon as ``needs_divisor`` is set.
         """
         self._own = len(nodes[self._world.rank])
-        self._divisor, self._check = divisor, check
+        self.divisor, self.needs_divisor = divisor, False
         self._done = [0] * len(self._phases)
         """Number of buckets that have started each phase."""
         self._exchange.begin(nodes)
@@ -107,10 +111,15 @@ class Reduction:
         self._world.check()
         bucket, _ = self._at[member]
         bucket.waiting -= 1
-        while self._done[0] < len(self._buckets) and self._buckets[self._done[0]].waiting == 0:
-            self._buckets[self._done[0]].started = perf_counter()
-            self._advance(0)
+        self._send_full()
+
+    def divide_by(self, divisor: Divisor) -> None:
+        """Set the divisor of this step's sums, and go on with the buckets that needed it."""
+        self.divisor = divisor
+        if self.needs_divisor:
+            self.needs_divisor = False
             self._advance_others()
+            self._send_full()
 
     def finish(self, arrived: Callable[[list[torch.Tensor]], None] | None = None) -> None:
         """Wait until :meth:`mean` can return the means.
@@ -136,15 +145,28 @@ class Reduction:
         bucket, at = self._at[member]
         return bucket.views[0][at]
 
+    def _send_full(self) -> None:
+        """Send the buckets whose tensors are all written, in order."""
+        while not self.needs_divisor and self._done[0] < len(self._buckets):
+            bucket = self._buckets[self._done[0]]
+            if bucket.waiting:
+                return
+            bucket.started = perf_counter()
+            self._advance(0)
+            self._advance_others()
+
     def _advance_others(self) -> None:
         """Advance a bucket in each phase between the first and the last, except buckets that have just advanced.
 
         So a bucket waits for work that the other workers have had time to do.
         """
         left = [self._done[0] - 1 if self._done[0] < len(self._buckets) else self._done[0], *self._done[1:]]
-        for phase in range(1, len(self._phases) - 1):
-            if self._done[phase] < left[phase - 1]:
-                self._advance(phase)
+        behind = [phase for phase in range(1, len(self._phases) - 1) if self._done[phase] < left[phase - 1]]
+        if behind and self.divisor is None:
+            self.needs_divisor = True
+            return
+        for phase in behind:
+            self._advance(phase)
 
     def _advance(self, phase: int) -> None:
         """Run a phase for the next bucket."""
@@ -161,12 +183,10 @@ class Reduction:
         """Add up this worker's chunks along the tree, divide, and distribute the means."""
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
-        if self._check is not None:
-            self._check()
-        divisor = self._divisor()
+        assert self.divisor is not None
         _wait(bucket.receives)
         for mean, parts in self._exchange.collect(bucket):
-            divide(total(parts, torch.Tensor.add_), divisor, out=mean)
+            divide(total(parts, torch.Tensor.add_), self.divisor, out=mean)
         return self._exchange.deliver(bucket)
 
     def _start(self, bucket: Bucket, sends: list[Message], receives: list[Message]) -> None:

@@ -62,6 +62,12 @@ class CoordinatorClient:
         number: number of this worker process.
         seconds: timeout in seconds for other workers (``timeout_seconds``).
         session: number of calls of ``paceline.start`` in the script.
+
+    Attributes:
+        generation: number of the generation in which this worker is. -1 before the first.
+        pending: newest generation that has been announced.
+        alarm: newest announced generation that forms because a worker was lost. Above ``generation``, waits must end.
+        broken: whether the connection to the coordinator is lost.
     """
 
     def __init__(self, link: Link, number: int, seconds: float, session: int = 1) -> None:
@@ -71,7 +77,7 @@ class CoordinatorClient:
         self.generation = -1
         self._members: tuple[Member, ...] = ()
         self.pending = -1
-        self._alarm = -1
+        self.alarm = -1
         self._lost: dict[int, frozenset[int]] = {}
         self.broken = False
         self.on_alarm: Callable[[], None] = lambda: None
@@ -85,11 +91,6 @@ class CoordinatorClient:
     def address(self) -> str:
         """Address at which other workers reach this machine."""
         return self._link.address
-
-    @property
-    def alarmed(self) -> bool:
-        """Whether a worker was lost after this generation was formed."""
-        return self._alarm > self.generation
 
     @property
     def missing(self) -> frozenset[int]:
@@ -196,7 +197,7 @@ class CoordinatorClient:
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
             self.on_change(message["generation"])
             if message["urgent"]:
-                self._alarm = max(self._alarm, message["generation"])
+                self.alarm = max(self.alarm, message["generation"])
                 self.on_alarm()
         elif message["type"] == "store":
             self._on_answer(message)
@@ -207,7 +208,7 @@ class CoordinatorClient:
         """Record that the connection to the coordinator is lost and raise the alarm."""
         if not self.broken:
             self.broken = True
-            self.pending = self._alarm = sys.maxsize
+            self.pending = self.alarm = sys.maxsize
             self._link.put({"type": "broken"})
             self.on_alarm()
 

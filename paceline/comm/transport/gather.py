@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from paceline.comm.transport.base import Message
-from paceline.comm.transport.transfer import Transfer
+from paceline.comm.transport.base import Message, Work
 from paceline.errors import WorkerLost
 
 _TAG = (1 << 28) - 9  # below the tags of the MPI back end
@@ -29,7 +29,7 @@ class Workers(Protocol):
         """Ranks of all other workers."""
         ...
 
-    def start_transfers(self, sends: list[Message], receives: list[Message], *, host: bool = False) -> list[Transfer]:
+    def start_transfers(self, sends: list[Message], receives: list[Message], *, host: bool = False) -> Sequence[Work]:
         """See ``World.start_transfers``."""
         ...
 

@@ -208,7 +208,7 @@ class BackupWorkers(Strategy):
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         pairs = [pair for group in sorted(counted.results) for pair in counted.results[group].pairs]
         header = self._results.send(step, held[context.world.rank], pairs)
-        self._reducer.send(nodes, counted.gradients(), header.count, header.check)
+        self._reducer.send(nodes, counted.gradients(), header.count)
         self._reducer.finish()
         missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
         note = self._results.send_missing(layout, missing) if header.missing else None

@@ -230,7 +230,7 @@ class Models:
         values = self._changing() if same else self._completed()
         own = weights[self._context.world.rank] / total
         reduction = self._reduction_of(values)
-        reduction.begin([[Node(0, rank)] if weight else [] for rank, weight in enumerate(weights)], lambda: 1.0)
+        reduction.begin([[Node(0, rank)] if weight else [] for rank, weight in enumerate(weights)], 1.0)
         for member, value in enumerate(values.values()):
             for slot in reduction.slots(member):
                 slot.copy_(value).mul_(own)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from functools import reduce
 from itertools import chain
 
@@ -135,26 +135,32 @@ class Reducer:
         """Start the reduction: the next backward pass sends gradients as it computes them."""
         assert self._reduction is not None
         self._kept, self._nearest = self._sums.before_last(microbatch)
-        self._begin_reduction(self._nodes, header.count, header.check)
+        self._begin(self._nodes, header.count)
         self._waiting = set(range(len(self._parameters)))
         self._armed = True
 
     def nothing(self, header: StepHeader) -> None:
         """Reduce this worker's chunk of the others' gradients in a step for which it has no microbatch."""
         assert self._reduction is not None
-        self._begin_reduction(self._nodes, header.count, header.check)
+        self._begin(self._nodes, header.count)
         for member in range(len(self._parameters)):
-            self._reduction.written(member)
+            self._written(member)
 
-    def _begin_reduction(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None) -> None:
+    def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
         assert self._reduction is not None
-        self._divisor = self._scaled(divisor)
-        self._reduction.begin(nodes, self._divisor, check)
+        self._count = count
+        self._reduction.begin(nodes)
 
-    def _scaled(self, divisor: Divisor) -> Divisor:
-        """Return a divisor that also removes the loss scale from the gradients."""
-        scale = self._context.compute.scale
-        return divisor if scale == 1.0 else lambda: divisor() * scale
+    def _divisor(self) -> Divisor:
+        """Return the divisor of this step's sums, which also removes the loss scale from the gradients."""
+        count, scale = self._count(), self._context.compute.scale
+        return count if scale == 1.0 else count * scale
+
+    def _written(self, member: int) -> None:
+        assert self._reduction is not None
+        self._reduction.written(member)
+        if self._reduction.needs_divisor:
+            self._reduction.divide_by(self._divisor())
 
     def written(self) -> list[list[int]]:
         """Send the sums of the parameters to which the last backward pass, now complete, gave no gradient.
@@ -198,30 +204,29 @@ class Reducer:
             gradient = gradient if before is None else add_one(before, gradient, before)
         before = self._nearest[-1][place] if self._nearest else None
         _put(slots[-1], before, gradient)
-        self._reduction.written(self._member(place))
+        self._written(self._member(place))
 
     def _member(self, place: int) -> int:
         return len(self._parameters) - 1 - place
 
     # When the sums are complete.
 
-    def send(
-        self, nodes: list[list[Node]], sums: list[Values], divisor: Divisor, check: Callable[[], None] | None = None
-    ) -> None:
+    def send(self, nodes: list[list[Node]], sums: list[Values], count: Callable[[], Divisor]) -> None:
         """Send complete sums.
 
         Args:
             nodes: for each rank, the nodes whose sums it sends.
             sums: sums of this worker's nodes.
-            divisor: divisor of all sums, see :meth:`Reduction.begin`.
-            check: function that raises if workers are at other steps, see :meth:`Reduction.begin`.
+            count: function that returns the divisor of all sums, and raises if workers are at different steps. Called
+                after the first bucket was sent.
         """
-        divisor = self._scaled(divisor)
         if self._reduction is None:
-            self._means = _divided(nodes[0], sums, divisor)
+            self._count = count
+            self._means = _divided(nodes[0], sums, self._divisor())
         else:
-            self._divisor = divisor
-            _send(self._reduction, nodes, [values[::-1] for values in sums], divisor, check)
+            self._begin(nodes, count)
+            for member in _filled(self._reduction, [values[::-1] for values in sums]):
+                self._written(member)
         if self._fixed is not None:
             self._fixed.send()
 
@@ -237,6 +242,8 @@ class Reducer:
         if self._reduction is None:
             means = [align_value(value) for value in self._means]
         else:
+            if self._reduction.divisor is None:
+                self._reduction.divide_by(self._divisor())
             self._reduction.finish(self._context.update.measure if measure and self._fixed is None else None)
             means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]
         if self._fixed is not None:
@@ -261,7 +268,7 @@ class Reducer:
             self._context.world.check()
             self._context.compute.forward_pass(piece, step).total.backward()
             sums.push(piece.microbatches.start, self.take())
-        self.send(nodes, [values for _, values in sums.nodes()], header.count, header.check)
+        self.send(nodes, [values for _, values in sums.nodes()], header.count)
 
     def accept(self) -> None:
         """Accept the step after the model was updated: its gradients determine the next fixed-point units."""
@@ -289,9 +296,10 @@ class Reducer:
                 buffers.examples(), "buffers", _STATISTICS_TAGS, self._any_order and not self._fixed
             )
         if self._statistics is None:
-            means = _divided(nodes[0], sums, lambda: samples)
-            return [mean for mean in means if mean is not None]
-        _send(self._statistics, nodes, sums, lambda: samples)
+            return [mean for mean in _divided(nodes[0], sums, samples) if mean is not None]
+        self._statistics.begin(nodes, samples)
+        for member in _filled(self._statistics, sums):
+            self._statistics.written(member)
         self._statistics.finish()
         return [self._statistics.mean(member) for member in range(self._statistics.members)]
 
@@ -329,26 +337,18 @@ def _put(slot: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | No
         slot.fill_(-0.0)
 
 
-def _send(
-    reduction: Reduction,
-    nodes: list[list[Node]],
-    sums: list[Values],
-    divisor: Divisor,
-    check: Callable[[], None] | None = None,
-) -> None:
-    reduction.begin(nodes, divisor, check)
+def _filled(reduction: Reduction, sums: list[Values]) -> Iterator[int]:
+    """Write the sums of one tensor after another into its slots, and yield its index."""
     for member in range(reduction.members):
         for slot, values in zip(reduction.slots(member), sums, strict=True):
             _put(slot, values[member])
-        reduction.written(member)
+        yield member
 
 
 def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
     """Return the means from the sums of a single worker."""
     means = total(list(zip(nodes, sums, strict=True)) or [(Node(0, 0), [])], add)
     given = [value for value in means if value is not None]
-    if given:
-        rest = divisor()
-        if isinstance(rest, torch.Tensor) or rest != 1.0:
-            divide_all(given, rest)
+    if given and (isinstance(divisor, torch.Tensor) or divisor != 1.0):
+        divide_all(given, divisor)
     return means

@@ -113,12 +113,12 @@ class WorkStealing(Strategy):
         if not context.settings.along_tree:  # one sum per worker, so the microbatches that it covers do not matter
             nothing: Values = [None] * len(context.update.parameters)
             one_each = [[Node(0, rank)] for rank in range(context.world.size)]
-            self._reducer.send(one_each, computed.gradients.values() or [nothing], header.count, header.check)
+            self._reducer.send(one_each, computed.gradients.values() or [nothing], header.count)
         held = self._held(header, step)
         whole = [nodes_of(own) for own in held]
         running = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         if context.settings.along_tree:
-            self._reducer.send(whole, computed.gradients.values(), header.count, header.check)
+            self._reducer.send(whole, computed.gradients.values(), header.count)
         while not self._reducer.finish(measure=True):
             self._reducer.again(step, pieces, running, header)
         layout = [[range(one, one + 1) for one in own] for own in held]

@@ -287,7 +287,7 @@ class _StageUpdates(Hooks):
             exchange = DirectExchange(self._replicas, _TAGS)
             self._reduction = Reduction(self._replicas, exchange, examples, self._context.events, "gradients")
         reduction = self._reduction
-        reduction.begin([[Node(0, place)] for place in range(self._replicas.size)], lambda: 1.0)
+        reduction.begin([[Node(0, place)] for place in range(self._replicas.size)], 1.0)
         for member, value in enumerate([*sums, *statistics, totals]):
             (slot,) = reduction.slots(member)
             slot.zero_() if value is None else slot.copy_(value)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -213,8 +213,8 @@ class Synchronous(Strategy):
         stages = [len(users[name]) if name in users else 1 for name in self._parameters]
         return frozenset(place for place, name in enumerate(self._parameters) if missing[name] == stages[place])
 
-    def _mean_gradients(self, gradients: _StepGradients, nodes: list[list[Node]], divisor: Divisor) -> None:
-        self._reducer.send(nodes, _concatenate(gradients.sums[stage].values() for stage in self.stages.local), divisor)
+    def _mean_gradients(self, gradients: _StepGradients, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
+        self._reducer.send(nodes, _concatenate(gradients.sums[stage].values() for stage in self.stages.local), count)
         self._reducer.finish()
 
     def _mean_statistics(self, step: int, nodes: list[list[Node]]) -> list[torch.Tensor]:

@@ -73,7 +73,7 @@ class Generations:
     @property
     def alarmed(self) -> bool:
         """Whether a worker was lost since this generation was formed."""
-        return self._client.alarmed
+        return self._client.alarm > self._client.generation
 
     @property
     def pending(self) -> int:

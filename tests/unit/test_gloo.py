@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm.transport import gloo_waits
-from paceline.comm.transport.gloo_waits import CollectiveWork, MessageWork, Waits
+from paceline.comm.transport import gloo
+from paceline.comm.transport.gloo import CollectiveWork, MessageWork, Waits
 
 
 @pytest.fixture
@@ -111,4 +111,4 @@ def test_waits_are_possible_again_in_the_next_group() -> None:
 
 
 def test_torch_has_what_ends_a_wait() -> None:
-    assert len(gloo_waits._ABORTS) == 2
+    assert len(gloo._ABORTS) == 2
