@@ -624,6 +624,24 @@ def test_a_decision_between_layers_that_falls_otherwise() -> None:
         stage(torch.zeros(2, 4))
 
 
+def test_a_decision_behind_the_last_layer_that_falls_otherwise() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            values = self.last(self.first(values))
+            return values * 2 if values.sum() > 1e3 else values
+
+    model = Doubles()
+    layers = layers_of(model, torch.zeros(2, 4))
+    with torch.no_grad():
+        model.last.bias.fill_(1e3)
+    given = layers.stage(0, 1)(torch.zeros(2, 4))
+    assert torch.equal(layers.stage(1, 2)(given), model(torch.zeros(2, 4)))
+
+
 def test_a_layer_that_keeps_a_tensor_for_its_next_call() -> None:
     class Integrate(nn.Module):
         total: torch.Tensor

@@ -112,4 +112,4 @@ def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     """Return whether two values are equal, where NaN equals NaN."""
     if left is None or right is None:
         return left is right
-    return torch.equal(left, right) or bool(((left == right) | (left != left) & (right != right)).all())
+    return torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
