@@ -131,6 +131,9 @@ def test_what_does_not_fit_is_named() -> None:
         balance(layers, 3, Cluster(memory_bytes=3999))
     with pytest.raises(ConfigError, match=r"stage \d \(layers? .*blocks.0"):
         balance(layers, 2, Cluster(memory_bytes=3999))
+    layers = [layer(str(place), kept_bytes=10) for place in range(3)]
+    with pytest.raises(ConfigError, match=r"stage 0 \(layer '0'\) needs 30 bytes, and a worker has 29"):
+        balance(layers, 3, Cluster(memory_bytes=29))
 
 
 def test_more_stages_than_layers_or_workers() -> None:
