@@ -141,11 +141,15 @@ class ForwardRunner:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
-        """Return ``pair`` of a forward pass without keyed random numbers.
+        """Return ``pair`` of a forward pass without keyed random numbers."""
+        return self.loss_of(piece)[1]
+
+    def loss_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``total``, without the loss scale, and ``pair`` of a forward pass without keyed random numbers.
 
         Gradients stay enabled, because a forward pass may compute gradients itself, as for a gradient penalty.
         """
-        return self._loss(piece)[1]
+        return self._loss(piece)
 
     def _loss(self, piece: Piece, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         with self.precision(), self.keeping_weights():

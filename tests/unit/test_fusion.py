@@ -1,0 +1,86 @@
+"""Which microbatches are computed in one pass: not those whose gradients are clipped or normalized in each pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import paceline
+
+
+class Normalized(torch.autograd.Function):
+    """The identity, with a gradient of norm 1."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] / gradients[0].norm()
+
+
+class Net(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.head, self.between = nn.Linear(4, 8), nn.Linear(8, 2), between
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return self.head(self.between(torch.tanh(self.body(values))))
+
+
+def clip(model: Net) -> None:
+    model.body.weight.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))  # which this gradient is far from
+
+
+def clip_accumulated(model: Net) -> None:
+    model.body.weight.register_post_accumulate_grad_hook(
+        lambda weight: torch.nn.utils.clip_grad_norm_([weight], 0.01) and None
+    )
+
+
+def center(model: Net) -> None:
+    model.head.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] - outputs[0].mean(0),))
+
+
+def nothing(model: Net) -> None:
+    model.head.bias.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize(
+    ("between", "change", "fused"),
+    [
+        (torch.relu, nothing, True),
+        (torch.relu, clip, False),
+        (torch.relu, clip_accumulated, False),
+        (torch.relu, center, False),
+        (Normalized.apply, nothing, False),
+    ],
+)
+def test_gradients_of_a_pass_decide(
+    between: Any, change: Callable[[Net], None], fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    values, model = torch.randn(48, 4), Net(between)
+    change(model)
+    session = paceline.start(
+        model=model,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=functional.cross_entropy,
+        data=TensorDataset(values, (values.sum(1) > 0).long()),
+        batch=16,
+    )
+    with caplog.at_level(logging.INFO, "paceline"):
+        for batch in session.batches(steps=2):
+            session.step(batch)
+    found = "in one pass is not the sum of those of the microbatches" in caplog.text
+    assert found is not fused, caplog.text
+    assert ("each worker computes its microbatches in one pass" in caplog.text) is fused
