@@ -12,8 +12,10 @@ The whole state is compared where workers synchronize: at the end of ``batches``
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy
@@ -22,6 +24,7 @@ import torch
 from paceline.checkpoint.tensors import raw_bytes
 from paceline.comm.collectives.step_header import StateDigest
 from paceline.comm.transport.host_copy import HostCopy
+from paceline.data.objects.attributes import Attributes
 from paceline.errors import DisagreementError
 from paceline.step.context import TrainingContext
 from paceline.step.numerics import numerics
@@ -177,6 +180,7 @@ def compare(context: TrainingContext, what: str, samples: dict[str, int] | None 
     if not text:
         return True
     text = _option_that_differs([options for _, _, options in everyone]) or text
+    text += _held_text(context.world.gather(_held(context), what))
     if context.settings.exact or all(one == everyone[0][1] for _, one, _ in everyone):
         raise DisagreementError(text)
     text += (
@@ -208,6 +212,34 @@ def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:
                     f"differ. Change hyper-parameters alike on all workers."
                 )
     return ""
+
+
+def _held(context: TrainingContext) -> dict[str, str]:
+    """Return a digest of each value that the model and the loss hold beside the compared tensors, by name."""
+    model = context.compute.model
+    known = {id(value) for value in (*model.parameters(), *model.buffers())}
+    roots = {"model": model, "forward": context.compute.forward}
+    return {name: _text_of(value) for name, value in Attributes(roots, known).values.items()}
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(digest_of(value))
+    return sha256(value.tobytes() if isinstance(value, numpy.ndarray) else repr(value).encode()).hexdigest()
+
+
+def _held_text(everyone: Sequence[dict[str, str]]) -> str:
+    """Name the held values that differ among ranks, as the loop may have used them. Empty if none differs."""
+    names = sorted({name for found in everyone for name in found if "._torch" not in name})
+    differing = [name for name in names if len({found.get(name) for found in everyone}) > 1]
+    shown = [*dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in differing)][:2]
+    if not shown:
+        return ""
+    return (
+        f" On each worker {' and '.join(shown)} {'has' if len(shown) == 1 else 'have'} another value, as after "
+        f"the forward pass of its own microbatches: if the loop reads it, return it as a metric, as (loss, "
+        f"{{'name': value}}), and take report.metrics."
+    )
 
 
 def digests(context: TrainingContext) -> dict[str, int]:

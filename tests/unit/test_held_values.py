@@ -1,0 +1,67 @@
+"""What workers hold beside the compared tensors is named when their tensors or hyper-parameters differ."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import paceline
+from paceline.errors import DisagreementError
+from paceline.step import replicas
+
+CAUGHT: dict[str, Any] = {}
+QUEUE: list[Any] = []
+
+
+class World:
+    """Two workers: what rank 0 sends, and what it sent when it had computed another microbatch."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.others: list[Any] = []
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        self.sent.append(value)
+        return [value, self.others[len(self.sent) - 1] if self.others else value]
+
+
+def test_what_a_hook_has_caught_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].register_forward_hook(lambda module, inputs, output: CAUGHT.update(h=output.detach().mean()))
+    model[0].register_forward_hook(lambda module, inputs, output: QUEUE.append(output.detach().mean()))
+    session = paceline.start(
+        model=model,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=functional.cross_entropy,
+        data=[(torch.ones(4), 0)] * 16,
+        batch=8,
+        exact=True,
+    )
+    real = session._context
+    context: Any = SimpleNamespace(
+        **{key: getattr(real, key) for key in ("compute", "update", "settings", "events", "divides_update")},
+        world=World(),
+    )
+    model(torch.ones(2, 4))
+    assert replicas.compare(context, "step")
+    first = World()
+    context.world = first
+    context.update.optimizer.param_groups[0]["lr"] = 0.2
+    first.others = [(dict.fromkeys(["x"], 1), 0, {"lr of group 0": "0.1"}), replicas._held(context)]
+    with pytest.raises(DisagreementError, match="lr of group 0") as told:
+        replicas.compare(context, "step")
+    assert "On each worker" not in str(told.value)
+    context.world = World()
+    context.world.others = first.others
+    QUEUE.clear()
+    model(torch.zeros(2, 4))
+    with pytest.raises(DisagreementError, match=r"On each worker CAUGHT\['h'\] and QUEUE have another value"):
+        replicas.compare(context, "step")
