@@ -53,13 +53,18 @@ def seed_untouched() -> None:
 
 def was_drawn() -> bool:
     """Return whether a global generator was used since :func:`seed_untouched`. The check itself draws from them."""
-    return _next_draws() != _draws_of_untouched()
+    return _next_draws() != _draws_of_untouched() or _drawn_on_gpu()
 
 
 def _next_draws() -> tuple[float, ...]:
     import numpy
 
     return torch.rand((), dtype=torch.float64).item(), random.random(), numpy.random.random_sample()
+
+
+def _drawn_on_gpu() -> bool:
+    """Return whether the GPU's generator has moved on from its seed. Its state ends with its position."""
+    return torch.cuda.is_initialized() and bool(torch.cuda.get_rng_state()[-8:].any())
 
 
 @cache

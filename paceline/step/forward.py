@@ -13,7 +13,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
-from paceline.data.keys import STEP, generator_states, replay_context, same_states, seed_all, seed_of
+from paceline.data.keys import (
+    STEP,
+    generator_states,
+    replay_context,
+    same_states,
+    seed_all,
+    seed_of,
+    seed_untouched,
+    was_drawn,
+)
 from paceline.data.nested import map_tensors
 from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError, name_microbatches
@@ -119,14 +128,19 @@ class ForwardRunner:
         Args:
             piece: the microbatch group.
             step: step to which the microbatches belong.
-            watch_draws: whether to detect if the forward pass draws random numbers.
+            watch_draws: whether to detect if the forward pass draws random numbers. Then a group of several
+                microbatches gets no keyed numbers, which belong to a microbatch.
         """
+        fused = watch_draws and len(piece.microbatches) > 1
         recorder = self.recorder if self.recorder is not None and self.recorder.begin(piece, step) else None
         self.buffers.reset()
-        seed_all(self.seed(STEP, step, piece.microbatches.start))
-        before = generator_states() if watch_draws else None
+        if fused:
+            seed_untouched()
+        else:
+            seed_all(self.seed(STEP, step, piece.microbatches.start))
+        before = generator_states() if watch_draws and not fused else None
         total, pair = self._loss(piece, step)
-        drew = before is not None and not same_states(before, generator_states())
+        drew = was_drawn() if fused else before is not None and not same_states(before, generator_states())
         buffers = self.buffers.collect(piece.samples, self._samples_of(step))
         if not total.requires_grad:
             raise InputError(NO_GRADIENT)

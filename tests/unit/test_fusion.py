@@ -24,7 +24,7 @@ class Normalized(torch.autograd.Function):
         return values.clone()
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0] / gradients[0].norm()
 
 
@@ -35,6 +35,19 @@ class Net(nn.Module):
 
     def forward(self, values: torch.Tensor) -> Any:
         return self.head(self.between(torch.tanh(self.body(values))))
+
+
+def start(model: nn.Module, **more: Any) -> paceline.Session:
+    torch.manual_seed(0)
+    values = torch.randn(48, 4)
+    return paceline.start(
+        model=model,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=functional.cross_entropy,
+        data=TensorDataset(values, (values.sum(1) > 0).long()),
+        batch=16,
+        **more,
+    )
 
 
 def clip(model: Net) -> None:
@@ -48,7 +61,10 @@ def clip_accumulated(model: Net) -> None:
 
 
 def center(model: Net) -> None:
-    model.head.register_full_backward_pre_hook(lambda _, outputs: (outputs[0] - outputs[0].mean(0),))
+    def hook(module: nn.Module, gradients: Any) -> Any:
+        return (gradients[0] - gradients[0].mean(0),)
+
+    model.head.register_full_backward_pre_hook(hook)
 
 
 def nothing(model: Net) -> None:
@@ -68,19 +84,52 @@ def nothing(model: Net) -> None:
 def test_gradients_of_a_pass_decide(
     between: Any, change: Callable[[Net], None], fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
-    values, model = torch.randn(48, 4), Net(between)
+    model = Net(between)
     change(model)
-    session = paceline.start(
-        model=model,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        loss=functional.cross_entropy,
-        data=TensorDataset(values, (values.sum(1) > 0).long()),
-        batch=16,
-    )
+    session = start(model)
     with caplog.at_level(logging.INFO, "paceline"):
         for batch in session.batches(steps=2):
             session.step(batch)
     found = "in one pass is not the sum of those of the microbatches" in caplog.text
     assert found is not fused, caplog.text
     assert ("each worker computes its microbatches in one pass" in caplog.text) is fused
+
+
+class Switched(nn.Module):
+    """Draws random numbers, or centers its output, once it is switched on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.on = nn.Linear(4, 2), kind, False
+
+    def forward(self, values: torch.Tensor) -> Any:
+        if self.on and self.kind == "draws":
+            values = functional.dropout(values)
+        output = self.layer(values)
+        return output - output.mean(0) if self.on and self.kind == "centers" else output
+
+
+def trained(kind: str, **more: Any) -> tuple[torch.Tensor, list[str]]:
+    torch.manual_seed(0)
+    model = Switched(kind)
+    session = start(model, **more)
+    for batch in session.batches(steps=12):
+        model.on = batch.step >= 3
+        report = session.step(batch)
+    return model.layer.weight.detach(), list(report.notes[1:])
+
+
+def test_random_numbers_that_are_drawn_later_belong_to_microbatches() -> None:
+    (fused, notes), (single, _) = trained("draws"), trained("draws", microbatches=8)
+    torch.testing.assert_close(fused, single, rtol=1e-5, atol=1e-6)
+    assert not notes
+
+
+def test_a_loss_that_couples_samples_later_is_named_once() -> None:
+    _, notes = trained("centers")
+    assert len([note for note in notes if "Audit of step 4: the loss looks at several samples at once" in note]) == 1
+    assert len(notes) == 1
+
+
+def test_a_loss_of_single_samples_is_not_named() -> None:
+    assert not trained("nothing", audit=1)[1]

@@ -152,7 +152,10 @@ class Audit:
         context = self._context
         recorded = [found for recorder in self._recorders if (found := recorder.found())]
         self._recorders, context.compute.recorder = [], None
-        everyone = [recorded] if self._alone else context.world.gather(recorded, "audit")
+        sent = recorded, context.probe_results.apart
+        gathered = [sent] if self._alone else context.world.gather(sent, "audit")
+        everyone = [digests for digests, _ in gathered]
+        self._set_apart(next((text for _, text in gathered if text), ""))
         name, ranks = difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
         if not name or not (self._alone or compare(context, "audit")):  # the weights themselves may differ
             return
@@ -160,13 +163,20 @@ class Audit:
         cause = self._cause(name) if not told and (self._alone or context.world.rank in ranks) else ""
         own = told, cause, context.loop.said, context.loop.attributes()
         known = [own] if self._alone else context.world.gather(own, "audit")
-        text = _set_apart([attributes for *_, attributes in known])
+        text = _set_differently([attributes for *_, attributes in known])
         text = text or next((said for _, _, said, _ in known if said), "")
         text = text or self._text(name, ranks, next((cause for _, cause, *_ in known if cause), ""))
         context.probe_results.told.add(name == DATA)
         if any(told for told, *_ in known):
             return
         tell(context, text)
+
+    def _set_apart(self, text: str) -> None:
+        """Compute microbatches one by one from the next step on, if one pass changes the loss on any worker."""
+        results = self._context.probe_results
+        if text and results.fusible:
+            results.fusible, results.apart = False, text
+            tell(self._context, text)
 
     def _cause(self, name: str) -> str:
         """Return what the forward pass changes, or "" if nothing is found."""
@@ -215,7 +225,7 @@ def tell(context: TrainingContext, text: str) -> None:
     warn(context, text)
 
 
-def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
+def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
     """Describe an attribute that the loop has set to different values on different ranks. Empty if there is none."""
     for owner, values in everyone[0].items():
         for key, value in values.items():
