@@ -151,6 +151,18 @@ for batch in session.batches(steps=4):
         "was called between two steps of a pipeline, when this worker has the weights of its own stages only.",
         "Call session.model_state() on every worker",
     ),
+    "a layer of another stage": (
+        """
+session = start(strategy="pipeline")
+for batch in session.batches(steps=4):
+    session.step(batch)
+    if batch.step == 1:
+        model(torch.ones(2, 8))
+""",
+        2,
+        "was called between two steps of a pipeline, when this worker has the weights of its own stages only.",
+        "Measure with session.evaluate(...)",
+    ),
     "no start": (
         "print(torch.ones(3).sum())",
         0,

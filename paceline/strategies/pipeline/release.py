@@ -1,8 +1,9 @@
-"""Release of the storage of parameters owned by other stages, with an error for scripts that read these."""
+"""Release of the storage of parameters owned by other stages, with an error for scripts that use these."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ class Released:
         }
         self._freed: list[nn.Parameter] = []
         self._is_released = False
-        self._modules = list(model.modules())
+        self._modules = dict(model.named_modules())
         self._hooks: list[RemovableHandle] = []
 
     def release(self) -> None:
@@ -48,7 +49,11 @@ class Released:
         self._freed = [parameter for parameter in self._layouts if _owns_storage(parameter)]
         for parameter in self._freed:
             parameter.data = parameter.new_empty(0)
-        self._hooks = [module.register_state_dict_pre_hook(_refuse) for module in self._modules]
+        self._hooks = [module.register_state_dict_pre_hook(_refuse) for module in self._modules.values()]
+        freed = {id(parameter) for parameter in self._freed}
+        for name, module in self._modules.items():  # the stages' own passes run no layer of another stage
+            if any(id(parameter) in freed for parameter in module._parameters.values()):
+                self._hooks.append(module.register_forward_pre_hook(partial(_refuse_call, name)))
 
     def allocate(self) -> None:
         """Give the tensors their shapes back, with undefined values."""
@@ -67,6 +72,14 @@ def _refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         f"{type(module).__name__}.state_dict() was called between two steps of a pipeline, when this worker has the "
         f"weights of its own stages only. Call session.model_state() on every worker, which returns all of them, or "
         f"session.export(path), which writes them."
+    )
+
+
+def _refuse_call(name: str, module: nn.Module, inputs: object) -> None:
+    raise InputError(
+        f"The layer {name!r} ({type(module).__name__}) was called between two steps of a pipeline, when this worker "
+        f"has the weights of its own stages only. Measure with session.evaluate(...), or call the model after the "
+        f"loop, when each worker has all weights."
     )
 
 
