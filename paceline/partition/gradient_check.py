@@ -18,6 +18,7 @@ from torch import nn
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, generator_states, preserve_generators, same_states, seed_all, seed_of
 from paceline.data.nested import map_tensors
+from paceline.data.objects.attributes import Attributes
 from paceline.errors import InputError, PacelineError
 from paceline.partition.backward import backward
 from paceline.partition.base import Layers
@@ -25,6 +26,7 @@ from paceline.partition.preserve import kept_gradients, preserved
 from paceline.settings import Exact
 from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of, sum_and_count
+from paceline.step.probes.repeatability import differing_text, moved
 
 _log = logging.getLogger("paceline")
 Gradients = dict[str, torch.Tensor | None]
@@ -43,7 +45,7 @@ def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact:
         seed: seed of the run.
 
     Raises:
-        InputError: the loss or a gradient differs, or the model fails layer by layer.
+        InputError: the loss or a gradient differs, from pass to pass or by layers, or the model fails layer by layer.
     """
     model = compute.model
     uses = [name for place in range(len(layers.names)) for name in layers.stage(place, place + 1).parameters]
@@ -65,7 +67,7 @@ def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact:
             f"layer may use what another one keeps, or a weight of another one, which is not among its inputs. Pass it "
             f"along with the output of the layer before, or use strategy 'allreduce'."
         ) from error
-    again: Gradients | None = None
+    repeated: tuple[torch.Tensor, Gradients] | None = None
     parameters = dict(model.named_parameters())
     for name, gradient in [("", loss), *whole.items()]:
         other = cut[name] if name else cut_loss
@@ -74,9 +76,13 @@ def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact:
             continue
         if not exact and _close(gradient, other, _TIED_TOLERANCE if is_tied else _TOLERANCE):
             continue
-        again = again or gradients(_whole)[1]
-        if name and not _equal(gradient, again[name]) and _close(gradient, other, _TOLERANCE):
+        repeated = repeated or gradients(_whole)
+        again = repeated[1][name] if name else repeated[0]
+        if name and not _equal(gradient, again) and _close(gradient, other, _TOLERANCE):
             continue  # the model is not deterministic, for example because of atomic operations on a GPU
+        if not _equal(gradient, again):
+            changed = _changed_by(compute, lambda: gradients(_whole))
+            raise InputError(differing_text(f"the gradient of {name!r}" if name else "the loss", changed))
         what = f"the gradient of the parameter {name!r} is {_norm(other)}" if name else f"the loss is {cut_loss.item()}"
         raise InputError(
             f"{type(model).__name__} trains otherwise when it is cut: for the first microbatch {what} by layers, but "
@@ -84,6 +90,18 @@ def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact:
             f"such as a hook on the model itself. Move it into a layer, or use another strategy."
         )
     _check_reads(layers, model, lambda others: gradients(_in_layers, others=others), (cut_loss, cut))
+
+
+def _changed_by(compute: ForwardRunner, run: Callable[[], Any]) -> list[str]:
+    """Return the names of values beside the weights that each of two passes changes."""
+    known = {id(value) for value in (*compute.model.parameters(), *compute.model.buffers())}
+    roots = {"model": compute.model, "forward": compute.forward}
+    states = [Attributes(roots, known)]
+    for _ in range(2):
+        run()
+        states.append(Attributes(roots, known))
+    states[0].put_back()
+    return moved(*states)
 
 
 def _check_reads(

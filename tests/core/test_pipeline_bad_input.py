@@ -165,6 +165,17 @@ REFUSED = {
         2,
         ["trains otherwise when it is cut", "the loss is"],
     ),
+    "a hook that counts": Bad(
+        "model, past = layers(nn.Tanh(), nn.Linear(12, 12)), {'calls': 0}\n"
+        "def hook(module, given, made):\n"
+        "    past['calls'] += 1\n"
+        "    return made * past['calls']\n"
+        "model[0].register_forward_hook(hook)\n"
+        "small(model)",
+        "InputError",
+        2,
+        ["The same microbatch computed twice does not give the same: the loss differs: it changes past['calls']."],
+    ),
     "classes to recompute": Bad(
         "go(recompute=['Conv2d'])", "ConfigError", 2, ["recompute = ['Conv2d']", "pipeline.recompute = true"]
     ),

@@ -62,12 +62,27 @@ def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[str, str]
         different = [key for key, value in first.items() if not alike(value, second[key])]
         changed = moved(probe.before, between, after)
         grows = _growing(probe.before, between, after)
-    named = ", ".join(changed[:3])
     if different:
-        because = f": it changes {named}" if changed else ", as it keeps something of its own from pass to pass"
-        return f"The same microbatch computed twice does not give the same: {different[0]} differs{because}", ""
+        return _differing(different[0], changed), ""
+    named = ", ".join(changed[:3])
     text = f"The forward pass changes {named} each time, which is no buffer of the model" if changed else ""
     return text, next(iter(grows), "")
+
+
+def differing_text(what: str, changed: list[str]) -> str:
+    """Return the message that a microbatch computed twice differs, with the cure.
+
+    Args:
+        what: name of the first result that differs.
+        changed: names of values that each pass changes.
+    """
+    return f"{_differing(what, changed)}. {CURE}"
+
+
+def _differing(what: str, changed: list[str]) -> str:
+    named = ", ".join(changed[:3])
+    because = f": it changes {named}" if changed else ", as it keeps something of its own from pass to pass"
+    return f"The same microbatch computed twice does not give the same: {what} differs{because}"
 
 
 def _twice(
