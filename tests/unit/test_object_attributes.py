@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from fractions import Fraction
@@ -19,6 +20,7 @@ from paceline.data.objects import attributes
 from paceline.data.objects.attributes import Attributes, same
 
 GENERATOR = random.Random(5)
+QUEUE = deque([torch.zeros(2)], maxlen=2)
 
 
 class Model(nn.Module):
@@ -31,6 +33,7 @@ class Model(nn.Module):
         self.kept = torch.zeros(3)
         self.history: list[Any] = [1, torch.ones(2)]
         self.table: dict[str, Any] = {"first": [2.0], "random": random.Random(1)}
+        self.recent: deque[torch.Tensor] = deque([torch.ones(2), torch.zeros(2)], maxlen=2)
         self.chosen = {3, 4}
         self.array = numpy.zeros(4)
         self.randoms = [torch.Generator().manual_seed(2), numpy.random.default_rng(3), numpy.random.RandomState(4)]
@@ -47,7 +50,7 @@ class Model(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         GENERATOR.random()
-        return self.layer(values)
+        return self.layer(values + sum(QUEUE))
 
 
 def changes(model: Model) -> dict[str, Callable[[], Any]]:
@@ -57,6 +60,8 @@ def changes(model: Model) -> dict[str, Callable[[], Any]]:
         "model.kept": lambda: model.kept.add_(1),
         "model.history[1]": lambda: model.history[1].mul_(2),
         "model.history": lambda: model.history.append(9),
+        "model.recent": lambda: model.recent.append(torch.ones(2)),
+        "QUEUE": lambda: QUEUE.append(torch.ones(2)),
         "model.table": lambda: model.table.update(more=1),
         "model.table['first'][0]": lambda: model.table.update(first=[3.0]),
         "model.table['random']": lambda: model.table["random"].random(),

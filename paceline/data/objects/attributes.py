@@ -268,7 +268,7 @@ def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
 
 def _is_followed(value: Any) -> bool:
     """Return whether to follow a global. Objects of other library types may have threads of their own."""
-    followed = (*_NUMBERS, list, dict, set, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
+    followed = (*_NUMBERS, list, dict, set, deque, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
     known = isinstance(value, (*followed, ContextVar, threading.local, _lru_cache_wrapper))
     return known or is_user_class(value if isinstance(value, type) else type(value))
 
@@ -296,9 +296,10 @@ def _put_back(container: Any, before: Any) -> None:
         if container.keys() != before.keys() or any(container[key] is not value for key, value in before.items()):
             container.clear()
             container.update(before)
-    elif isinstance(container, list):
+    elif isinstance(container, list | deque):
         if len(container) != len(before) or any(now is not then for now, then in zip(container, before, strict=True)):
-            container[:] = before
+            container.clear()
+            container.extend(before)
     elif container != before:
         container.clear()
         container.update(before)
