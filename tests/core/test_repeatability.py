@@ -179,3 +179,14 @@ def test_a_microbatch_that_is_changed_is_the_same_again(monkeypatch: pytest.Monk
         prints.append(session.fingerprint())
         monkeypatch.setattr("paceline.step.probes.first_step.check_repeatable", lambda *_: None)
     assert prints[0] == prints[1]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_updates_in_the_backward_pass_are_refused(exact: bool) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(
+        InputError, match="The backward pass changes the parameter 'weight', as a hook that makes updates"
+    ):
+        train(start(exact, model=model))

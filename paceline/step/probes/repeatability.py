@@ -30,16 +30,28 @@ _GROWS = (
     "The forward pass puts more into {name} each time. Each worker computes other microbatches: if the loss, or what "
     "the loop does, depends on what is in there, the result depends on the number of workers."
 )
+_CHANGED = (
+    "The backward pass changes the parameter {name!r}, as a hook that makes updates does "
+    "(register_post_accumulate_grad_hook). A step has {microbatches} backward passes, on several workers, and one "
+    "update: leave the update to the optimizer that paceline.start gets, and remove the hook."
+)
+
+
+class _WeightsChanged(Exception):
+    """The backward pass has changed weights."""
 
 
 def check_repeatable(context: TrainingContext, piece: Piece, step: int) -> bool:
     """Compute a microbatch twice and leave no trace. Returns whether the microbatch can be computed.
 
     Raises:
-        InputError: the results differ, and the run is to stop. Otherwise the probe warns.
+        InputError: the results differ, and the run is to stop; otherwise the probe warns. Or the backward pass changes
+            weights.
     """
     try:
         text, grows = _probe(context, piece, step)
+    except _WeightsChanged as error:
+        raise InputError(str(error)) from None
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("a microbatch could not be computed twice: %s", error)
         return False
@@ -115,7 +127,11 @@ def _computed(context: TrainingContext, piece: Piece, step: int) -> dict[str, An
     found: dict[str, Any] = {"the loss": result.pair}
     for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value
+    versions = {name: parameter._version for name, parameter in context.update.parameters.items()}
     result.total.backward()
+    for name, parameter in context.update.parameters.items():
+        if parameter._version != versions[name]:
+            raise _WeightsChanged(_CHANGED.format(name=name, microbatches=context.order.microbatches))
     for name, parameter in context.update.parameters.items():
         found[f"the gradient of {name!r}"] = parameter.grad
     return found
