@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.comm.collectives.agreement import compare
 from paceline.comm.values import check
+from paceline.data.keys import EVALUATION, preserve_generators, seed_all, seed_of
 from paceline.data.nested import tensors_in
 from paceline.errors import DisagreementError, InputError, WorkerLost
 from paceline.evaluation.chunks import Chunks
@@ -73,7 +74,7 @@ def evaluate(
     def compute() -> tuple[list[tuple[int, Any]], dict[str, object], dict[str, Any]]:
         chunks = Chunks(context, data, what)
         sums = digests(context) if context.settings.exact and world.size > 1 else frozen(context)
-        own = _computed(context, measure, chunks, world.rank, world.size, what)
+        own = _computed(context, steps, measure, chunks, world.rank, world.size, what)
         return own, chunks.facts(), sums
 
     computed, error = _try(compute)
@@ -119,9 +120,9 @@ def _raise_first(error: Exception | None, failures: Sequence[str], what: str) ->
             raise InputError(f"session.{what} failed on rank {rank}: {failed}")
 
 
-def evaluate_alone(context: TrainingContext, measure: Measure, data: Any, what: str) -> Any:
+def evaluate_alone(context: TrainingContext, steps: int, measure: Measure, data: Any, what: str) -> Any:
     """Measure the model on this worker alone, because the other workers have already done so."""
-    return _combined(measure, _computed(context, measure, Chunks(context, data, what), 0, 1, what))
+    return _combined(measure, _computed(context, steps, measure, Chunks(context, data, what), 0, 1, what))
 
 
 def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
@@ -129,7 +130,7 @@ def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
 
 
 def _computed(
-    context: TrainingContext, measure: Measure, chunks: Chunks, rank: int, size: int, what: str
+    context: TrainingContext, steps: int, measure: Measure, chunks: Chunks, rank: int, size: int, what: str
 ) -> list[tuple[int, Any]]:
     """Return the contribution of each chunk of this worker, with the chunk's index.
 
@@ -137,8 +138,9 @@ def _computed(
         InputError: a contribution cannot be sent. A single worker checks this too, because others may join.
     """
     compute, found = context.compute, []
-    with _evaluating(context):
+    with _evaluating(context), preserve_generators():
         for number, samples, data in chunks.of(rank, size):
+            seed_all(seed_of(EVALUATION, context.settings.seed, steps, number))
             with compute.precision(), compute.keeping_weights():
                 contribution = measure.compute(compute.model, data, samples)
             compute.buffers.put_all_back()

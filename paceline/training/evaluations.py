@@ -76,7 +76,7 @@ class Evaluations:
             if not found and (everywhere or context.world.rank == 0):
                 self._warn_of_past(_PAST, call)
                 loop.activity.begin("predicting", busy=True)
-                found.append(evaluate_alone(context, measure, data, "predict"))
+                found.append(evaluate_alone(context, loop.progress.steps, measure, data, "predict"))
 
         with context.events.span("predict", step=loop.position.steps):
             loop.make(PREDICT, "predicting", act, come_later)
