@@ -16,7 +16,7 @@ _CURES = {
     "code": "Give every worker the same files.",
     "version": "Install the same versions everywhere.",
     "setting": "Start every worker with the same settings.",
-    "optimizer": "The optimizer factory must not depend on the rank.",
+    "optimizer": "The factories of optimizer and schedule must not depend on the rank, nor draw random numbers.",
     "trained": "Freeze the same parameters, and give the optimizer the same ones, on every worker.",
     "data": "Every worker must see the whole data set, in the same order; Paceline hands out the shares. If the script "
     "shuffles or splits it, then with the same seed everywhere.",
