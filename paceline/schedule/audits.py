@@ -36,6 +36,11 @@ class AuditSchedule:
         """Return the rank of the joined worker that the audit of a step covers, or None."""
         return self._joined.get(step)
 
+    @property
+    def newcomers(self) -> dict[int, int]:
+        """Ranks that have joined at the last change of the membership, by the step from which they are audited."""
+        return dict(self._joined)
+
     @classmethod
     def of(cls, audit: int | str, every: int | str | None) -> AuditSchedule:
         """Return the schedule for the settings ``audit`` and ``checkpoint.every``."""

@@ -47,7 +47,7 @@ def test_what_a_hook_has_caught_is_named() -> None:
     )
     real = session._context
     context: Any = SimpleNamespace(
-        **{key: getattr(real, key) for key in ("compute", "update", "settings", "events", "divides_update")},
+        **{key: getattr(real, key) for key in ("compute", "update", "settings", "events", "divides_update", "audits")},
         world=World(),
     )
     model(torch.ones(2, 4))
@@ -58,7 +58,12 @@ def test_what_a_hook_has_caught_is_named() -> None:
     first.others = [(dict.fromkeys(["x"], 1), 0, {"lr of group 0": "0.1"}), replicas._held(context)]
     with pytest.raises(DisagreementError, match="lr of group 0") as told:
         replicas.compare(context, "step")
-    assert "On each worker" not in str(told.value)
+    assert "On each worker" not in str(told.value) and "joined" not in str(told.value)
+    context.world = World()
+    context.world.others = first.others
+    context.audits.look_at(7, [1])
+    with pytest.raises(DisagreementError, match="Rank 1 joined at step 7, without running the loop body of earlier"):
+        replicas.compare(context, "step")
     context.world = World()
     context.world.others = first.others
     QUEUE.clear()
