@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import InputError
+
+_OWN = str(Path(__file__).resolve().parents[2]) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
+_ON_ITSELF = {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "__hash__"}
+_VIEWS = {"T", "__getitem__", "data", "detach", "flatten", "mT", "narrow", "permute", "reshape", "select", "squeeze"}
+_VIEWS |= {"t", "transpose", "unsqueeze", "view"}
+_FROM_SHAPE = {"H", "imag", "itemsize", "mH", "nbytes", "ndim", "real", "shape", *_VIEWS}
+"""Attributes that depend on the values or the shape. The parameter itself answers for all other ones."""
+_KEPT = "_paceline_layout"
 
 
 class Released:
@@ -30,7 +45,7 @@ class Released:
         self._optimizer = optimizer
         self._updated_elsewhere = [parameter for name, parameter in model.named_parameters() if name not in updated]
         self._layouts = {
-            parameter: (parameter.shape, parameter.stride())
+            parameter: (name, parameter.shape, parameter.stride())
             for name, parameter in model.named_parameters()
             if name not in used and type(parameter.data) is torch.Tensor
         }
@@ -40,7 +55,7 @@ class Released:
         self._hooks: list[RemovableHandle] = []
 
     def release(self) -> None:
-        """Free the storage and the optimizer state, which leaves the tensors without elements."""
+        """Free the storage and the optimizer state. From now on the script cannot read the values."""
         if self._is_released:
             return
         self._is_released = True
@@ -49,6 +64,9 @@ class Released:
         self._freed = [parameter for parameter in self._layouts if _owns_storage(parameter)]
         for parameter in self._freed:
             parameter.data = parameter.new_empty(0)
+            if type(parameter) is nn.Parameter:
+                setattr(parameter, _KEPT, self._layouts[parameter])
+                parameter.__class__ = _Elsewhere
         self._hooks = [module.register_state_dict_pre_hook(_refuse) for module in self._modules.values()]
         freed = {id(parameter) for parameter in self._freed}
         for name, module in self._modules.items():  # the stages' own passes run no layer of another stage
@@ -63,7 +81,10 @@ class Released:
         for hook in self._hooks:
             hook.remove()
         for parameter in self._freed:
-            shape, stride = self._layouts[parameter]
+            if isinstance(parameter, _Elsewhere):
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                delattr(parameter, _KEPT)
+            _, shape, stride = self._layouts[parameter]
             parameter.data = parameter.new_empty_strided(shape, stride)
 
 
@@ -88,3 +109,88 @@ def _owns_storage(parameter: nn.Parameter) -> bool:
     storage = parameter.untyped_storage()
     users: int = torch._C._storage_Use_Count(storage._cdata)  # ``storage`` counts as a user, too
     return users == 2 and storage.nbytes() == parameter.numel() * parameter.element_size()
+
+
+class _Elsewhere(nn.Parameter):
+    """Parameter whose values another worker has.
+
+    For the script it has its shape, type and device. A change in place has no effect here, because the worker that has
+    the values makes it, too; but it draws as many random numbers. Reading a value is refused. Paceline and torch's own
+    code see a tensor without elements.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if not _is_called_by_script():
+                return function(*args, **(kwargs or {}))
+            return _answer(function, args, dict(kwargs or {}))
+
+
+def _is_called_by_script() -> bool:
+    """Return whether the code that called torch is not Paceline's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(_OWN)
+
+
+def _answer(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what the script gets from a call with a released parameter."""
+    accessor = getattr(function, "__name__", "")
+    name = getattr(function.__self__, "__name__", "") if accessor in ("__get__", "__set__") else accessor
+    first: Any = args[0] if args else kwargs.get("tensor")
+    of_parameter = isinstance(first, _Elsewhere)
+    if accessor == "__set__":
+        return None if name == "data" else function(*args, **kwargs)
+    if name in _ON_ITSELF or (accessor == "__get__" and name not in _FROM_SHAPE):
+        return function(*args, **kwargs)
+    if _changes(name) and of_parameter:
+        if name in _RANDOM or getattr(function, "__module__", "") == nn.init.__name__:
+            _with_shapes(function, args, kwargs, first.device)
+        return first
+    if name.endswith("_like") or name.startswith("new_"):
+        return _with_shapes(function, args, kwargs, first.device)
+    try:
+        result = _with_shapes(function, args, kwargs, torch.device("meta"))
+    except Exception:  # noqa: BLE001 - a tensor on the meta device has no values
+        raise _refusal(args, kwargs) from None
+    if name in _VIEWS and of_parameter and isinstance(result, torch.Tensor):
+        view = first.detach().as_subclass(_Elsewhere)
+        setattr(view, _KEPT, (getattr(first, _KEPT)[0], result.shape, result.stride()))
+        return view
+    if isinstance(result, torch.Tensor | tuple | list) and not isinstance(result, torch.Size):
+        raise _refusal(args, kwargs)
+    return result
+
+
+def _changes(name: str) -> bool:
+    """Return whether a function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
+    return name.endswith("_")
+
+
+def _with_shapes(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], device: torch.device
+) -> Any:
+    """Call a function with tensors of the right shapes in place of the released parameters."""
+
+    def tensor(value: _Elsewhere) -> torch.Tensor:
+        _, shape, stride = getattr(value, _KEPT)
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=device)
+
+    args, kwargs = tree_map_only(_Elsewhere, tensor, (tuple(args), kwargs))
+    return function(*args, **kwargs)
+
+
+def _refusal(args: Sequence[Any], kwargs: dict[str, Any]) -> InputError:
+    names: list[str] = []
+    tree_map_only(_Elsewhere, lambda value: names.append(getattr(value, _KEPT)[0]), (tuple(args), kwargs))
+    return InputError(
+        f"The script reads the parameter {names[0]!r}, which another worker has: in a pipeline a worker has the "
+        f"weights of its own stages only. In the loop, call session.model_state() on every worker, which returns all "
+        f"of them. In the loss, use the weight_decay of the optimizer for a penalty, or strategy 'allreduce'."
+    )
