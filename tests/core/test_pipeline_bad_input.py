@@ -64,6 +64,14 @@ REFUSED = {
         2,
         ["The loss reads model.1.penalty", "would read an old value", "Let the model return it"],
     ),
+    "a loss that counts its calls": Bad(
+        "calls = []\n"
+        "def loss(out, target):\n    calls.append(0); return functional.cross_entropy(out, target) / len(calls)\n"
+        "small(layers(nn.Tanh()), loss=loss, exact=True)",
+        "InputError",
+        2,
+        ["The same microbatch computed twice does not give the same"],
+    ),
     "a loss that reads a buffer": Bad(
         "class Heats(nn.Linear):\n    def forward(self, values):\n"
         "        out = super().forward(values); self.heat.add_(out.detach().abs().mean()); return out\n"
@@ -211,6 +219,39 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
     check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
+
+
+@pytest.mark.parametrize(
+    ("keeps", "reads", "name"),
+    [
+        ("self.last = out.pow(2).mean()", "+ hot.last", "model.1.last"),
+        ("self.last = float(out.mean())", "* hot.last", "model.1.last"),
+        ("self.heat.add_(out.detach().mean())", "* hot.heat", "the buffer '1.heat'"),
+    ],
+    ids=["a tensor", "a number", "a buffer"],
+)
+def test_a_loss_that_reads_what_a_layer_keeps_in_a_later_step(
+    ranks: Run, tmp_path: Path, keeps: str, reads: str, name: str
+) -> None:
+    body = f"""
+class Heats(nn.Linear):
+    def forward(self, values):
+        out = super().forward(values); {keeps}; return out
+hot, late = Heats(12, 12), [False]
+hot.last = 0.0
+hot.register_buffer("heat", torch.ones(()))
+def loss(out, target):
+    value = functional.cross_entropy(out, target)
+    return value {reads} if late[0] else value
+session = paceline.start(**given | dict(model=layers(hot), data=classes(96), loss=loss, pipeline={{"cut": ["2"]}}))
+for batch in session.batches(steps=12):
+    late[0] = batch.step >= 3
+    session.step(batch)
+print("done", flush=True)
+"""
+    last = ranks(HEAD + body, 2, tmp_path, deadline=60)[1]
+    assert f"Audit of step 4: The loss reads {name}, which the forward pass" in message(last, "InputError")
+    assert last.code == 2 and "done" not in last.out
 
 
 @pytest.mark.slow

@@ -192,6 +192,17 @@ class Attributes:
         held = [state for value, state in self._leaves if isinstance(value, GENERATORS)]
         return ((name, state) for name, state in self.values.items() if any(state is one for one in held))
 
+    def numbers(self) -> dict[str, tuple[MutableMapping[Any, Any], Any]]:
+        """Return the mapping and the key of each floating-point number, by the names in ``values``."""
+        return {
+            name: (entries, key)
+            for owner, entries in self.owners.items()
+            for key, value in entries.items()
+            if type(value) is float
+            for name in (f"{owner}.{key}", f"{owner}[{key!r}]", str(key))
+            if name in self.values
+        }
+
     def put_back(self) -> None:
         """Restore all recorded values."""
         for container, before in self._containers:

@@ -22,25 +22,29 @@ from paceline.step.probes.probe import without_trace
 _log = logging.getLogger("paceline")
 
 
-def check_kept(context: TrainingContext, piece: Piece, step: int) -> None:
+def check_kept(context: TrainingContext, piece: Piece, step: int) -> list[str]:
     """Compute the loss of a microbatch, and once more from the output alone. Leaves no trace.
+
+    Returns:
+        the names of the values besides buffers that the forward pass of the model keeps and that depend on the samples.
+        The loss does not read them in this step.
 
     Raises:
         InputError: the losses differ. Names what the forward pass of the model keeps.
     """
     try:
         with without_trace(context):
-            text = _probe(context, piece, step)
+            moved, text = _probe(context, piece, step)
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("the loss could not be computed twice: %s", error)
-        return
+        return []
     if text:
         raise InputError(text)
+    return moved
 
 
-def _probe(context: TrainingContext, piece: Piece, step: int) -> str:
+def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[list[str], str]:
     compute = context.compute
-    known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
     outputs: list[Any] = []
 
     def model(values: Any) -> Any:
@@ -54,37 +58,44 @@ def _probe(context: TrainingContext, piece: Piece, step: int) -> str:
             return loss_of_result(compute.forward(cast(nn.Module, call), data), piece.samples).pair().detach()
 
     loss_from(model)
-    before = Attributes({"model": compute.model}, known)
+    before = kept_attributes(context)
     buffers = compute.buffers.grown()
     output = map_tensors(torch.detach, outputs[0])
     first, repeated = (loss_from(lambda _: output) for _ in range(2))
     if not same(first, repeated):
-        return ""  # the loss draws its own random numbers
+        return [], ""  # the loss draws its own random numbers
     compute.buffers.put_back()
     with compute.precision():  # make the layers keep values of other samples
-        compute.model(map_tensors(_other, copy.deepcopy(pair_of(piece.data)[0])))
-    after = Attributes({"model": compute.model}, known)
+        compute.model(map_tensors(other_values, copy.deepcopy(pair_of(piece.data)[0])))
+    after = kept_attributes(context)
     try:
         again: torch.Tensor | None = loss_from(lambda _: output)
     except Exception as error:  # noqa: BLE001 - for example, an attribute that a layer has not set yet
         _log.debug("the loss needs more than the output: %s", error)
         again = None
+    moved = [name for name, value in after.values.items() if not same(before.values.get(name), value)]
     if again is not None and same(first, again):
-        return ""
+        return moved, ""
     now = compute.buffers.grown()
     names = [f"the buffer {name!r}" for name, value in buffers.items() if not same(value, now.get(name))]
-    moved = [name for name, value in after.values.items() if not same(before.values.get(name), value)]
     for name in moved:
         held = after.tensors.get(name)
         if held is not None and same(
             first, _loss_with(held, before.values.get(name), lambda: loss_from(lambda _: output))
         ):
-            return _text(context, name)
+            return moved, kept_text(context, name)
     names += moved
-    return _text(context, names[0] if names else "something")
+    return moved, kept_text(context, names[0] if names else "something")
 
 
-def _text(context: TrainingContext, what: str) -> str:
+def kept_attributes(context: TrainingContext) -> Attributes:
+    """Return the values besides parameters and buffers that the model holds, under the names of :func:`check_kept`."""
+    model = context.compute.model
+    return Attributes({"model": model}, {id(value) for value in [*model.parameters(), *model.buffers()]})
+
+
+def kept_text(context: TrainingContext, what: str) -> str:
+    """Return the message about a value that the model keeps and the loss reads."""
     return (
         f"The loss reads {what}, which the forward pass of the model keeps. With strategy "
         f"{context.settings.strategy!r} other workers compute the layers, so the loss would read an old value, without "
@@ -100,5 +111,8 @@ def _loss_with(held: torch.Tensor, value: Any, loss: Callable[[], torch.Tensor])
     return loss()
 
 
-def _other(value: torch.Tensor) -> torch.Tensor:
-    return value + 1 if value.is_floating_point() else value.roll(1, dims=-1)
+def other_values(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same kind with other values."""
+    if value.dtype is torch.bool:
+        return value.logical_not()
+    return value + 1 if value.is_floating_point() or value.dim() == 0 else value.roll(1, dims=-1)

@@ -18,13 +18,15 @@ import torch
 
 from paceline.data.feed import Piece
 from paceline.data.keys import preserve_generators
-from paceline.data.objects.attributes import Attributes
+from paceline.data.objects.attributes import Attributes, same
+from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.step.context import TrainingContext
 from paceline.step.forward import computed_again
 from paceline.step.loss import pair_of
 from paceline.step.probes.audit import tell, text_of
 from paceline.step.probes.digests import DATA, Digests, Found, difference
+from paceline.step.probes.kept import kept_attributes, kept_text, other_values
 from paceline.step.probes.repeatability import moved
 from paceline.strategies.pipeline.stages import LocalStage
 
@@ -89,7 +91,7 @@ class StageAudit:
         self._context = context
         self._step, self._microbatch = step, microbatch
         self._parameters = {name: context.update.parameters[name] for name in local.trained}
-        self._stage, self._is_last, self._buffers = stage, is_last, local.buffers
+        self._stage, self._is_last, self._buffers, self._kept = stage, is_last, local.buffers, local.kept
         self._passes = Digests(bool(context.settings.exact)), Digests(bool(context.settings.exact))
         self._data: Any = None
         self._inputs: list[torch.Tensor] = []
@@ -174,6 +176,7 @@ class StageAudit:
                     backward(outputs, self.output_gradients, inputs)
             name = self._difference()
             cause = moved(self._before, between, self._attributes()) if name else []
+            read = "" if name else self._value_read(inputs, outputs, outputs_of)
         finally:
             between.put_back()
         seconds = time.perf_counter() - begin
@@ -183,6 +186,45 @@ class StageAudit:
             context.probe_results.told.add(name == DATA)
             by = f"twice by rank {context.world.rank}"
             tell(context, text_of(self._step, self._microbatch, by, name, ", ".join(cause[:3])))
+        if read:
+            raise InputError(f"Audit of step {self._step}: {kept_text(context, read)}")
+
+    def _value_read(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        outputs_of: Callable[[Any, Any], list[torch.Tensor]],
+    ) -> str:
+        """Return the name of a value kept by another stage's forward pass, if the loss depends on it; otherwise ''."""
+        if not self._is_last:
+            return ""
+        others = [name for name in self._context.compute.buffers.agreed if name not in self._buffers]
+        tensors = {f"the buffer {name!r}": self._context.compute.model.get_buffer(name) for name in others}
+        attributes = kept_attributes(self._context)
+        tensors |= {name: value for name, value in attributes.tensors.items() if name in self._kept}
+        numbers = {name: entry for name, entry in attributes.numbers().items() if name in self._kept}
+
+        def changes_loss(*names: str) -> bool:
+            copies = {name: tensors[name].detach().clone() for name in names if name in tensors}
+            before = {name: numbers[name][0][numbers[name][1]] for name in names if name in numbers}
+            for name, value in copies.items():
+                tensors[name].data.copy_(other_values(value))
+            for name, number in before.items():
+                entries, key = numbers[name]
+                entries[key] = number + 1
+            try:
+                with preserve_generators(), self._as_before:
+                    again = outputs_of(tuple(inputs) or pair_of(self._data)[0], self._data)
+            finally:
+                for name, value in copies.items():
+                    tensors[name].data.copy_(value)
+                for name, number in before.items():
+                    entries, key = numbers[name]
+                    entries[key] = number
+            return not same([*outputs], again)
+
+        names = [*tensors, *numbers]
+        return next(filter(changes_loss, names), "") if names and changes_loss(*names) else ""
 
     def _difference(self) -> str:
         found: list[tuple[int, Found]] = [(self._context.world.rank, digests.found()) for digests in self._passes]

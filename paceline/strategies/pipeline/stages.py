@@ -25,6 +25,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.loss import pair_of
 from paceline.step.probes.kept import check_kept
 from paceline.step.probes.loss_reduction import check_loss_reduction
+from paceline.step.probes.repeatability import check_repeatable
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
@@ -40,11 +41,13 @@ class LocalStage:
         forward: forward pass of the stage.
         trained: names of the parameters that it trains.
         buffers: names of its buffers.
+        kept: names of values that the forward pass of the model keeps, which the loss must not read.
     """
 
     forward: Callable[[Any], Any]
     trained: Sequence[str]
     buffers: frozenset[str]
+    kept: Sequence[str]
 
 
 @sendable
@@ -56,11 +59,13 @@ class Partition:
         bounds: first layer and end of each stage.
         times: measured seconds of each layer, forward and backward. None if not measured.
         fixed: whether the settings forbid another cut.
+        kept: names of values that the forward pass of the model keeps, which the loss must not read.
     """
 
     bounds: Sequence[tuple[int, int]]
     times: Sequence[tuple[float, float]] | None = None
     fixed: bool = True
+    kept: Sequence[str] = ()
 
 
 class Stages:
@@ -112,6 +117,7 @@ class Stages:
                 self.tied.wrap(number, stages[number]),
                 [name for name in trained if name in stages[number].parameters],
                 frozenset(stages[number].buffers),
+                self.partition.kept,
             )
             for number in own
         }
@@ -181,19 +187,24 @@ class Stages:
         with self._context.loop.noting_forward():
             check_loss(compute, piece)
         check_loss_reduction(self._context, [piece], 0)
-        check_kept(self._context, piece, 0)
-        check_gradients(compute, layers, piece, self._context.settings.exact, self._context.settings.seed)
+        kept = check_kept(self._context, piece, 0)
+        try:
+            check_gradients(compute, layers, piece, self._context.settings.exact, self._context.settings.seed)
+        except InputError:
+            check_repeatable(self._context, piece, 0)  # a loss that is not repeatable differs without a cut, too
+            raise
         if settings.cut is not None and settings.memory_gigabytes is None:
-            return Partition(bounds_of(layers, self.count, settings.cut))
+            return Partition(bounds_of(layers, self.count, settings.cut), kept=kept)
         memory_bytes = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
         cluster = Cluster(memory_bytes=memory_bytes, microbatches=self._context.order.microbatches)
         costs = measure_layers(compute, layers, piece, _REPEATS)
         times = [(cost.forward, cost.backward) for cost in costs]
         if settings.cut is None:
-            return Partition(balance(costs, self.count, cluster).bounds, times, fixed=memory_bytes is not None)
+            plan = balance(costs, self.count, cluster)
+            return Partition(plan.bounds, times, fixed=memory_bytes is not None, kept=kept)
         bounds = bounds_of(layers, self.count, settings.cut)
         check_memory(costs, bounds, cluster)
-        return Partition(bounds, times)
+        return Partition(bounds, times, kept=kept)
 
     def _check_buffers(self) -> None:
         """Raise if a cut separates two uses of a changing buffer, because neither stage would see all changes.
