@@ -80,6 +80,12 @@ class TrainingContext:
             self.compute.loss_scale = self.update.loss_scale = LossScale(self.strategy_state, self.order.batch)
 
 
+_NO_VALUES = (
+    "A batch is shared out among the workers, so it has no {values}. Write `for batch in session.batches(): "
+    "session.step(batch)`; loss=, or forward=, computes with the values."
+)
+
+
 @dataclass(frozen=True)
 class Batch:
     """This worker's microbatch groups in the batch of one step.
@@ -111,10 +117,23 @@ class Batch:
         Raises:
             InputError: always.
         """
-        raise InputError(
-            "A batch is shared out among the workers, so it has no values to unpack. Write `for batch in "
-            "session.batches(): session.step(batch)`; loss=, or forward=, computes with the values."
-        )
+        raise InputError(_NO_VALUES.format(values="values to unpack"))
+
+    def __getitem__(self, place: Any) -> NoReturn:
+        """Refuse to read a value of a batch, as in ``batch[0]``.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(_NO_VALUES.format(values="values to read"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to read a value of a batch, as in ``batch.inputs`` and ``batch.to(device)``.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(_NO_VALUES.format(values=repr(name)), name=name, obj=self)
 
 
 @sendable

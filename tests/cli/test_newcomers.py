@@ -75,6 +75,16 @@ for inputs, targets in session.batches(steps=2):
         "A batch is shared out among the workers, so it has no values to unpack.",
         "Write `for batch in session.batches(): session.step(batch)`",
     ),
+    "a value of a batch": (
+        """
+session = start()
+for batch in session.batches(steps=2):
+    session.step(model(batch.inputs))
+""",
+        1,
+        "A batch is shared out among the workers, so it has no 'inputs'.",
+        "Write `for batch in session.batches(): session.step(batch)`",
+    ),
     "an optimizer": (
         "train(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))",
         2,
