@@ -227,13 +227,20 @@ def tell(context: TrainingContext, text: str) -> None:
 
 def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
     """Describe an attribute that the loop has set to different values on different ranks. Empty if there is none."""
-    for owner, values in everyone[0].items():
-        for key, value in values.items():
-            for rank, others in enumerate(everyone):
-                other = others.get(owner, {}).get(key, value)
-                if not same(other, value):
-                    return (
-                        f"The loop has set {owner}.{key} to {value!r} on rank 0 and to {other!r} on rank {rank}, so "
-                        f"the workers compute different things. Set it alike on all workers."
-                    )
+    set_anywhere = {
+        (owner, key): rank for rank, one in [*enumerate(everyone)][::-1] for owner in one for key in one[owner]
+    }
+    for (owner, key), setter in set_anywhere.items():
+        value = everyone[setter][owner][key]
+        for rank, others in enumerate(everyone):
+            if key not in others.get(owner, {}):
+                return (
+                    f"The loop has set {owner}.{key} to {value!r} on rank {setter}, and not on rank {rank}, so the "
+                    f"workers compute different things. Set it alike on all workers."
+                )
+            if not same(other := others[owner][key], value):
+                return (
+                    f"The loop has set {owner}.{key} to {value!r} on rank {setter} and to {other!r} on rank {rank}, so "
+                    f"the workers compute different things. Set it alike on all workers."
+                )
     return ""
