@@ -29,6 +29,11 @@ from paceline.step.probes.probe import warn, without_trace
 from paceline.step.probes.repeatability import CURE, what_changes
 from paceline.step.replicas import compare
 
+_ALIKE = (
+    "Set it alike on all workers: by session.position, not by the rank or a counter of the loop, which begins at 0 on "
+    "a worker that joins."
+)
+
 
 class Recorder:
     """Recorder of the digests of one microbatch while :class:`~paceline.step.forward.ForwardRunner` computes it."""
@@ -236,11 +241,11 @@ def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
             if key not in others.get(owner, {}):
                 return (
                     f"The loop has set {owner}.{key} to {value!r} on rank {setter}, and not on rank {rank}, so the "
-                    f"workers compute different things. Set it alike on all workers."
+                    f"workers compute different things. {_ALIKE}"
                 )
             if not same(other := others[owner][key], value):
                 return (
                     f"The loop has set {owner}.{key} to {value!r} on rank {setter} and to {other!r} on rank {rank}, so "
-                    f"the workers compute different things. Set it alike on all workers."
+                    f"the workers compute different things. {_ALIKE}"
                 )
     return ""
