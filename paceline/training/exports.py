@@ -12,11 +12,16 @@ import torch
 from paceline.checkpoint.storage.locations import place
 from paceline.checkpoint.weights.complete import complete_weights
 from paceline.checkpoint.weights.files import check_suffix, write
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, InputError
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import WEIGHTS, Call
 
 _log = logging.getLogger("paceline")
+_PAST = (
+    "The other workers made this call of session.model_state() before this worker joined or resumed. With strategy "
+    "{strategy!r} a worker has the weights of its own stages only, so it cannot get them alone. Use "
+    "session.model_state(everywhere=False), which gives them to rank 0, or session.export(path)."
+)
 
 
 class Exports:
@@ -42,7 +47,10 @@ class Exports:
                 found.update(self._complete())
 
         if not self._together("copying the weights", copy) and everywhere:
-            copy()
+            try:
+                copy()
+            except InputError:  # a pipeline's worker has the weights of its own stages only
+                raise InputError(_PAST.format(strategy=self._context.settings.strategy)) from None
         return found
 
     def export(self, path: Path | str, dtype: torch.dtype | None) -> Path | str:
