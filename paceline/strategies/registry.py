@@ -195,6 +195,7 @@ def check_loop_changes(settings: Settings, workers: int, parameter: str, step: i
     if parameter and not capabilities(settings, workers).loop_weights:
         raise InputError(
             f"The loop has changed the parameter {parameter!r} before step {step}. With strategy {settings.strategy!r} "
-            f"a worker does not hold the weights that are trained, so the change would be lost, or made several "
-            f"times. Use strategy 'allreduce' or 'stealing'; average='ema' keeps an average of the weights."
+            f"and these settings, the weights that the loop sees are not the ones that the next step trains, so the "
+            f"change would be lost, or made several times. Use strategy 'allreduce' or 'stealing'; average='ema' keeps "
+            f"an average of the weights."
         )

@@ -39,6 +39,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         replicated=False,
         cuts_model=True,
         divides_update=workers > 1,
+        loop_weights=workers == 1 or schedule not in ASYNC_SCHEDULES,  # else microbatches in flight use the weights
         reads=("pipeline",),
         ignores=tuple(ignores),
     )
