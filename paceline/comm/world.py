@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from paceline.comm.desync.recorder import CallRecorder
 from paceline.comm.rendezvous import devices
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
+from paceline.comm.rendezvous.machines import Seat, hosts_of, seat_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
@@ -89,8 +90,8 @@ class World(Waiting):
             self._agree(dist.distributed_c10d._get_default_store(), self.rank, self.size)
         if self.size > 1:
             self.transport.open()
-            # launchers give consecutive ranks to the workers of a machine; any other numbering disables shared memory
-            self._share_memory(self.gather(self.rank - self.local_rank, "start"))
+            seats = self.gather(tuple(seat_of(self._who)), "start")
+            self._share_memory(hosts_of([Seat(*seat) for seat in seats]))
             self.recorder = self._record_calls()
 
     def _agree(self, store: Store, rank: int, size: int) -> Transport:
@@ -146,7 +147,8 @@ class World(Waiting):
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {self.rank}: could not reach the others: {reason_of(error)}.") from error
-        self._share_memory(machines)
+        hosts = [[rank for rank, one in enumerate(machines) if one == machine] for machine in dict.fromkeys(machines)]
+        self._share_memory(tuple(map(tuple, hosts)))
 
     def leave(self) -> None:
         """Leave the other workers without sending or waiting, because they may be gone or blocked."""
@@ -180,14 +182,12 @@ class World(Waiting):
         """Memory shared by all workers. None if they are on several machines or on GPUs."""
         return self.host_memory if len(self.hosts) == 1 else None
 
-    def _share_memory(self, machines: Sequence[Hashable]) -> None:
+    def _share_memory(self, hosts: tuple[tuple[int, ...], ...]) -> None:
         """Share memory with the workers of the same machine. All workers of the run must call this method together."""
-        self.hosts = tuple(
-            tuple(rank for rank, machine in enumerate(machines) if machine == one) for one in dict.fromkeys(machines)
-        )
-        if max(map(len, self.hosts)) > 1:
+        self.hosts = hosts
+        if max(map(len, hosts)) > 1:
             arena = self._own_arena() if self.transport.capabilities.same_host else None
-            self.host_memory = attach_hosts(self, arena, self.hosts, self.gather)
+            self.host_memory = attach_hosts(self, arena, hosts, self.gather)
 
     def _own_arena(self) -> Arena:
         if self._arena is None:
