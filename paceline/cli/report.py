@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from paceline.errors import name_ranks
@@ -25,6 +26,9 @@ _SEE_SECONDS = 1.0
 _LOG_BYTES = 1 << 20
 _EVENT_BYTES = 64 << 20
 _MOST_RANKS = 4
+_MOST_WARNINGS = 3
+_WARNING_LENGTH = 300
+"""Maximum number of warnings after the cause of a failure, and of characters of each."""
 _WARNING = b'"warning": true'
 
 
@@ -65,12 +69,20 @@ def report(
         resume_command(launch, request) if request is not None else "",
         coordinator,
     )
-    lines = [*message.short(failure, context), *message.details(failure)]
+    lines = [*message.short(failure, context), *message.details(failure), *_warned(launch.run / "events")]
     _keep(kept, "\n".join(lines) + "\n")
     _keep(kept.with_suffix(".json"), json.dumps(message.record(failure, context), indent=1) + "\n")
     for line in lines:
         say(line)
     return failure.code
+
+
+def _warned(events: Path) -> list[str]:
+    """Return the first warnings of ranks other than rank 0, briefly, because one may explain the failure."""
+    found = warnings_elsewhere(events)
+    lines = [f"warned before: {shorten(one, _WARNING_LENGTH, placeholder=' ...')}" for one in found[:_MOST_WARNINGS]]
+    more = len(found) - len(lines)
+    return [*lines, f"warned before: {more} more, as notes in {events}"] if more > 0 else lines
 
 
 def _keep(path: Path, text: str) -> None:
