@@ -8,8 +8,8 @@
     │   └── NonFiniteLoss               a loss is NaN or infinite: step, microbatch, rank
     ├── StartError                      the workers could not connect before training
     │   └── DisagreementError           workers differ in code, configuration, versions, weights or step
-    ├── CheckpointError                 a checkpoint could not be written, read or matched
     ├── RunFailed                       the workers that ``paceline.launch`` started have failed
+    ├── CheckpointError                 a checkpoint could not be written, read or matched
     └── WorkerLost                      another worker has exited
         └── WorkerSilent                another worker is alive but did not respond before the timeout
 

@@ -230,7 +230,10 @@ class Settings(BaseModel):
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
     )
     bucket_megabytes: PositiveFloat | None = Field(
-        None, description="gradients sent together; none: 5 along a tree, 25 with the back end's all-reduce"
+        None,
+        description="size of the gradient buckets that are sent together; none: along a tree 5 in shared memory and "
+        "5 to 25 over the network, by the number of workers, less where a link is slow; with collective 5 on CPUs and "
+        "25 on GPUs",
     )
     backup: BackupSettings = BackupSettings()
     server: ServerSettings = ServerSettings()

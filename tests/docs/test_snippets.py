@@ -155,6 +155,25 @@ def test_every_error_is_described_with_its_exit_code() -> None:
             assert f"| `{name}` | {kind.exit_code} |" in text, name
 
 
+def test_the_size_of_buckets_is_described_alike_in_the_settings_and_the_reference() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    (row,) = re.findall(r"^\| `bucket_megabytes` \| `none` \| (.+) \|$", text, re.MULTILINE)
+    assert row.replace("`", "") == config.describe("bucket_megabytes")
+
+
+@pytest.mark.parametrize("text", [(ROOT / "docs/errors.md").read_text(), errors.__doc__ or ""], ids=["page", "module"])
+def test_the_tree_of_errors_has_every_class_below_its_base(text: str) -> None:
+    """Only indentation differs between the page and the docstring."""
+    (tree,) = re.findall(r"^ *PacelineError\n(?:.*[├└]── .*\n)+", text, re.MULTILINE)
+    above, found = {}, {"PacelineError": "Exception"}
+    for line in tree.splitlines():
+        depth, name = re.search(r"\w", line).start(), re.search(r"\w+", line)[0]  # type: ignore[union-attr, index]
+        above = {place: kind for place, kind in above.items() if place < depth} | {depth: name}
+        found[name] = above[max(place for place in above if place < depth)] if len(above) > 1 else "Exception"
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
+    assert found == {kind.__name__: kind.__bases__[0].__name__ for kind in kinds}
+
+
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one != "horovodrun"])  # its options are Horovod's
 def test_every_option_is_on_the_page_of_the_command_line(command: str, fork_server: ForkServer, tmp_path: Path) -> None:
     output = tmp_path / "output"
