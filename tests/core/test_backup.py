@@ -205,6 +205,58 @@ def test_without_backup_workers_it_is_all_reduce_bit_for_bit(printed: Printed, t
     assert backup == plain and len(plain[0]) == 2
 
 
+TAKEN = """
+import os
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional
+import paceline
+from subjects import classes, mlp, tell
+
+strategies = {"allreduce": {}, "backup": {"backup": {"workers": 0}}}
+
+def fingerprint(strategy, exact=True, **more):
+    given = {"model": mlp(), "data": classes(128), "batch": 32, "exact": exact, "timeout_seconds": 60}
+    given |= {"strategy": strategy, "optimizer": partial(torch.optim.SGD, lr=0.1)} | strategies[strategy]
+    given |= more if "forward" in more else {"loss": functional.cross_entropy} | more
+    session = paceline.start(**given)
+    for batch in session.batches(steps=3):
+        for optimizer in more.get("forward", [None]):
+            session.step(batch, optimizer) if optimizer else session.step(batch)
+    return session.fingerprint()
+
+def first(model, microbatch):
+    return functional.cross_entropy(model["b"](model["a"](microbatch[0])), microbatch[1])
+
+def second(model, microbatch):
+    return model["b"](model["a"](microbatch[0])).square().mean()
+
+def phases():
+    layers = nn.ModuleDict({"a": nn.Linear(12, 4), "b": nn.Linear(4, 4)})
+    return layers
+
+def two(model):
+    return {name: torch.optim.SGD(model[name].parameters(), lr=0.1) for name in "ab"}
+
+for strategy in strategies:
+    torch.manual_seed(0)
+    tell(**{strategy: [
+        fingerprint(strategy, optimizer=partial(torch.optim.LBFGS, lr=0.5, max_iter=3)),
+        fingerprint(strategy, autocast="float16"),
+        fingerprint(strategy, exact="fixed-point"),
+        fingerprint(strategy, model=phases(), forward={"a": first, "b": second}, optimizer=two),
+    ]})
+"""
+
+
+def test_without_backup_workers_it_takes_what_all_reduce_takes(printed: Printed, tmp_path: Path) -> None:
+    """Optimizers with closures, float16, fixed point and several losses."""
+    for one in printed(TAKEN, 2, tmp_path):
+        assert one["backup"] == one["allreduce"]
+        assert len({*one["backup"]}) == 4
+
+
 CASES = """
 from subjects import CASES, tell, train
 for name in ("batch norm, dropout, short batch", "layer used sometimes"):

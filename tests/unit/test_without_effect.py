@@ -15,6 +15,8 @@ from paceline.strategies.registry import without_effect
         ({"strategy": "hogwild", "server": {"scale_lr": True}}, ["server.scale_lr"]),
         ({"strategy": "local-sgd", "local": {"every": 2}, "backup": {"workers": 1}}, ["backup.workers"]),
         ({"strategy": "backup", "backup": {"workers": 2}}, []),
+        ({"strategy": "backup", "backup": {"workers": 2}, "reduction": "tree"}, ["reduction"]),
+        ({"strategy": "backup", "backup": {"workers": 0}, "reduction": "tree"}, []),
         ({"strategy": "parameter-server", "server": {"staleness": 2}}, ["server.staleness"]),
         ({"strategy": "parameter-server", "server": {"staleness": 2, "mode": "bounded"}}, []),
         ({"strategy": "parameter-server", "backup": {"workers": 1}}, []),

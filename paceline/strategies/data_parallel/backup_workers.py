@@ -19,7 +19,7 @@ remaining ones.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from paceline.step.commit import Apply, commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Values, add
 from paceline.strategies.base import Capabilities, Strategy, check_shares
+from paceline.strategies.data_parallel import allreduce
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
@@ -49,14 +50,11 @@ _PATIENCE = 1.5
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities, which include ``exact`` only without backup workers."""
-    return Capabilities(
-        exact=settings.backup.workers == 0,
-        exact_with="backup.workers = 0",
-        carries=settings.backup.workers == 0,
-        audits=settings.backup.workers == 0,
-        reads=("backup",),
-    )
+    """Return the capabilities. Without backup workers they are those of all-reduce, which is then built."""
+    if settings.backup.workers == 0:
+        plain = allreduce.capabilities(settings, workers)
+        return replace(plain, reads=("backup", *plain.reads))
+    return Capabilities(exact=False, exact_with="backup.workers = 0", carries=False, audits=False, reads=("backup",))
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
