@@ -22,6 +22,7 @@ from paceline.comm.reduction.exchange import TAGS, Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.hierarchical import HierarchicalExchange
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
+from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, push, total
@@ -184,6 +185,21 @@ def test_nobody_waits_for_others_before_the_divisor(make: Make, machines: list[t
 
     for needed, means in run(4, act, hosts=machines):
         assert needed and all(bool((one == 1.5).all()) for one in means)
+
+
+def test_ranks_dealt_to_machines_in_turn() -> None:
+    found = run(4, lambda world: reduce(world, hierarchical), hosts=[(0, 2), (1, 3)])
+    assert_means(found)
+
+
+def test_more_sums_than_tags_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.comm.reduction.hierarchical.TAGS", 7)
+
+    def act(world: Any) -> None:
+        with pytest.raises(ConfigError, match="has 3 sums to send, each in 2 parts: more than the 5 messages"):
+            hierarchical(world, Facts()).begin([[Node(0, 0)], [Node(0, 2), Node(0, 4)], [Node(0, 6)], [Node(0, 8)]])
+
+    run(4, act, hosts=[(0, 1), (2, 3)])
 
 
 def test_machines_with_slow_links_add_up_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from paceline.comm.reduction.shared_memory import SharedBuckets
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
+from paceline.errors import ConfigError
 from paceline.schedule.tree import Node, first_of, fold
 
 
@@ -73,14 +74,26 @@ class HierarchicalExchange:
         self._shared.open(buckets)
 
     def begin(self, nodes: list[list[Node]]) -> None:
+        """See :meth:`Exchange.begin`.
+
+        Raises:
+            ConfigError: a machine would need more tags than a bucket has, because its ranks are not consecutive.
+        """
         ranks = self._hosts[self._host]
         self._order = [(node, ranks.index(rank), index) for node, rank, index in in_order(nodes, ranks)]
         self._host_nodes = [
             [node for node, _ in fold([(node, None) for node, *_ in in_order(nodes, ranks)], lambda *_: None)]
             for ranks in self._hosts
         ]
+        most = max(map(len, self._host_nodes))
+        if (most + 1) * self._columns > TAGS:
+            raise ConfigError(
+                f"The ranks of a machine are not consecutive, so that it has {most} sums to send, each in "
+                f"{self._columns} parts: more than the {TAGS - self._columns} messages of a bucket. Number the ranks "
+                f"machine by machine, or set reduction='collective'."
+            )
         self._shared.begin(max(map(len, nodes)))
-        room = max(map(len, self._host_nodes)) * self._columns * len(self._hosts)
+        room = most * self._columns * len(self._hosts)
         for bucket in self._buckets:
             while len(bucket.inbox) < room:
                 column = len(bucket.inbox) % self._columns
