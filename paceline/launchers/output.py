@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import threading
@@ -14,6 +15,7 @@ Show = Callable[[str, str], None]
 _LONGEST_LINE = 1 << 20
 _MOST_WAITING = 10_000
 _LAST_SECONDS = 2.0
+_TURN_SECONDS = 0.1
 
 
 class Lines:
@@ -45,6 +47,18 @@ def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
 
 
+def ends_within(thread: threading.Thread, seconds: float) -> bool:
+    """Wait for the end of a thread. Return False if it still runs.
+
+    Waits in short turns. If this process is stopped meanwhile, it loses one turn, and the thread can still end.
+    """
+    for _ in range(math.ceil(seconds / _TURN_SECONDS)):
+        thread.join(_TURN_SECONDS)
+        if not thread.is_alive():
+            return True
+    return False
+
+
 class Relay:
     """Non-blocking queue of lines to show. Lines are dropped if they arrive faster than they can be shown."""
 
@@ -71,7 +85,7 @@ class Relay:
         finally:
             with contextlib.suppress(queue.Full):
                 self._lines.put(None, timeout=_LAST_SECONDS)
-            thread.join(_LAST_SECONDS)
+            ends_within(thread, _LAST_SECONDS)
 
 
 class Stream:
@@ -85,8 +99,7 @@ class Stream:
 
     def join(self, seconds: float) -> bool:
         """Wait until the entire pipe is copied. Return False if a process still holds the pipe after `seconds`."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return ends_within(self._thread, seconds)
 
     @staticmethod
     def _copy(name: str, pipe: int, log: int, show: Show) -> None:

@@ -21,7 +21,7 @@ from paceline.environments import env
 from paceline.errors import StartError
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.launcher import kill_group
-from paceline.launchers.output import Lines
+from paceline.launchers.output import Lines, ends_within
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_SECONDS = 0.05
@@ -189,7 +189,7 @@ class _Started:
             kill_group(process.pid)
             process.wait()
         for relay in self._relays:
-            relay.join(_LAST_SECONDS)
+            ends_within(relay, _LAST_SECONDS)
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
