@@ -380,9 +380,10 @@ class Engine:
 
     def _explained(self, what: str, error: RuntimeError) -> HorovodInternalError:
         """Build the error of a failed operation after waiting briefly to learn which worker left."""
-        until = time.monotonic() + EXPLAIN_SECONDS
-        while not self.waits.gone and time.monotonic() < until:
-            messages, ended = self._links.receive(until - time.monotonic())
+        until, left = time.monotonic() + EXPLAIN_SECONDS, EXPLAIN_SECONDS
+        while not self.waits.gone and left > 0:  # looks once more after that: this process may have been stopped
+            left = until - time.monotonic()
+            messages, ended = self._links.receive(max(0.0, left))
             for _, message in messages:
                 if message["type"] == "news":
                     self.waits.learn(message)

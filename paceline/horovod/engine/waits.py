@@ -140,8 +140,9 @@ class Waits:
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
         """Build the error for failed gradients in the script's thread, once the engine's thread knows who left."""
-        until = time.monotonic() + EXPLAIN_SECONDS
-        while not self.gone and name not in self.stalled and time.monotonic() < until:
+        for _ in range(round(EXPLAIN_SECONDS / _LOOK_SECONDS)):  # a clock would go on while this process is stopped
+            if self.gone or name in self.stalled:
+                break
             time.sleep(_LOOK_SECONDS)
         return self.explain(f"allreduce of the gradients {name!r}", name, error)
 
