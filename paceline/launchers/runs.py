@@ -20,7 +20,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from paceline.config import quoted
@@ -132,8 +132,8 @@ def found(runs: Path, run: str | None) -> Path:
     Raises:
         ConfigError: no such run exists.
     """
-    started = sorted(runs.glob("*/launch.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    newest = [path.parent for path in started]
+    started = sorted(_dated(runs.glob("*/launch.json")), reverse=True)
+    newest = [path.parent for _, path in started]
     if run is None and newest:
         return newest[0]
     for folder in (runs / run, Path(run)) if run else ():
@@ -155,15 +155,29 @@ def newest_resumable(runs: Path, script: Path, any_name: bool = False) -> Path |
     found = []
     for run in sorted(runs.glob("*/")):
         ours = (any_name or run.name.startswith(f"{_prefix(script)}-")) and _stem(run) == script.stem
-        if ours and (manifest := newest_manifest(run)) is not None:
-            found.append((manifest.stat().st_mtime, run))
+        if ours and (newest := newest_manifest(run)) is not None:
+            found.append((newest[0], run))
     return max(found)[1] if found else None
 
 
-def newest_manifest(run: Path) -> Path | None:
-    """Return the manifest of a run's newest complete checkpoint, or None."""
-    manifests = list(run.glob("checkpoints/step-*/**/manifest.json"))
-    return max(manifests, key=lambda path: path.stat().st_mtime, default=None)
+def newest_manifest(run: Path) -> tuple[float, Path] | None:
+    """Return the time and path of the manifest of a run's newest complete checkpoint, or None.
+
+    A run that is training removes old checkpoints at any time.
+    """
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for step in list(run.glob("checkpoints/step-*")):
+            with contextlib.suppress(FileNotFoundError):
+                found += _dated(step.glob("**/manifest.json"))
+    return max(found, default=None)
+
+
+def _dated(paths: Iterable[Path]) -> Iterator[tuple[float, Path]]:
+    """Yield the files with the times of their last change, without those that are gone."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield path.stat().st_mtime, path
 
 
 def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
@@ -171,11 +185,11 @@ def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
 
     Searches the run directory first, then the events of rank 0, which also record checkpoints stored elsewhere.
     """
-    manifest = newest_manifest(run)
-    if manifest is not None:
-        step = run / "checkpoints" / manifest.relative_to(run).parts[1]
+    newest = newest_manifest(run)
+    if newest is not None:
+        step = run / "checkpoints" / newest[1].relative_to(run).parts[1]
         name = step.name.rpartition("-")[2]
-        return str(step), int(name) if name.isdecimal() else 0, manifest.stat().st_mtime
+        return str(step), int(name) if name.isdecimal() else 0, newest[0]
     try:
         lines = read_text(run / "events" / "rank-0.jsonl").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -213,7 +227,8 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
                 old.unlink()
         facts = json.dumps(_facts(launch, request, machine), indent=2)
         name = f"launch-{request.first}.json" if request.first else "launch.json"
-        (launch.run / name).write_text(facts + "\n")
+        (launch.run / f".{name}").write_text(facts + "\n")
+        (launch.run / f".{name}").replace(launch.run / name)  # a launcher that looks for runs reads a whole file
     except OSError as error:
         raise _unwritable(launch.run, error) from None
 
