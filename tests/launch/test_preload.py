@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,9 +19,9 @@ import pytest
 
 from paceline.launchers import early
 from paceline.launchers.base import Launch, WorkerProcess, WorkerSpec
-from paceline.launchers.local import unsafe
+from paceline.launchers.local import preload, unsafe
 from paceline.launchers.local.launcher import LocalLauncher
-from paceline.launchers.local.preload import Forked
+from paceline.launchers.local.preload import Forked, Preload
 
 PACKAGES = str(Path(unsafe.__file__).parents[3])
 HASH_SEED = "11"
@@ -63,8 +64,8 @@ class Ran:
 
     def __init__(self, launcher: LocalLauncher, script: Path, words: tuple[str, ...] = (), **more: str) -> None:
         launch = launch_of(script, **more)
-        for preload in launcher._preloads.values():
-            preload._script = str(script)  # one parent for the scripts of all tests
+        for parent in launcher._preloads.values():
+            parent._script = str(script)  # one parent for the scripts of all tests
         self.files = [script.with_suffix(f".{name}") for name in ("out", "err")]
         opened = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for path in self.files]
         command = (sys.executable, "-u", str(script), *words)
@@ -298,12 +299,46 @@ def test_a_parent_that_dies(folder: Path) -> None:
     launcher, notes = LocalLauncher(), list[str]()
     launcher.note = notes.append
     launcher.begin(launch_of(script))
-    (parent,) = (preload._process for preload in launcher._preloads.values())
-    parent.send_signal(signal.SIGKILL)
+    (parent,) = launcher._preloads.values()
+    parent._process.send_signal(signal.SIGKILL)
     launcher.wait_until_ready(lambda: False)
     assert Ran(launcher, script).end() == (0, "up\n", "")
     launcher.close()
     assert notes == ["note: each worker imports torch itself, which takes longer: the process that forks has ended."]
+
+
+READY = """
+import socket, sys
+from paceline.launchers.local import messages
+
+channel = socket.socket(fileno=int(sys.argv[1]))
+messages.send(channel, {"ready": True})
+channel.recv(1)
+"""
+
+
+@pytest.fixture
+def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Preload]:
+    """A parent that has imported nothing, and has said that it is ready."""
+    (tmp_path / "ready.py").write_text(READY)
+    monkeypatch.setattr(preload, "_PARENT", tmp_path / "ready.py")
+    parent = Preload(launch_of(tmp_path / "train.py").environment, frozenset(), [str(tmp_path / "train.py")], [])
+    assert select.select([parent._channel], [], [], 60)[0]
+    yield parent
+    parent.close()
+
+
+def test_a_launcher_that_was_stopped_beyond_the_deadline_takes_the_parent_that_is_ready(ready: Preload) -> None:
+    ready._until = time.monotonic() - 1
+    assert ready.wait(lambda: False) and ready.problem is None
+
+
+def test_a_parent_that_dies_before_it_is_asked(ready: Preload) -> None:
+    assert ready.wait(lambda: False)
+    ready._process.kill()
+    ready._process.wait()
+    assert ready.fork(WorkerSpec(0, (sys.executable, "-u", "train.py"), os.environ), 1, 2) is None
+    assert ready.problem == "the process that forks has ended"
 
 
 def test_a_parent_that_cannot_import_torch(folder: Path, tmp_path: Path) -> None:
@@ -338,14 +373,14 @@ def test_a_worker_without_its_launcher_ends(
 
 def test_workers_that_need_another_process(forking: LocalLauncher) -> None:
     """Such as those of a launcher that puts a command of its own before Python."""
-    (preload,) = forking._preloads.values()
-    script = preload._script
+    (parent,) = forking._preloads.values()
+    script = parent._script
     environment = launch_of(Path(script)).environment
     command = (sys.executable, "-u", script)
-    assert preload.fits(WorkerSpec(0, (*command, "more"), {**environment, "RANK": "1"}))
-    assert not preload.fits(WorkerSpec(0, ("numactl", *command), environment))
-    assert not preload.fits(WorkerSpec(0, command, {**environment, "OMP_NUM_THREADS": "3"}))
-    assert not preload.fits(WorkerSpec(0, command, {**environment, "PYTHONHASHSEED": "3"}))
+    assert parent.fits(WorkerSpec(0, (*command, "more"), {**environment, "RANK": "1"}))
+    assert not parent.fits(WorkerSpec(0, ("numactl", *command), environment))
+    assert not parent.fits(WorkerSpec(0, command, {**environment, "OMP_NUM_THREADS": "3"}))
+    assert not parent.fits(WorkerSpec(0, command, {**environment, "PYTHONHASHSEED": "3"}))
 
 
 def test_processes_of_the_user_are_not_adopted(folder: Path, forking: LocalLauncher) -> None:
@@ -445,7 +480,7 @@ def run_elastic(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]
         process.communicate()
 
 
-def await_file(path: Path, seconds: float = 120) -> str:
+def await_file(path: Path, seconds: float = 240) -> str:
     until = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < until, path
@@ -458,8 +493,8 @@ def parents_of(launcher: int) -> list[int]:
     found = []
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         status = Path(f"/proc/{child}/stat").read_text()
-        cmdline = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        if "/local/parent.py" in cmdline[2] and int(child) == int(status.split()[0]):
+        cmdline = Path(f"/proc/{child}/cmdline").read_text()  # none of one that has ended
+        if "/local/parent.py" in "".join(cmdline.split("\0")[2:3]) and int(child) == int(status.split()[0]):
             found.append(int(child))
     return found
 
@@ -476,7 +511,7 @@ def test_without_its_parent_a_run_goes_on(run_elastic: Callable[..., Any], tmp_p
     await_file(run / "trained-2")
     assert "parent.py" not in Path(f"/proc/{await_file(run / 'started-2')}/cmdline").read_text()
     (run / "enough").touch()
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0
     assert "note: each worker imports torch itself, which takes longer: the process that forks has ended" in err
 
@@ -493,7 +528,7 @@ def test_nothing_that_was_forked_outlives_a_killed_launcher(run_elastic: Callabl
 def test_a_folder_that_hides_a_module(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("from _queue import *\nfrom _queue import SimpleQueue\nOWN = 1\n")
     process = run_elastic(script="import queue\nprint('own', queue.OWN)\nif False: import torch")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert (process.returncode, "own 1") == (0, (tmp_path / "it" / "output" / "rank-1.log").read_text().strip())
     assert f"note: each worker imports torch itself, which takes longer: {tmp_path}/queue.py stands before" in err
 
@@ -501,7 +536,7 @@ def test_a_folder_that_hides_a_module(run_elastic: Callable[..., Any], tmp_path:
 @pytest.mark.slow
 def test_no_preload(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
     process = run_elastic("--no-preload", script="print(open('/proc/self/cmdline').read().count('parent.py'))")
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert (process.returncode, (tmp_path / "it" / "output" / "rank-1.log").read_text()) == (0, "0\n")
 
 

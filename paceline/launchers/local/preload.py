@@ -25,6 +25,7 @@ _READY_SECONDS = 120.0
 """Timeout for the import of torch, which takes a few seconds, or a minute from a slow network disk."""
 _FORK_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
+_ENDED = "the process that forks has ended"
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -72,10 +73,10 @@ class Preload:
     def wait(self, stop: Callable[[], bool]) -> bool:
         """Wait until the parent is ready to fork. Return False if it has failed or `stop` returns true."""
         while not self._ready and self.problem is None and not stop():
-            if time.monotonic() > self._until:
-                self._give_up(f"torch was not imported within {_READY_SECONDS:.0f} s")
-            elif select.select([self._channel], [], [], _LOOK_SECONDS)[0]:
+            if select.select([self._channel], [], [], _LOOK_SECONDS)[0]:  # first, as this process may have been stopped
                 self._ready = "ready" in self._answer()
+            elif time.monotonic() > self._until:
+                self._give_up(f"torch was not imported within {_READY_SECONDS:.0f} s")
         return self._ready and self.problem is None
 
     def fits(self, worker: WorkerSpec) -> bool:
@@ -107,8 +108,11 @@ class Preload:
         try:
             self._channel.settimeout(_FORK_SECONDS)
             messages.send(self._channel, request, files)
+        except ConnectionError:
+            self._give_up(_ENDED)
+            return None
         except OSError as error:
-            self._give_up(f"the process that forks has ended ({error})")
+            self._give_up(f"the process that forks does not read ({error})")
             return None
         pid = self._answer().get("pid")
         return pid if isinstance(pid, int) else None
@@ -123,7 +127,7 @@ class Preload:
             received = {}, []
             self._give_up(f"the process that forks does not answer ({error})")
         if received is None:
-            self._give_up("the process that forks has ended")
+            self._give_up(_ENDED)
             return {}
         answer: dict[str, object] = received[0]
         if "refused" in answer:
