@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -115,7 +114,7 @@ from paceline.launchers.workers import Workers
 from paceline.launchers.prepare import prepare
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]), preload=False)
+request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]), preload=False, grace_seconds=1000)
 with prepare(request) as launch, Workers(launch, lambda name, line: print(line, flush=True)) as workers:
     print("signal", workers.wait().signal)
 """
@@ -125,7 +124,7 @@ with prepare(request) as launch, Workers(launch, lambda name, line: print(line, 
 def launcher(tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
     """A launcher in a process of its own, once its rank 0 has said that it is up with a child of its own.
 
-    After a minute it is killed, so that no test waits for it without end.
+    After some minutes it is killed, so that no test waits for it without end.
     """
     deadlines = []
 
@@ -140,7 +139,7 @@ def launcher(tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"
             text=True,
             env={**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])},
         )
-        deadlines.append(threading.Timer(60, process.kill))
+        deadlines.append(threading.Timer(240, process.kill))
         deadlines[-1].start()
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -163,11 +162,11 @@ def test_a_signal_reaches_the_workers(
 
 
 def test_a_second_signal_does_not_wait(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
-    with launcher("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as process:
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+    with launcher("signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))") as process:
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
+        assert process.stdout.readline() == "asked\n"  # the launcher has seen the first one
+        process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == f"signal {signal.SIGTERM.value}\n"
 
 
