@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "test-failures"
@@ -36,7 +39,8 @@ def keep(test: str, report: str, directories: Iterable[Path], afresh: bool) -> P
         for path in _files(directory):
             copy = folder / f"{number}-{directory.name}" / path.relative_to(directory)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+            with contextlib.suppress(FileNotFoundError):  # processes of the test may still run
+                shutil.copyfile(path, copy)
     return folder
 
 
@@ -49,6 +53,10 @@ def last_lines(folder: Path) -> str:
     return "\n".join(found)
 
 
-def _files(directory: Path) -> list[Path]:
-    wanted = (path for path in directory.rglob("*") if path.suffix in _KEPT and not path.is_symlink())
-    return [path for path in wanted if path.is_file() and path.stat().st_size <= _LARGEST]
+def _files(directory: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(directory):  # goes on where a folder vanishes
+        for path in (Path(folder, name) for name in names):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                if path.suffix in _KEPT and stat.S_ISREG(found.st_mode) and found.st_size <= _LARGEST:
+                    yield path
