@@ -8,6 +8,7 @@ the local one in the registry.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -308,6 +309,9 @@ class ForkedWorker:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
+        if self._code is None:  # it may not lead a group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         kill_group(self.pid)
 
 

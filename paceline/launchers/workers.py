@@ -20,6 +20,7 @@ from paceline.launchers.output import Show, Stream
 from paceline.launchers.registry import launcher_named
 
 _POLL_SECONDS = 0.02
+_AGAIN_SECONDS = 1.0
 _AT_ONCE = ((0.0, signal.SIGKILL),)
 
 
@@ -151,6 +152,7 @@ class Workers:
             worker.kill()
             while worker.poll() is None:
                 time.sleep(_POLL_SECONDS)
+                worker.kill()  # it may not have led its process group before
         self._running.clear()
         while self._handles:
             os.close(self._handles.popitem()[1])
@@ -259,6 +261,8 @@ class Workers:
                     worker.kill()
                 else:
                     worker.send_signal(number)  # only the worker, which then ends its own child processes in order
+            if number == signal.SIGKILL:
+                self._due.append((now + _AGAIN_SECONDS, number))
 
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -14,7 +14,8 @@ from paceline.errors import StartError
 from paceline.launchers import prepare as preparation
 from paceline.launchers.base import Launch, Request, RunResult
 from paceline.launchers.local.child import command_of
-from paceline.launchers.workers import Workers
+from paceline.launchers.local.launcher import ChildProcess
+from paceline.launchers.workers import AllOrNothing, Workers
 
 
 @pytest.fixture
@@ -91,6 +92,56 @@ def test_families_end_with_their_worker(prepare: Callable[..., Launch], tmp_path
 def test_leaving_the_block_ends_the_workers(prepare: Callable[..., Launch]) -> None:
     with pytest.raises(ZeroDivisionError), Workers(prepare("time.sleep(600)"), lambda name, line: None):
         raise ZeroDivisionError
+
+
+@pytest.fixture
+def in_vain(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ChildProcess]]:
+    """Workers whose first kill does nothing, as that of one which does not lead its group yet."""
+    kill: Callable[[ChildProcess], None] = ChildProcess.kill
+    killed: list[ChildProcess] = []
+
+    def late(worker: ChildProcess) -> None:
+        if worker in killed:
+            kill(worker)
+        killed.append(worker)
+
+    monkeypatch.setattr(ChildProcess, "kill", late)
+    yield killed
+    for worker in killed:
+        kill(worker)
+
+
+def test_leaving_the_block_kills_until_the_workers_have_ended(
+    prepare: Callable[..., Launch], in_vain: list[ChildProcess]
+) -> None:
+    with Workers(prepare("time.sleep(600)"), lambda name, line: None):
+        pass
+    assert len(in_vain) >= 4
+
+
+def test_workers_that_must_end_are_killed_until_they_have(
+    prepare: Callable[..., Launch], in_vain: list[ChildProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AllOrNothing, "grace", lambda _: (0.0, 0.0))
+    monkeypatch.setattr("paceline.launchers.workers._AGAIN_SECONDS", 0.1)
+    result, _ = run(
+        prepare(
+            """
+            up = os.environ["PACELINE_RUN"] + "/up"
+            if os.environ["RANK"] == "1":
+                until = time.monotonic() + 60
+                while not os.path.exists(up):
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+                sys.exit(3)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            open(up, "w").close()
+            time.sleep(600)
+            """
+        )
+    )
+    assert [(one.code, one.stopped) for one in result.exits] == [(-9, True), (3, False)]
+    assert len(in_vain) >= 3
 
 
 def test_a_worker_that_cannot_start(prepare: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch) -> None:
