@@ -41,7 +41,8 @@ WAIT_FOR_LOSS = """
     while node and session.workers == 1 and not Path("lost").exists() and not session._context.world.notice():
         time.sleep(0.05)  # until the other node joins, which it does after the next step
     if node and not Path("lost").exists() and session.workers == 2:
-        Path(f"node-of-{os.environ['PACELINE_WORKER']}").write_text(node)
+        Path(f"new-{os.environ['PACELINE_WORKER']}").write_text(node)
+        Path(f"new-{os.environ['PACELINE_WORKER']}").rename(f"node-of-{os.environ['PACELINE_WORKER']}")
         while not Path("lost").exists():
             time.sleep(0.05)
 """
