@@ -157,6 +157,10 @@ class Hosts:
                     found.append(line)
         return found
 
+    def await_end(self) -> None:
+        """Wait until nothing is left of what ran on the hosts; what has lost its parent may need a moment to end."""
+        until(lambda: not any(map(self.running, self.names)))
+
     def start(
         self, host: str, *command: str | Path, cwd: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:

@@ -53,7 +53,7 @@ def wrong(said: str) -> dict[str, str]:
 def on_hosts(hosts: Hosts, folder: Path, *words: str) -> tuple[int, str]:
     process = hosts.start("sw", PACELINE, "doctor", "--json", *words, cwd=folder)
     said, _ = process.communicate(timeout=250)
-    assert [hosts.running(name) for name in hosts.names] == [[], [], []]
+    hosts.await_end()
     return process.returncode, said
 
 

@@ -85,7 +85,8 @@ def test_a_killed_worker_is_replaced(mpiexec: tuple[str, ...], started: list[Run
     started.append(run := Run(mpiexec[0], script))
     said, _ = run.process.communicate(timeout=250)
     assert (run.process.returncode, fingerprints(said)) == (0, [expected]), said
-    assert (tmp_path / "killed").exists() and not run.pids()
+    assert (tmp_path / "killed").exists()
+    until(lambda: not run.pids(), 120)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

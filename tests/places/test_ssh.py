@@ -40,7 +40,7 @@ def test_the_bits_of_one_process_through_a_kill(hosts: Hosts, tmp_path: Path) ->
     assert run.returncode == 0, said
     assert (tmp_path / "killed").exists()
     assert fingerprints(said) == [expected], said
-    assert [hosts.running(name) for name in hosts.names] == [[], []]
+    hosts.await_end()
 
 
 def all_wait(run: subprocess.Popen[str], folder: Path, count: int) -> bool:
@@ -56,7 +56,7 @@ def test_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "on").touch()
     said, _ = run.communicate(timeout=250)
     assert (run.returncode, fingerprints(said)) == (0, [expected]), said
-    assert hosts.running("h1") == []
+    hosts.await_end()
 
 
 def test_a_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     said, _ = run.communicate(timeout=250)
     assert (run.returncode, fingerprints(said)) == (0, [expected]), said
     assert "host h2 is lost; its agent is started again in 5 s" in said
-    assert [hosts.running(name) for name in hosts.names] == [[], []]
+    hosts.await_end()
 
 
 def test_the_first_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_launcher_that_falls_silent(hosts: Hosts, tmp_path: Path) -> None:
     silence = "table ip test { chain one { type filter hook output priority 0; tcp dport 22 drop; }\n}\n"
     nft = ["ip", "netns", "exec", hosts.namespace("sw"), "nft", "-f", "-"]
     subprocess.run(nft, input=silence, text=True, check=True)
-    until(lambda: not any(hosts.running(name) for name in hosts.names), 120)
+    hosts.await_end()
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 5, said
 
@@ -114,7 +114,7 @@ def test_a_signal_saves_and_the_next_run_resumes(hosts: Hosts, tmp_path: Path) -
     assert run.returncode == 75, said
     resume = f"paceline run --on ssh --hosts h1:1,h2:1 -n 1 --name one --resume auto {script}"
     assert f"resume with: {resume}" in said, said
-    assert [hosts.running(name) for name in hosts.names] == [[], []]
+    hosts.await_end()
     (tmp_path / "on").touch()
     again = hosts.start("sw", *command, cwd=tmp_path)
     said, _ = again.communicate(timeout=250)
@@ -127,7 +127,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(hosts: Hosts, tmp_path: Pat
     run = hosts.start("sw", PACELINE, "run", "-H", "h1:1,h2:1", "--grace", "3", script, cwd=tmp_path)
     until(lambda: all_wait(run, tmp_path, 2), 120)
     run.kill()
-    until(lambda: not any(hosts.running(name) for name in hosts.names), 120)
+    hosts.await_end()
 
 
 def test_hosts_that_cannot_be_used(hosts: Hosts, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_hosts_that_cannot_be_used(hosts: Hosts, tmp_path: Path) -> None:
         said, _ = run.communicate(timeout=120)
         assert run.returncode == 3, said
         # what waits on the other host for its orders hears from the SSH server that the launcher has ended
-        until(lambda: not any(hosts.running(name) for name in hosts.names), 120)
+        hosts.await_end()
         return said
 
     assert "nowhere: " in refused("h1:1,nowhere:1")
@@ -168,7 +168,7 @@ def test_an_agent_that_cannot_begin_ends_the_run(hosts: Hosts, tmp_path: Path) -
     said, _ = run.communicate(timeout=120)
     assert "the agent of h2 has ended with exit code 2; see its lines above" in said, said
     assert run.returncode == 2
-    assert [hosts.running(name) for name in hosts.names] == [[], []]
+    hosts.await_end()
 
 
 CALL = """
@@ -239,4 +239,4 @@ def test_a_discovery_script_names_another_host_later(hosts: Hosts, tmp_path: Pat
     assert said.count("without effect here: HOROVOD_LOG_LEVEL") == 1
     assert "told info True ['h1']" in said and "nowhere: there is no host of this name" in said
     assert "1 worker was lost on the way; 1 was replaced" in said
-    assert [hosts.running(name) for name in hosts.names] == [[], []]
+    hosts.await_end()
