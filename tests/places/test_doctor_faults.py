@@ -319,9 +319,9 @@ def test_another_secret(hosts: TwoHosts, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.touch(mode=0o600)
     other.write_text(32 * "y")
-    first = hosts.start("h1", patience=20.0)
     absent = ended(hosts.start("h2", "--secret-file", str(tmp_path / "none"), patience=0.0))
-    found = ended(hosts.start("h2", "--secret-file", str(other), patience=10.0))
     assert "there is no secret file" in absent.found("secret"), absent.findings
+    first = hosts.start("h1", patience=20.0)
+    found = ended(hosts.start("h2", "--secret-file", str(other), patience=20.0))
     assert "does not accept the secret of this machine" in found.found("secret"), found.findings
     assert "1 of 2 machines came" in ended(first).found("machines")
