@@ -139,7 +139,7 @@ class SparkCluster:
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if str(script) in (words := path.read_text().split("\0")):
+                if str(script) in (words := path.read_text(errors="replace").split("\0")):
                     found.append(" ".join(words))
         return found
 

@@ -83,6 +83,8 @@ def test_a_rank_that_enters_no_operation_is_named(mpiexec: tuple[str, ...], tmp_
         "if rank != 1:\n"
         "    work = dist.all_reduce(torch.ones(1000), async_op=True)\n"
         "    if rank == 2: dist.irecv(torch.ones(1), 1, tag=7)\n"
+        "    Path(f'entered-{rank}').touch()\n"
+        "    while len(list(Path().glob('entered-*'))) < 2 and time.monotonic() < end: time.sleep(0.01)\n"
         "    try: work.wait(timedelta(seconds=4))\n"
         "    except RuntimeError as error: Path(f'said-{rank}').write_text(str(error))\n"
         "while len(list(Path().glob('said-*'))) < 2 and time.monotonic() < end: time.sleep(0.05)\n"
