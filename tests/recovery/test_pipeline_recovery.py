@@ -13,6 +13,7 @@ SCRIPT = f"""
 import scripted
 from subjects import images
 
+scripted.measure_alike()
 session = scripted.begin(strategy="pipeline", microbatches=8)
 values = []
 for batch in session.batches(steps={STEPS}):
