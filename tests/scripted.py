@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from subjects import CASES, tell
 
 import paceline
-from paceline.schedule.balance import LayerCost
 
 SECONDS = 240.0
 """As long as a run may take: some waits end with the run."""
@@ -30,21 +28,6 @@ def begin(case: str = "batch norm, dropout, short batch", **more: Any) -> paceli
 
 def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
-
-
-def measure_alike() -> None:
-    """Each layer of a pipeline takes as long as any other, however busy the machine is.
-
-    Else a layer without parameters may seem so slow that it is a stage, with which no state is lost.
-    """
-    from paceline.strategies.pipeline import stages
-
-    measure = stages.measure_layers
-
-    def alike(*given: Any) -> list[LayerCost]:
-        return [replace(cost, forward=0.001, backward=0.002) for cost in measure(*given)]
-
-    stages.measure_layers = alike
 
 
 def say(session: paceline.Session, report: paceline.Report) -> None:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional
 import paceline
 from pipeline_cases import Tied, of_tokens, tokens
-from subjects import CASES, classes, images, tell
+from subjects import CASES, classes, images, measure_alike, tell
 
+measure_alike()
 workers = int(os.environ["WORLD_SIZE"])
 
 def shared():

@@ -11,9 +11,9 @@ from paceline.testing import faults
 STEPS = 10
 SCRIPT = f"""
 import scripted
-from subjects import images
+from subjects import images, measure_alike
 
-scripted.measure_alike()
+measure_alike()
 session = scripted.begin(strategy="pipeline", microbatches=8)
 values = []
 for batch in session.batches(steps={STEPS}):
