@@ -13,8 +13,8 @@ Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import os, sys, time
-from paceline import session as home
 from paceline.checkpoint import files
+from paceline.training import setup
 from subjects import *
 
 write = files.write_part
@@ -27,7 +27,7 @@ def slow(*arguments):
     return write(*arguments)
 
 files.write_part = slow
-home._LAST_SAVE_SECONDS = 0.2 if "HANG" in os.environ else 60
+setup._LAST_SAVE_SECONDS = 0.2 if "HANG" in os.environ else 60
 given = CASES["batch norm, dropout, short batch"]()
 session = paceline.start(**given, exact=True, checkpoint={"directory": os.environ["SAVED"], "every": 4})
 for batch in session.batches(steps=4):
