@@ -17,13 +17,13 @@ def note(folder: Path, rank: int) -> None:
 
 def await_all(folder: Path, workers: int) -> None:
     """Until so many workers have said it."""
-    _until(lambda: all(_file(folder, rank).exists() for rank in range(workers)))
+    until(lambda: all(_file(folder, rank).exists() for rank in range(workers)))
 
 
 def await_end(folder: Path, ranks: Sequence[int]) -> None:
     """Until the processes of these ranks, which have said it, have ended."""
     processes = [int(_file(folder, rank).read_text()) for rank in ranks]
-    _until(lambda: not any(map(_runs, processes)))
+    until(lambda: not any(map(_runs, processes)))
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -38,7 +38,8 @@ def _runs(process: int) -> bool:
         return False
 
 
-def _until(true: Callable[[], bool]) -> None:
+def until(true: Callable[[], bool]) -> None:
+    """Wait, but not without end."""
     deadline = time.monotonic() + SECONDS
     while not true():
         assert time.monotonic() < deadline

@@ -43,7 +43,7 @@ def test_staleness_is_never_above_the_bound(counted: Any, bound: int, dedicated:
 
 
 def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path) -> None:  # noqa: F811
-    updates = counted({"mode": "async", "drop_after": 1}, 3, "0.02,0,0.001", one_machine=False)
+    updates = counted({"mode": "async", "drop_after": 1}, 3, "0.02,0,0.001", one_machine=False, late=True)
     assert max(one["delay"] for one in updates) <= 1
     dropped = updates_in(tmp_path, "dropped")
     assert dropped and min(one["delay"] for one in dropped) > 1
@@ -51,7 +51,7 @@ def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_late_gradient_has_a_smaller_rate(counted: Any) -> None:  # noqa: F811
-    updates = counted({"mode": "async", "scale_lr": True}, 4, one_machine=False)
+    updates = counted({"mode": "async", "scale_lr": True}, 4, one_machine=False, late=True)
     assert all(one["learning_rate"] == RATE / (1 + one["delay"]) for one in updates)
     assert max(one["delay"] for one in updates) > 0
 

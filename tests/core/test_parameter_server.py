@@ -14,7 +14,9 @@ Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
 EPOCHS = 4
 
-# Nobody computes a second step of those before, or after, the evaluations before all that compute have begun one.
+# Nobody computes a second step of those before, or after, the evaluations before all that compute have begun one. Who
+# waits holds that step, so there are more than two for each of the others. With LATE the first that computes has the
+# weights of its first step after them, and waits for two updates of others.
 ALL_COMPUTE = """
 import json, os, peers
 from pathlib import Path
@@ -24,13 +26,22 @@ compute, begun = AsyncSteps._compute, set()
 servers = int(json.loads(os.environ.get("SERVER", "{}")).get("dedicated", False))
 
 def compute_with_all(strategy, step):
-    part = Path(os.environ["PACELINE_RUN"]) / f"part-{step > 6}"
+    part = Path(os.environ["PACELINE_RUN"]) / f"part-{step > 8}"
     part.mkdir(exist_ok=True)
     if part in begun:
         peers.await_all(part, int(os.environ["WORLD_SIZE"]) - servers)
+    elif step > 8 and "LATE" in os.environ and int(os.environ["RANK"]) == servers:
+        strategy._server.pull = pull_and_wait
     begun.add(part)
     peers.note(part, int(os.environ["RANK"]) - servers)
     return compute(strategy, step)
+
+def pull_and_wait(step):
+    strategy = session._loop.strategy
+    del strategy._server.pull
+    strategy._server.pull(step)
+    pulled = strategy._server._pulled
+    peers.until(lambda: strategy._claims.look().version >= pulled + 2)
 
 AsyncSteps._compute = compute_with_all
 """
@@ -42,7 +53,7 @@ session = sample_counts.start(strategy="parameter-server", server=json.loads(os.
 values = []
 for batch in session.batches(epochs=4):
     session.step(batch)
-    if session.position in (6, 7):
+    if session.position in (8, 9):
         values.append(session.evaluate(sample_counts.TensorDataset(sample_counts.inputs())))
 tell(fingerprint=session.fingerprint(), values=values, weights=sample_counts.weights(session))
 """
@@ -54,9 +65,10 @@ def counted(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, An
     """Run the task that counts; the updates that were made, after what must always be so."""
 
     def run(
-        server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, one_machine: bool = True
+        server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, one_machine: bool = True, late: bool = False
     ) -> list[dict[str, Any]]:
         environment = {"SERVER": json.dumps(server), "SLOW": slow, "PACELINE_RUN": str(tmp_path)}
+        environment |= {"LATE": "1"} if late else {}
         everyone = printed(ALL_COMPUTE + COUNTED, workers, tmp_path, environment=environment, one_machine=one_machine)
         assert len({json.dumps(one["weights"] + [one["fingerprint"], *one["values"]]) for one in everyone}) == 1
         updates = sorted(updates_in(tmp_path), key=lambda one: one["version"])
@@ -119,7 +131,7 @@ def test_without_a_bound_staleness_is_above_it(counted: Any) -> None:
 def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path, dedicated: bool) -> None:
     """The weights are the sum of what was applied: a gradient that was dropped and yet applied would be there twice."""
     workers, slow = (4, "0,0.004,0,0.001") if dedicated else (3, "0.004,0,0.001")
-    updates = counted({"mode": "async", "drop_after": 1, "dedicated": dedicated}, workers, slow)
+    updates = counted({"mode": "async", "drop_after": 1, "dedicated": dedicated}, workers, slow, late=True)
     assert max(one["delay"] for one in updates) <= 1
     dropped = updates_in(tmp_path, "dropped")
     assert dropped and min(one["delay"] for one in dropped) > 1
@@ -130,7 +142,7 @@ def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path, dedic
 @pytest.mark.slow
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_a_late_gradient_has_a_smaller_rate(counted: Any, dedicated: bool) -> None:
-    updates = counted({"mode": "async", "scale_lr": True, "dedicated": dedicated}, 4)
+    updates = counted({"mode": "async", "scale_lr": True, "dedicated": dedicated}, 4, late=True)
     assert {one["learning_rate"] for one in updates} == {RATE / (1 + one["delay"]) for one in updates}
     assert all(one["learning_rate"] == RATE / (1 + one["delay"]) for one in updates)
     assert max(one["delay"] for one in updates) > 0
