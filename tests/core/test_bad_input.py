@@ -346,7 +346,7 @@ go(steps=20, microbatches=8, timeout_seconds=6, loss=only(lambda: RANK == 1 and 
 @pytest.mark.parametrize("skipped", [1, 2], ids=["inside", "before a short batch"])
 def test_a_worker_that_leaves_out_a_batch(ranks: Run, tmp_path: Path, skipped: int, one_machine: bool) -> None:
     body = f"""
-session = paceline.start(**given | {{"data": classes(200), "exact": True, "timeout_seconds": 5}})
+session = paceline.start(**given | {{"data": classes(200), "exact": True, "timeout_seconds": 30}})
 for batch in session.batches(epochs=3):
     if batch.step != {skipped} or RANK != 1:
         session.step(batch)

@@ -100,7 +100,7 @@ def check_named(ended: Sequence[Ended], error: str, words: Sequence[str]) -> Non
 @BOTH
 def test_a_loss_that_is_not_finite(ranks: Run, tmp_path: Path, strategy: str) -> None:
     """Step 2 is in the first share of the batch of step 2, or comes up in the step before with backup workers."""
-    body = f"go(strategy={strategy!r}, microbatches=8, data=spoiled(2, 1, float('nan')), timeout_seconds=5)"
+    body = f"go(strategy={strategy!r}, microbatches=8, data=spoiled(2, 1, float('nan')), timeout_seconds=30)"
     ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
     check_named(ended, "NonFiniteLoss", ["The loss is nan at step", "microbatch 1", "nonfinite='skip'"])
 
@@ -128,7 +128,7 @@ def test_a_step_that_is_skipped_leaves_nothing(
 @pytest.mark.slow
 @BOTH
 def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, strategy: str) -> None:
-    body = f"go(strategy={strategy!r}, model=gated(), microbatches=16, timeout_seconds=5)"
+    body = f"go(strategy={strategy!r}, model=gated(), microbatches=16, timeout_seconds=30)"
     ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
     check_named(ended, "InputError", ["'second.weight'", "no gradient from microbatch", "missing_gradient='zero'"])
 
@@ -137,7 +137,7 @@ def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, strategy
 @WAYS
 def test_a_worker_that_leaves_out_a_batch_others_take(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     body = """
-session = paceline.start(**given | {"strategy": "backup", "timeout_seconds": 5})
+session = paceline.start(**given | {"strategy": "backup", "timeout_seconds": 30})
 for batch in session.batches(epochs=3):
     if batch.step != 2 or RANK != 1:
         session.step(batch)
@@ -155,7 +155,7 @@ print("done")
 @WAYS
 def test_a_worker_that_misses_an_average(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     body = """
-session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 2}, "timeout_seconds": 5})
+session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 2}, "timeout_seconds": 30})
 for batch in session.batches(steps=8):
     if batch.step != 3 or RANK != 1:
         session.step(batch)
@@ -171,7 +171,7 @@ print("done")
 
 def test_a_worker_that_leaves_out_a_batch_between_two_averages(ranks: Run, tmp_path: Path) -> None:
     body = """
-session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 8}, "timeout_seconds": 5})
+session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 8}, "timeout_seconds": 30})
 for batch in session.batches(steps=6):
     if batch.step != 2 or RANK != 1:
         session.step(batch)
