@@ -384,7 +384,7 @@ def test_predictions(everyone: Any, alone: Any) -> None:
 
 @pytest.mark.promise(
     "docs/evaluate.md",
-    "Training is not disturbed: the next step draws the same random numbers as without the evaluation.",
+    "Training is not disturbed: the loop and the next step draw the same random numbers as without the evaluation.",
 )
 def test_an_evaluation_does_not_disturb_training(everyone: Any) -> None:
     for way in found_in(everyone, "evaluations"):

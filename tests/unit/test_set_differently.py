@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.step.probes.audit import _set_apart
+from paceline.step.probes.audit import _set_differently
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from paceline.step.probes.audit import _set_apart
     ],
 )
 def test_who_has_set_it_is_named(everyone: list[dict[str, dict[Any, Any]]], words: str) -> None:
-    said = _set_apart(everyone)
+    said = _set_differently(everyone)
     assert words in said and bool(words) == bool(said)
