@@ -250,7 +250,7 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
 
     In ``hogwild`` it is about to change the weights: those of its workers, not of those that go on without it.
     """
-    script = SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=2, ")
+    script = SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=10, ")
     plan = None
     if way == "sync":
         plan = faults.stop(rank=1, step=5, point="between reduction and update")
@@ -289,7 +289,7 @@ fault_points.reach = end_after_an_update
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_update_of_a_worker_that_was_lost_just_after_it_counts_once(run: Run, number: signal.Signals) -> None:
     """Its samples are in the weights that the others go on with."""
-    script = AFTER_AN_UPDATE + SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=2, ")
+    script = AFTER_AN_UPDATE + SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=10, ")
     ran = run(script, *ELASTIC, "--grace", 1, SERVER="{}", SLOW="0.002,0.001,0.003", SIGNAL=str(int(number)))
     check(ran, 2)
     assert ran.survivors() == [0, 2], ran.report()
@@ -329,7 +329,7 @@ def wake(session):
 @pytest.mark.slow
 def test_a_stopped_worker_that_comes_back_in_an_update_changes_old_weights(run: Run) -> None:
     """A loss comes before: the memory of later generations is laid out alike."""
-    given = "sample_counts.start(hang_seconds=2, optimizer=partial(Waking, lr=2.0**-6), "
+    given = "sample_counts.start(hang_seconds=10, optimizer=partial(Waking, lr=2.0**-6), "
     script = SCRIPT.replace("sample_counts.start(", given).replace("position == 9", "position in (9, 16)")
     script = script.replace("(batch))\n", "(batch))\n    wake(session)\n")
     ran = started(run, "hogwild", faults.kill(rank=2, step=2), *ELASTIC, script=WAKING + script)

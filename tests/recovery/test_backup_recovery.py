@@ -99,7 +99,7 @@ def test_no_sample_is_lost_with_a_worker(run: Run, point: Point, victim: int) ->
 def test_a_worker_that_hangs_is_dropped(run: Run) -> None:
     """The others have agreed without it, but it must take part in the exchange."""
     stop = faults.stop(rank=2, step=5)
-    ran = run(SCRIPT, *ELASTIC, "--grace", 1, "--set", "hang_seconds=2", faults=stop, SETTINGS=BACKUP)
+    ran = run(SCRIPT, *ELASTIC, "--grace", 1, "--set", "hang_seconds=10", faults=stop, SETTINGS=BACKUP)
     check_together(ran, 2)
     check_epochs(ran)
     assert [one["rank_lost"] for one in ran.launcher("lost")] == [2]

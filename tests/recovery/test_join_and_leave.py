@@ -112,12 +112,24 @@ if os.environ["PACELINE_WORKER"] == "3":
     assert "SIGKILL" in ran.said or len(ran.launcher("lost")) >= 1
 
 
+# Worker 0 wakes the one that was stopped when the others have dropped it and gone on.
+WAKING = JOINED.replace(
+    "    if batch.step in",
+    """    if batch.step == 0:
+        others = session._context.world._members[1:]
+    if batch.step == 7 and session.rank == 0 and "ALONE" not in os.environ:
+        scripted.wait_until(lambda: scripted._recorded("lost"), "the loss")
+        os.kill(others[0].pid, signal.SIGCONT)
+    if batch.step in""",
+).replace("import sys", "import os, signal, sys")
+
+
 @pytest.mark.slow
 @PATHS
 def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, path: str) -> None:
-    plan = faults.stop(rank=1, step=3, seconds=12)
-    given = json.dumps({"hang_seconds": 2})
-    ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(8,), GIVEN=given)
+    plan = faults.stop(rank=1, step=3)
+    given = json.dumps({"hang_seconds": 10})
+    ran = run(on(path, WAKING), *ELASTIC, faults=plan, arguments=(8,), GIVEN=given)
     assert ran.code == 0, ran.report()
     wanted = undisturbed(JOINED, (8,))
     assert ran.printed() == [wanted] * 3, ran.report()

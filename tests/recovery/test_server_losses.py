@@ -66,7 +66,7 @@ def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:
 @pytest.mark.parametrize("way", ["async", "dedicated"])
 def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
     """It stops in an update of the copy that it holds: who has pushed the gradients waits for it."""
-    given = "sample_counts.start(hang_seconds=2, optimizer=partial(Stopping, lr=2.0**-6), "
+    given = "sample_counts.start(hang_seconds=10, optimizer=partial(Stopping, lr=2.0**-6), "
     script = STOPPING + SCRIPT.replace("sample_counts.start(", given)
     ran = over_network(run, way, None, *ELASTIC, "--grace", 1, script=script)
     check(ran, 2)
