@@ -110,9 +110,11 @@ def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None
 
 
 FAILS_TO_JOIN = """
+import scripted
 from paceline.comm.world import World
 from paceline.errors import WorkerLost
 
+scripted.hold_back(3, "end")  # it would be told, too
 join, failed = World.join, set()
 
 def join_at_the_second_try(world, membership):
