@@ -232,7 +232,8 @@ def test_a_kill_while_the_state_is_sent(launched: Any, wanted: Any) -> None:
 def test_a_standby_takes_the_place(launched: Any, wanted: Any) -> None:
     """The standby has the registered values of the others."""
     words = "-n", 2, "--elastic", "2:2", "--standby", 1
-    ran = check(launched(SCRIPT, *words, faults=faults.kill(rank=1, step=5), **given()), wanted)
+    script = "import scripted\nscripted.hold_back(3, 'membership', 2)\n" + SCRIPT
+    ran = check(launched(script, *words, faults=faults.kill(rank=1, step=5), **given()), wanted)
     assert ran.memberships()[:2] == [[0, 1], [0, 2]], ran.report()
 
 

@@ -95,7 +95,9 @@ def test_one_is_left(run: Run, way: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["async", "dedicated", "sync"])
 def test_another_one_takes_the_place(run: Run, way: str) -> None:
-    ran = started(run, way, faults.kill(rank=1, step=5), "-n", 3, "--elastic", "3:3", "--standby", 1)
+    script = "import scripted\nscripted.hold_back(4, 'membership', 2)\n" + SCRIPT
+    words = "-n", 3, "--elastic", "3:3", "--standby", 1
+    ran = started(run, way, faults.kill(rank=1, step=5), *words, script=script)
     check(ran, 3)
     assert ran.memberships()[:2] == [[0, 1, 2], [0, 2, 3]]
 

@@ -36,7 +36,8 @@ def on(path: str, script: str) -> str:
 def test_a_standby_takes_the_place(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """With as many workers as there must be, the others wait until the standby has come."""
     plan = faults.kill(rank=victim, step=5)
-    ran = run(on(path, PLAIN), "-n", 2, "--elastic", "2:2", "--standby", 1, faults=plan)
+    script = "import scripted\nscripted.hold_back(3, 'membership', 2)\n" + PLAIN
+    ran = run(on(path, script), "-n", 2, "--elastic", "2:2", "--standby", 1, faults=plan)
     check(ran, undisturbed(PLAIN), 2)
     assert ran.memberships()[:2] == [[0, 1], [1 - victim, 2]]
     assert ran.steps("worker-2")[-1] == STEPS - 1
