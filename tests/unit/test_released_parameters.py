@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -26,6 +27,27 @@ def test_it_has_its_shape(weight: torch.Tensor) -> None:
     assert weight.shape == weight.size() == (2, 3) and weight.numel() == 6 and weight.dim() == weight.ndim == 2
     assert torch.zeros_like(weight).shape == weight.new_zeros(weight.shape).shape == (2, 3)
     assert weight.untyped_storage().nbytes() == 0 and weight.grad is None and isinstance(weight, nn.Parameter)
+
+
+def test_it_has_its_strides_type_and_device(weight: torch.Tensor) -> None:
+    assert weight.stride() == (3, 1) and weight.get_device() == -1 and "stride" in dir(weight)
+    assert weight.type() == "torch.FloatTensor"
+
+
+def test_a_conversion_to_what_it_is_gives_it_back(weight: torch.Tensor) -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight = weight
+    assert layer.to("cpu").float().type(torch.float32).weight is weight
+    assert weight.to(torch.float32) is weight
+    weight.retain_grad()
+    with pytest.raises(InputError, match="reads the parameter"):
+        layer.double()
+
+
+def test_another_tensor_may_take_its_shape(weight: torch.Tensor) -> None:
+    assert torch.ones(6).view_as(weight).shape == torch.ones(1).expand_as(weight).shape == (2, 3)
+    nn.utils.vector_to_parameters(torch.ones(6), [weight])
+    nn.init.orthogonal_(weight)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +84,7 @@ def test_a_change_draws_the_numbers_that_it_draws_where_the_values_are(
         lambda weight: torch.ones(2, 3).copy_(weight),
         lambda weight: weight.tolist(),
         copy.deepcopy,
+        pickle.dumps,
     ],
 )
 def test_its_values_cannot_be_read(weight: torch.Tensor, read: Callable[[torch.Tensor], object]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import InputError
@@ -20,9 +20,11 @@ from paceline.errors import InputError
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _RANDOM = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"}
-_ON_ITSELF = {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "untyped_storage", "__hash__"}
+_ON_ITSELF = {"requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_ON_ITSELF |= {"get_device", "untyped_storage", "__hash__"}
+_CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
 _VIEWS = {"T", "__getitem__", "data", "detach", "flatten", "mT", "narrow", "permute", "reshape", "select", "squeeze"}
-_VIEWS |= {"t", "transpose", "unsqueeze", "view"}
+_VIEWS |= {"t", "transpose", "unsqueeze", "view", "view_as"}
 _FROM_SHAPE = {"H", "imag", "itemsize", "mH", "nbytes", "ndim", "real", "shape", *_VIEWS}
 """Attributes that depend on the values or the shape. The parameter itself answers for all other ones."""
 _KEPT = "_paceline_layout"
@@ -128,6 +130,14 @@ class _Elsewhere(nn.Parameter):
                 return function(*args, **(kwargs or {}))
             return _answer(function, args, dict(kwargs or {}))
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to pickle the parameter, because its values are missing.
+
+        Raises:
+            InputError: always.
+        """
+        raise _refusal((self,), {})
+
 
 def _is_called_by_script() -> bool:
     """Return whether the code that called torch is not Paceline's."""
@@ -137,7 +147,9 @@ def _is_called_by_script() -> bool:
     return not frame.f_code.co_filename.startswith(_OWN)
 
 
-def _answer(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _answer(  # noqa: PLR0911 - a case for each kind of function
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     """Return what the script gets from a call with a released parameter."""
     accessor = getattr(function, "__name__", "")
     name = getattr(function.__self__, "__name__", "") if accessor in ("__get__", "__set__") else accessor
@@ -151,9 +163,12 @@ def _answer(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name in _RANDOM or getattr(function, "__module__", "") == nn.init.__name__:
             _with_shapes(function, args, kwargs, first.device)
         return first
-    if name.endswith("_like") or name.startswith("new_"):
+    if name.endswith("_like") or name.startswith("new_") or (name.endswith("_as") and not of_parameter):
         return _with_shapes(function, args, kwargs, first.device)
     try:
+        converted = function(*args, **kwargs) if name in _CONVERSIONS and of_parameter else None
+        if converted is first or isinstance(converted, str):
+            return converted  # the type and device are these already, or asked for
         result = _with_shapes(function, args, kwargs, torch.device("meta"))
     except Exception:  # noqa: BLE001 - a tensor on the meta device has no values
         raise _refusal(args, kwargs) from None
@@ -161,7 +176,7 @@ def _answer(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         view = first.detach().as_subclass(_Elsewhere)
         setattr(view, _KEPT, (getattr(first, _KEPT)[0], result.shape, result.stride()))
         return view
-    if isinstance(result, torch.Tensor | tuple | list) and not isinstance(result, torch.Size):
+    if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
         raise _refusal(args, kwargs)
     return result
 
