@@ -143,6 +143,7 @@ def candidates(task: Task, data: Any, variant: str, peers: bool) -> dict[str, St
 
 def measure(task: Task, rounds: int, variant: str, peers: bool) -> dict[str, list[float]]:
     """Seconds of each step of each candidate; the first rounds warm up and are left out."""
+    torch.manual_seed(0)
     data = task.data(task.microbatch * task.per_worker * dist.get_world_size() * 64)
     steps = candidates(task, data, variant, peers)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
