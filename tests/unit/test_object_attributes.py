@@ -18,6 +18,7 @@ from torch import nn
 
 from paceline.data.objects import attributes
 from paceline.data.objects.attributes import Attributes, same
+from paceline.data.objects.values import PlainValues
 
 GENERATOR = random.Random(5)
 QUEUE = deque([torch.zeros(2)], maxlen=2)
@@ -206,3 +207,21 @@ def test_counters_of_all_kinds_are_seen_and_put_back() -> None:
 def test_buffers_of_a_loss_are_seen_and_those_of_the_model_are_not() -> None:
     found = Attributes({"model": nn.BatchNorm1d(2), "loss": Centered()}, set()).values
     assert "loss.center" in found and not any(name.startswith("model.running") for name in found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize(
+    "convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, lambda value: value.to("meta")]
+)
+def test_tensors_without_plain_memory_are_left_alone(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = nn.Module()
+    model.adjacency, model.scale = convert(torch.eye(3)), 2.0
+    before = Attributes({"model": model}, set())
+    assert before.values == {"model.scale": 2.0}
+    before.put_back()
+    plain = PlainValues(model=model)
+    now = plain.now()
+    assert {key: value for values in now for key, value in values.items() if key == "scale"} == {"scale": 2.0}
+    assert not any("adjacency" in values for values in now)
+    with plain.set_to(now):
+        assert model.scale == 2.0

@@ -90,7 +90,7 @@ class Attributes:
         if isinstance(value, GENERATORS):
             self._keep(name, value, _state_of(value))
         elif isinstance(value, torch.Tensor | numpy.ndarray):
-            if self._copies and value.nbytes <= self._room:
+            if self._copies and is_dense(value) and value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._keep(name, value, value.detach().clone() if isinstance(value, torch.Tensor) else value.copy())
         elif isinstance(value, list | tuple | set | deque):
@@ -255,6 +255,13 @@ class Entries(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self.keys_known)
+
+
+def is_dense(value: Any) -> bool:
+    """Return whether a value is an array, or a tensor that can be copied, compared and restored like one."""
+    if isinstance(value, torch.Tensor):  # sparse tensors have no size in bytes, and those on the meta device no values
+        return value.layout == torch.strided and not value.is_meta
+    return isinstance(value, numpy.ndarray)
 
 
 def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type

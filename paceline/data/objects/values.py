@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import nn
 
-from paceline.data.objects.attributes import PLAIN, Attributes, same
+from paceline.data.objects.attributes import PLAIN, Attributes, is_dense, same
 
 OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 OF_TORCH = vars(nn.Module()).keys()
@@ -85,7 +85,7 @@ class PlainValues:
 def is_array(value: Any) -> TypeGuard[Array]:
     """Return whether a value is a tensor or an array of numbers that can be saved."""
     if isinstance(value, torch.Tensor):
-        return value.layout == torch.strided and not value.is_meta and value.nbytes <= _MOST_BYTES
+        return is_dense(value) and value.nbytes <= _MOST_BYTES
     if not isinstance(value, numpy.ndarray) or value.dtype.kind not in "biufc" or value.nbytes > _MOST_BYTES:
         return False
     return value.dtype.isnative and min(value.strides, default=0) >= 0  # torch accepts no others
@@ -105,7 +105,7 @@ def put_into(now: Any, sent: Any) -> bool:
 
 def is_small(value: Any) -> bool:
     """Return whether a value is a tensor or an array small enough (4 KiB) to copy in each step."""
-    return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
+    return is_dense(value) and bool(value.nbytes <= _SMALL_BYTES)
 
 
 def _copied(value: Any) -> Any:
