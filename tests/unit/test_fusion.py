@@ -133,3 +133,16 @@ def test_a_loss_that_couples_samples_later_is_named_once() -> None:
 
 def test_a_loss_of_single_samples_is_not_named() -> None:
     assert not trained("nothing", audit=1)[1]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_what_a_hook_keeps_is_as_without_the_passes_that_decide(register: str) -> None:
+    model, norms = Net(nn.Identity()), list[float]()
+
+    def keep(value: torch.Tensor) -> None:
+        norms.append(float(value.norm()))
+
+    getattr(model.body.weight, register)(keep)
+    session = start(model)
+    session.step(next(iter(session.batches())))
+    assert len(norms) == 8

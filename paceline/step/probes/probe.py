@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.data.keys import preserve_generators
 from paceline.data.objects.attributes import Attributes, same
@@ -47,14 +49,22 @@ def without_trace(context: TrainingContext) -> Iterator[Probe]:
     compute.buffers.begin()
     following = None if compute.carried is None else compute.carried.following()
     before = Attributes(roots, known)
+    of_hooks = Attributes({"hooks": _hooks_of(parameters)}, known)
     try:
         with preserve_generators():
             yield Probe(before, lambda: Attributes(roots, known), restore_weights)
     finally:
         before.put_back()
+        of_hooks.put_back()
         restore_weights()
         compute.buffers.put_back()
         if compute.carried is not None and following is not None:
             compute.carried.set_following(following)
         for value, gradient in zip(parameters, gradients, strict=True):
             value.grad = gradient
+
+
+def _hooks_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the hooks on gradients, which may keep values such as running norms."""
+    found = [hooks for value in parameters for hooks in (value._backward_hooks, value._post_accumulate_grad_hooks)]
+    return [hook for hooks in found for hook in (hooks or {}).values()]
