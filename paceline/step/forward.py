@@ -24,6 +24,7 @@ from paceline.data.keys import (
     was_drawn,
 )
 from paceline.data.nested import map_tensors
+from paceline.data.objects.values import versions_of
 from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import Buffers
@@ -201,10 +202,10 @@ class ForwardRunner:
         if self._largest == 1:
             yield
             return
-        before = [value._version for value in self._weights.values()]
+        before = versions_of(self._weights.values())
         yield
-        for (name, value), version in zip(self._weights.items(), before, strict=True):
-            if value._version != version:
+        for name, now, version in zip(self._weights, versions_of(self._weights.values()), before, strict=True):
+            if now != version:
                 raise InputError(
                     f"The forward pass changes the parameter {name!r} in place, as an embedding with max_norm does. "
                     f"This run may have {self._largest} workers: each would change it for its own samples, while the "

@@ -30,7 +30,18 @@ from torch.optim import Optimizer
 
 from paceline.data.objects.attributes import PLAIN
 from paceline.data.objects.forward_values import ForwardValues
-from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, is_array, is_small, put_into, sent
+from paceline.data.objects.values import (
+    OF_MODULES,
+    OF_TORCH,
+    Mark,
+    Owner,
+    fitted,
+    is_array,
+    is_small,
+    put_into,
+    sent,
+    versions_of,
+)
 
 _NOT_RESTORED = (
     "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
@@ -145,7 +156,7 @@ class LoopChanges:
     def refresh(self) -> None:
         """Take the current values as the reference for the next :meth:`look`."""
         tensors = self._tensors()
-        self._versions = [(id(value), value._version) for value in tensors]
+        self._versions = [*zip(map(id, tensors), versions_of(tensors), strict=True)]
         self._plain = [owner.values() for owner in self._owners]
         if self._digests and self._digests_of is not None:
             self._digests = self._digests_of(tensors)
