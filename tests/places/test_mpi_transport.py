@@ -85,14 +85,14 @@ def test_a_rank_that_enters_no_operation_is_named(mpiexec: tuple[str, ...], tmp_
         "    if rank == 2: dist.irecv(torch.ones(1), 1, tag=7)\n"
         "    Path(f'entered-{rank}').touch()\n"
         "    while len(list(Path().glob('entered-*'))) < 2 and time.monotonic() < end: time.sleep(0.01)\n"
-        "    try: work.wait(timedelta(seconds=4))\n"
+        "    try: work.wait(timedelta(seconds=12))\n"
         "    except RuntimeError as error: Path(f'said-{rank}').write_text(str(error))\n"
         "while len(list(Path().glob('said-*'))) < 2 and time.monotonic() < end: time.sleep(0.05)\n"
         "os._exit(0)\n"
     )
     _, said = run(mpiexec, 3, script)
     texts = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
-    late = "Timed out waiting 4 s for an all-reduce over MPI: rank 1 did not enter it"
+    late = "Timed out waiting 12 s for an all-reduce over MPI: rank 1 did not enter it"
     assert texts == {"said-0": late, "said-2": late}, said
 
 

@@ -27,7 +27,7 @@ _EAGER_LOOKS = 200
 _PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 _END_SECONDS = 5.0
-_ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
 """Time for answers of ranks that are in an operation, but at most a quarter of the operation's timeout."""
 _FAILURES = (RuntimeError, ValueError, TypeError, OverflowError, BufferError)
 """Errors of mpi4py (RuntimeError) and of tensors that mpi4py cannot read. The waiting thread raises them."""
