@@ -173,7 +173,7 @@ def not_resumed(request: Request) -> str:
     try:
         if not (runs / request.name).exists():
             other = newest_resumable(runs, request.script, any_name=True)
-    except OSError:  # a checkpoint of another run has just been removed
+    except OSError:  # an impossible name, or a directory that cannot be read
         pass
     if other is None:
         return ""

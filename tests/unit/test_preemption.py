@@ -52,3 +52,11 @@ def test_a_handler_of_the_script_is_kept() -> None:
     catch_notices(world(asked))
     os.kill(os.getpid(), signal.SIGTERM)
     assert (asked, kept) == ([], [signal.SIGTERM])
+
+
+def test_a_handler_that_is_not_of_python_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``getsignal`` returns None for it."""
+    monkeypatch.setattr("paceline.training.recovery.preemption._handlers", {})
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("it was replaced"))
+    catch_notices(world([]))

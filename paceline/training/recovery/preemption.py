@@ -31,7 +31,7 @@ def catch_notices(world: World) -> None:
         world.request_leave()
 
     for number in _NOTICES:
-        if signal.getsignal(number) in (signal.SIG_DFL, _handlers.get(number)):
+        if signal.getsignal(number) in (signal.SIG_DFL, _handlers.get(number, signal.SIG_DFL)):
             _handlers[number] = leave
             signal.signal(number, leave)
 
