@@ -12,7 +12,8 @@ BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkp
 ENGINES := mpi ray spark
 
 # Three at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
+# On the CPU, also where there is a GPU; `pytest -m cuda` runs the tests for one.
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

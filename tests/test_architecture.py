@@ -258,6 +258,7 @@ ABOUT_TENSORS = {
     "comm/transport/choice.py": "chooses the transport",
     "comm/transport/through_host.py": "copies to pinned memory",
     "data/feed.py": "loads ahead of a device",
+    "data/objects/values.py": "compares without a wait of the host",
     "data/prefetch.py": "copies to the device",
     "horovod/torch/gradients.py": "plans sums of what is on the CPU",
     "step/gradients/fixed_point.py": "computes norms where it is quick",

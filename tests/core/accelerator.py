@@ -31,6 +31,7 @@ _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _READS = (
     _aten._local_scalar_dense.default,
+    _aten.allclose.default,
     _aten.equal.default,
     _aten.is_nonzero.default,
     _aten.nonzero.default,

@@ -32,14 +32,16 @@ elif given.pop("strict", False):
             torch.cuda.set_sync_debug_mode("default")
 else:
     Counting = nullcontext
-if given.pop("group", False):  # of one rank, by the strategy for several
+grouped = given.pop("group", False)
+if grouped:  # of one rank, by the strategy for several
+    from dataclasses import replace
+    from paceline.strategies import registry
     from paceline.strategies.data_parallel.allreduce import AllReduce
-    from paceline.training import loop
 
     back_end = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(back_end, store=store, rank=0, world_size=1)
-    loop.build = AllReduce
+    registry.register("allreduce", replace(registry.entry_of("allreduce"), alone=AllReduce))
 
 dtype = given.pop("dtype")
 counted = given.pop("counted")
@@ -86,6 +88,7 @@ session = paceline.start(
     audit="off",
     **given,
 )
+assert not grouped or type(session._loop.strategy) is AllReduce
 waits, applied = [], []
 batches = session.batches(steps=9)
 for _ in range(9):

@@ -51,6 +51,7 @@ class Wire:
         self, sends: list[Message], receives: list[Message], where: str, communicator: Communicator, host: bool
     ) -> list[Arrival]:
         assert where.startswith("while it sent ")
+        assert {one.tensor.device for one in sends + receives} == {CPU if host else self.device}
         new = [Arrival(self, one, True) for one in sends] + [Arrival(self, one, False) for one in receives]
         self.posted += new
         return new
@@ -69,6 +70,18 @@ def outlet(wire: Wire) -> Sender:
 @pytest.fixture
 def inlet(wire: Wire) -> Receiver:
     return Receiver(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
+
+
+@pytest.mark.parametrize("on_host", [(), (0,), (0, 1), (1, 2)])
+def test_each_tensor_goes_from_where_it_is(wire: Wire, outlet: Sender, inlet: Receiver, on_host: tuple[int]) -> None:
+    """Activations lie on the devices of the workers, and states of generators on the CPU."""
+    wire.device = torch.device("meta")
+    values = [torch.ones(2, 3, device=CPU if place in on_host else wire.device) for place in range(3)]
+    for _ in range(2):
+        inlet.expect(2)
+        outlet.send(2, values)
+        taken = inlet.take()
+        assert [one.device for one in taken if one is not None] == [one.device for one in values]
 
 
 def letters(samples: int) -> list[torch.Tensor | None]:

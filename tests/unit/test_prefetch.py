@@ -1,5 +1,7 @@
 """What is loaded for a device is on its way one step ahead; what is there already is used as it is."""
 
+import gc
+
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
@@ -67,10 +69,12 @@ def test_a_gpu_gets_the_samples(where: str, loaders: int) -> None:
         assert all(one.device == device for piece in pieces for one in piece.data)
         found += [int(one) for piece in pieces for one in piece.data[1]]
     assert found == samples(3)
+    gc.collect()  # ends the loader process, which has inherited the pipes of this one
 
 
 @pytest.mark.cuda
 @CUDA
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_copy_to_a_gpu_holds_up_the_host() -> None:
     device = torch.device("cuda", 0)
     stream = upload_stream(device)

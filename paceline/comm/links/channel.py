@@ -30,13 +30,15 @@ _MOST_IN_FLIGHT = 8
 
 @sendable
 class Form(NamedTuple):
-    """Type, shape and strides of a tensor, and whether it needs a gradient."""
+    """Type, shape and strides of a tensor, whether it needs a gradient, and where it is."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     trained: bool
     """Whether the tensor needs a gradient."""
     strides: Strides
+    host: bool
+    """Whether the tensor is on the CPU, as states of generators are, while the workers compute on other devices."""
 
 
 Forms: TypeAlias = "tuple[Form | None, ...]"
@@ -53,7 +55,6 @@ class Sender:
         ring: ring buffer in shared memory for lists that fit. Defaults to none.
         exact: whether the receiver restores the strides of a view into a larger tensor, because bits may depend on
             them. By default the received tensor is dense.
-        host: indices of the tensors in a list that are on the CPU. The others are on the devices of the workers.
     """
 
     def __init__(
@@ -64,9 +65,7 @@ class Sender:
         what: str,
         ring: Ring | None = None,
         exact: bool = False,
-        host: range = range(0),
     ) -> None:
-        self._host = host
         self._world = world
         self._peer = peer
         self._tag = tag
@@ -117,7 +116,7 @@ class Sender:
                 self._ring.send([*plain.values()])
             else:
                 for place, value in plain.items():
-                    transfers += self._post(value, place, host=place - 2 in self._host)
+                    transfers += self._post(value, place, host=self._is_on_host(value))
             self._in_flight.append(transfers)
             while len(self._in_flight) > _MOST_IN_FLIGHT:
                 _await(self._in_flight.popleft())
@@ -134,7 +133,11 @@ class Sender:
                 _await(self._in_flight.popleft())
 
     def _form(self, value: torch.Tensor) -> Form:
-        return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value))
+        strides = self._strides_of(value)
+        return Form(value.dtype, tuple(value.shape), value.requires_grad, strides, self._is_on_host(value))
+
+    def _is_on_host(self, value: torch.Tensor) -> bool:
+        return value.device != self._world.device
 
     def _post(self, tensor: torch.Tensor, place: int, host: bool) -> list[Transfer]:
         message = Message(tensor, self._peer, self._tag + place)
@@ -151,13 +154,9 @@ class Receiver:
         tag: first tag of the sender.
         what: description of the received tensors, for errors.
         ring: ring buffer of the sender.
-        host: same value as for the sender.
     """
 
-    def __init__(
-        self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None, host: range = range(0)
-    ) -> None:
-        self._host = host
+    def __init__(self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag
@@ -202,15 +201,15 @@ class Receiver:
             if forms is None:
                 return
             arrival.ready = True
-            arrival.numbers = [form and self._room_for(form, place in self._host) for place, form in enumerate(forms)]
+            arrival.numbers = [form and self._room_for(form) for form in forms]
             size = sum(numbers.nbytes for numbers in arrival.numbers if numbers is not None)
             arrival.through_ring = self._ring is not None and size <= LARGEST_BYTES
-            for place, numbers in enumerate(arrival.numbers):
-                if numbers is not None and not arrival.through_ring:
-                    arrival.transfers += self._post(numbers, 2 + place, host=place in self._host)
+            for place, (numbers, form) in enumerate(zip(arrival.numbers, forms, strict=True)):
+                if numbers is not None and form is not None and not arrival.through_ring:
+                    arrival.transfers += self._post(numbers, 2 + place, form.host)
 
-    def _room_for(self, form: Form, host: bool) -> torch.Tensor:
-        return torch.empty(math.prod(form.shape), dtype=form.dtype, device="cpu" if host else self._world.device)
+    def _room_for(self, form: Form) -> torch.Tensor:
+        return torch.empty(math.prod(form.shape), dtype=form.dtype, device="cpu" if form.host else self._world.device)
 
     def _ask(self) -> Forms:
         length = torch.zeros(1, dtype=torch.int64)

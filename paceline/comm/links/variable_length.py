@@ -31,7 +31,7 @@ class VariableLengthSender:
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
-        self._counts = Sender(world, peer, tag, what, host=range(1))
+        self._counts = Sender(world, peer, tag, what)
         self._values = Sender(world, peer, tag + channel.TAGS, what)
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class VariableLengthReceiver:
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
-        self._counts = Receiver(world, peer, tag, what, host=range(1))
+        self._counts = Receiver(world, peer, tag, what)
         self._values = Receiver(world, peer, tag + channel.TAGS, what)
 
     def take(self) -> list[torch.Tensor]:

@@ -29,14 +29,14 @@ def gloo_sockets(own: Iterable[bytes], others: Iterable[bytes]) -> Iterator[sock
         others: values that this worker has read from the store.
     """
     here, there = {_published(value) for value in own} - {b""}, {_published(value) for value in others} - {b""}
-    for number in map(int, os.listdir(_SOCKETS)) if os.path.isdir(_SOCKETS) else ():
-        if _is_gloo(number, here, there):
-            with contextlib.suppress(OSError):
-                found = socket.socket(fileno=os.dup(number))
-                if _is_gloo(found.fileno(), here, there):  # the descriptor may have been reused meanwhile
-                    yield found
-                else:
-                    found.close()
+    numbers = map(int, os.listdir(_SOCKETS)) if os.path.isdir(_SOCKETS) else ()
+    for number in [one for one in numbers if _is_gloo(one, here, there)]:  # before a duplicate has one of the numbers
+        with contextlib.suppress(OSError):
+            found = socket.socket(fileno=os.dup(number))
+            if _is_gloo(found.fileno(), here, there):  # the descriptor may have been reused meanwhile
+                yield found
+            else:
+                found.close()
 
 
 def listens(one: socket.socket) -> bool:
@@ -53,7 +53,7 @@ def _published(value: bytes) -> bytes:
     try:
         (host,) = _LENGTH.unpack_from(value)
         (address,) = _LENGTH.unpack_from(value, _LENGTH.size + host)
-    except struct.error:
+    except (struct.error, OverflowError):  # the length is any number in a value that NCCL has written
         return b""
     start = 2 * _LENGTH.size + host
     return _shortened(value[start:]) if 2 <= address <= len(value) - start else b""

@@ -97,7 +97,7 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     The override of a subclass, as that of parameters of another stage, would take 50 times as long.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        return [value._version for value in tensors]
+        return [0 if value.is_inference() else value._version for value in tensors]
 
 
 def put_into(now: Any, sent: Any) -> bool:
@@ -125,15 +125,23 @@ def _copied(value: Any) -> Any:
 
 
 class _Copy:
-    """Copy of a tensor or an array that compares by content."""
+    """Copy of a tensor or an array. Copies are equal if their contents are.
+
+    Those of one tensor on a device are equal if it was not changed in place: the host would wait for their contents.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Array) -> None:
+        self.value = _copied(value)
+        self._origin = None
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            self._origin = id(value), *versions_of([value])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Copy) and same(self.value, other.value)
+        if not isinstance(other, _Copy):
+            return False
+        return (self._origin is not None and self._origin == other._origin) or same(self.value, other.value)
 
 
 class Mark(NamedTuple):
@@ -189,8 +197,8 @@ def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):
         if is_small(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
-            return _Copy(_copied(value))
-        return Mark((id(value), getattr(value, "_version", 0)))
+            return _Copy(value)
+        return Mark((id(value), *(versions_of([value]) if isinstance(value, torch.Tensor) else ())))
     if isinstance(value, tuple):
         seen = tuple(one if type(one) in PLAIN else _seen("", one) for one in value[:_MOST_SEEN])
         return Mark((len(value), *seen)) if any(isinstance(one, Mark | _Copy) for one in seen) else value

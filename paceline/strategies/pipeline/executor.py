@@ -108,7 +108,7 @@ class Executor:
         self._stages = stages
         self._last = len(workers_of) - 1
         self._states = len(pack_generators())
-        self._links = Links(context, workers_of, host=range(1, 1 + self._states))
+        self._links = Links(context, workers_of)
         self._random: set[int] = set()
         """Stages that have drawn random numbers, or that follow a stage that has."""
         self._silent: set[int] = set()

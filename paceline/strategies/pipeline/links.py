@@ -17,13 +17,11 @@ class Links:
     Args:
         context: training context.
         workers_of: for each stage, the ranks that hold it.
-        host: indices in a payload of the tensors that are on the CPU, such as the generator states.
     """
 
-    def __init__(self, context: TrainingContext, workers_of: Sequence[Sequence[int]], host: range) -> None:
+    def __init__(self, context: TrainingContext, workers_of: Sequence[Sequence[int]]) -> None:
         self._world = context.world
         self._exact = bool(context.settings.exact)
-        self._host = host
         self._rings = context.world.rings(2 * len(workers_of))
         neighbours = [(one, one + 1) for one in range(len(workers_of) - 1)]
         context.world.open_communicators(
@@ -44,7 +42,7 @@ class Links:
         """Return the sender from a stage of this worker to ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._senders:
             ring = self._ring(stage, peer, self._world.rank, rank)
-            sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact, self._host)
+            sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact)
             self._senders[stage, peer, rank] = sender
         return self._senders[stage, peer, rank]
 
@@ -52,7 +50,7 @@ class Links:
         """Return the receiver in a stage of this worker from ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._receivers:
             ring = self._ring(peer, stage, rank, self._world.rank)
-            receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring, self._host)
+            receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring)
             self._receivers[stage, peer, rank] = receiver
         return self._receivers[stage, peer, rank]
 
