@@ -31,15 +31,13 @@ class ProbeResults:
     unknown.
     ``repeatable``: whether the forward pass has been checked for repeatability (``step.probes``).
     ``told``: kinds of warnings already given: False for a recomputed microbatch that differed, True for a reloaded
-    microbatch whose data differed. ``warnings``: sentences that the user must read. ``apart``: why microbatches are
-    no longer computed in one pass, found after the first step.
+    microbatch whose data differed. ``warnings``: sentences that the user must read.
     """
 
     fusible: bool | None = None
     repeatable: bool = False
     told: set[bool] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
-    apart: str = ""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 import paceline
 from paceline.errors import InputError
 from paceline.schedule.audits import AuditSchedule
+from paceline.step.context import ProbeResults
+from paceline.step.forward import ForwardRunner
 from paceline.step.gradients.fusion import Fusion
 from paceline.step.probes.audit import Audit
 from paceline.testing.ranks import Ended
@@ -109,8 +111,9 @@ def test_one_that_has_joined_takes_part_in_the_audit(
             compute=SimpleNamespace(recorder=None),
             order=SimpleNamespace(parts_of=lambda _: range(6)),
             settings=SimpleNamespace(exact=True),
+            probe_results=ProbeResults(),
         )
-        monkeypatch.setattr(Audit, "_compute", lambda audit: computed.append(audit._context.world.rank))
+        monkeypatch.setattr(Audit, "_compute", lambda audit, halves: computed.append(audit._context.world.rank))
         layout = [[], [], []]
         layout[owner] = [range(schedule.microbatch(9, 6), schedule.microbatch(9, 6) + 1)]
         assert Audit(context).begin(9, layout)
@@ -127,9 +130,9 @@ def test_what_is_audited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     computed = []
     plain = Audit._compute
 
-    def compute(audit: Audit) -> None:
+    def compute(audit: Audit, halves: bool) -> None:
         computed.append((audit._step, audit._microbatch))
-        plain(audit)
+        plain(audit, halves)
 
     monkeypatch.setattr(Audit, "_compute", compute)
     session = start(nn.Linear(4, 2), checkpoint={"directory": tmp_path, "every": 7}, audit=5)
@@ -161,14 +164,41 @@ def test_the_audited_microbatch_is_computed_by_itself() -> None:
 
 
 def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step, of which no worker knows beforehand that it is the last, computes the microbatch twice."""
+    """The last step, of which no worker knows beforehand that it is the last, computes the microbatch twice.
+
+    What differs from its halves is computed as a whole again: here the cause is not that it was divided.
+    """
     computed = []
     plain = Audit._compute
-    monkeypatch.setattr(Audit, "_compute", lambda audit: (computed.append(audit._step), plain(audit)))
+
+    def compute(audit: Audit, halves: bool = False) -> None:
+        computed.append((audit._step, halves))
+        plain(audit, halves)
+
+    monkeypatch.setattr(Audit, "_compute", compute)
     model = Late(50.0)
     notes = train(start(model, exact=False), model, 12, 9)
-    assert computed == [0, 1, 2, 4, 8, 11, 11]
-    assert any("Audit of step 11" in note for note in notes)
+    fused = [(step, True) for step in (1, 2, 4, 8, 11)]
+    assert computed == [(0, False), *fused, (11, False), (11, False)]
+    assert any("Audit of step 11: microbatch" in note for note in notes)
+
+
+@pytest.mark.parametrize("audit", [1, "auto", "off"])
+def test_an_audit_computes_one_microbatch_more(monkeypatch: pytest.MonkeyPatch, audit: Any) -> None:
+    """Also where a worker computes its microbatches in one pass, and the audit divides one."""
+    samples = [0] * 7
+    plain = ForwardRunner.take
+
+    def take(compute: ForwardRunner, value: Any, count: int) -> Any:
+        samples[now] += count
+        return plain(compute, value, count)
+
+    monkeypatch.setattr(ForwardRunner, "take", take)
+    for batch in (session := start(nn.Linear(4, 2), exact=False, audit=audit)).batches(steps=7):
+        now = batch.step
+        session.step(batch)
+    audited = {1: {1, 2, 3, 4, 5}, "auto": {1, 2, 4}, "off": set[int]()}[audit]
+    assert [count - 16 for count in samples[1:6]] == [2 * (step in audited) for step in range(1, 6)]
 
 
 class Keeps(Dataset[tuple[torch.Tensor, int]]):

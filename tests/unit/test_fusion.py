@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -96,7 +97,7 @@ def test_gradients_of_a_pass_decide(
 
 
 class Switched(nn.Module):
-    """Draws random numbers, or centers its output, once it is switched on."""
+    """Draws random numbers, couples samples, or takes no half a microbatch, once it is switched on."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -105,7 +106,11 @@ class Switched(nn.Module):
     def forward(self, values: torch.Tensor) -> Any:
         if self.on and self.kind == "draws":
             values = functional.dropout(values)
+        if self.on and self.kind == "takes no half" and len(values) % 2:
+            raise ValueError("an odd number of samples")
         output = self.layer(values)
+        if self.on and self.kind == "normalizes":
+            return Normalized.apply(output)
         return output - output.mean(0) if self.on and self.kind == "centers" else output
 
 
@@ -125,14 +130,26 @@ def test_random_numbers_that_are_drawn_later_belong_to_microbatches() -> None:
     assert not notes
 
 
-def test_a_loss_that_couples_samples_later_is_named_once() -> None:
-    _, notes = trained("centers")
-    assert len([note for note in notes if "Audit of step 4: the loss looks at several samples at once" in note]) == 1
-    assert len(notes) == 1
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        ("centers", r"that of a microbatch is \d.*, and of its halves \d.* on average"),
+        ("normalizes", r"the gradient of 'layer\.(weight|bias)' of a microbatch is not the sum of those of its halves"),
+    ],
+)
+def test_a_loss_that_couples_samples_later_is_named_once(kind: str, difference: str) -> None:
+    _, (note,) = trained(kind)
+    assert re.match(f"Audit of step 4: the loss looks at several samples at once, .*: {difference}", note), note
 
 
-def test_a_loss_of_single_samples_is_not_named() -> None:
-    assert not trained("nothing", audit=1)[1]
+@pytest.mark.parametrize("kind", ["nothing", "takes no half"])
+def test_a_loss_of_single_samples_is_not_named(kind: str) -> None:
+    assert not trained(kind, audit=1)[1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nor_is_one_whose_values_are_rounded(dtype: str) -> None:
+    assert not trained("nothing", audit=1, autocast=dtype)[1]
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -5,8 +5,8 @@ result up to rounding only if samples do not influence each other: no dropout (i
 microbatch), no batch statistics, no loss over pairs of samples. The first step decides: its microbatches are computed
 one by one, then its loss is computed once more in one pass, and the gradients of two microbatches.
 
-Later a pass that draws random numbers is computed again microbatch by microbatch, and an audit compares the loss of the
-audited microbatch with those of its halves.
+Later a pass that draws random numbers is computed again microbatch by microbatch, and an audit compares the audited
+microbatch with its halves.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from itertools import pairwise
 import torch
 
 from paceline.data.feed import Piece, split_piece
-from paceline.data.keys import seed_untouched, was_drawn
-from paceline.data.nested import concatenated, map_tensors, rows
+from paceline.data.nested import concatenated
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
 from paceline.step.gradients.accumulate import Values, add
@@ -32,16 +31,8 @@ _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 _TOLERANCE_AUTOCAST = 1e-3
 _OF_GRADIENTS = {torch.float64: 1e-8, torch.float32: 1e-3}
 _OF_GRADIENTS_AUTOCAST = 5e-2
-_OF_HALVES = 1e-4, 1e-6
-"""Relative and absolute tolerance of the mean loss of two halves. A loss near zero is nothing but rounding."""
 _UP = 2.0**24
 """Factor of the gradients in one pass. A power of two rounds nothing, and reaches bounds that gradients keep now."""
-_COUPLED = (
-    "Audit of step {step}: the loss looks at several samples at once, as it did not in the first step: that of a "
-    "microbatch is {whole:.5g}, and of its halves {halves:.5g} on average. Until now each worker computed its "
-    "microbatches in one pass, so the result depends on the number of workers. From now on it computes them one by "
-    "one. Set microbatches (8 is the default), and no step computes them in one pass."
-)
 
 
 class Fusion:
@@ -74,18 +65,14 @@ class Fusion:
         """Run the forward pass of a microbatch group; see :meth:`ForwardRunner.forward_pass`."""
         compute = self._context.compute
         if len(piece.microbatches) > 1:
-            if not (self._drew or self._context.probe_results.apart):
+            if not self._drew and self._context.probe_results.fusible:
                 computed = compute.forward_pass(piece, step, watch_draws=True)
                 if not computed.drew:
                     return computed
                 self._drew = True
             return self._apart(piece, step)
-        halves = self._halves(piece, step) if self._fused else None
         computed = compute.forward_pass(piece, step, watch_draws=self._open)
         self._drew |= computed.drew
-        if halves is not None and not self._near(halves, computed.pair):
-            whole, mean = _mean(computed.pair), _mean(halves)
-            self._context.probe_results.apart = _COUPLED.format(step=step, whole=whole, halves=mean)
         return computed
 
     def _apart(self, piece: Piece, step: int) -> ForwardResult:
@@ -101,33 +88,6 @@ class Fusion:
         total = torch.stack([one.total for one in single]).sum()
         buffers = [torch.stack(values).sum(0) for values in zip(*(one.buffers for one in single), strict=True)]
         return ForwardResult(total, torch.stack([one.pair for one in single]).sum(0), buffers)
-
-    def _halves(self, piece: Piece, step: int) -> torch.Tensor | None:
-        """Return sum and count of the losses of both halves of an audited microbatch. None if not known."""
-        context, middle = self._context, piece.samples // 2
-        audited = context.audits.microbatch(step, len(context.order.parts_of(step)))
-        if not middle or not context.audits.is_due(step) or audited != piece.microbatches.start:
-            return None
-        try:
-            with without_trace(context):
-                seed_untouched()
-                pairs = [
-                    context.compute.loss_only(
-                        Piece(piece.microbatches, stop - start, map_tensors(torch.clone, rows(piece.data, start, stop)))
-                    )
-                    for start, stop in ((0, middle), (middle, piece.samples))
-                ]
-                return None if was_drawn() else pairs[0] + pairs[1]
-        except Exception as error:  # noqa: BLE001 - a model may accept only one number of samples
-            _log.debug("the loss of half a microbatch could not be computed: %s", error)
-            return None
-
-    def _near(self, halves: torch.Tensor, whole: torch.Tensor) -> bool:
-        relative, absolute = _OF_HALVES
-        if self._tolerance() >= _TOLERANCE_AUTOCAST:
-            relative, absolute = 1e-2, 1e-3
-        left, right = _mean(halves), _mean(whole)
-        return not math.isfinite(right) or abs(left - right) <= relative * abs(right) + absolute
 
     def decide(self, pieces: list[Piece], pairs: torch.Tensor) -> None:
         """Compute the first step's loss again in one pass once its gradients are known, and decide whether to fuse.

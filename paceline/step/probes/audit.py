@@ -8,27 +8,44 @@
 
 Digests of the data, the loss, the buffers and the gradients are compared: bit for bit with ``exact``, otherwise up to
 rounding. A worker without a partner computes the microbatch first, and again after the preceding microbatches.
+
+Where workers compute several microbatches in one pass (``step.gradients.fusion``), the first computation is that of the
+two halves of the microbatch, so that a loss over several samples is found, too.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.comm.values import sendable
 from paceline.data.feed import Piece
+from paceline.data.keys import seed_untouched, was_drawn
+from paceline.data.nested import map_tensors, rows
 from paceline.data.objects.attributes import same
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
-from paceline.step.probes.digests import DATA, Digests, Found, difference
+from paceline.step.probes.digests import DATA, TOLERANCE, TOLERANCE_LOW, Digests, Found, difference
 from paceline.step.probes.probe import warn, without_trace
 from paceline.step.probes.repeatability import CURE, what_changes
 from paceline.step.replicas import compare
 
+_log = logging.getLogger("paceline")
+_OF_HALVES, _OF_HALVES_LOW = (1e-4, 1e-6), (1e-2, 1e-3)
+"""Relative and absolute tolerance of the mean loss of two halves. A loss near zero is nothing but rounding."""
+_COUPLED = (
+    "Audit of step {step}: the loss looks at several samples at once, as it did not in the first step: {difference}. "
+    "Until now each worker computed its microbatches in one pass, so the result depends on the number of workers. From "
+    "now on it computes them one by one. Set microbatches (8 is the default), and no step computes them in one pass."
+)
 _ALIKE = (
     "Set it alike on all workers: by session.position, not by the rank or a counter of the loop, which begins at 0 on "
     "a worker that joins."
@@ -36,13 +53,18 @@ _ALIKE = (
 
 
 class Recorder:
-    """Recorder of the digests of one microbatch while :class:`~paceline.step.forward.ForwardRunner` computes it."""
+    """Recorder of the digests of one microbatch while :class:`~paceline.step.forward.ForwardRunner` computes it.
+
+    Attributes:
+        halved: whether the digests are those of the sums over the two halves of the microbatch.
+    """
 
     def __init__(self, context: TrainingContext, step: int, microbatch: int) -> None:
         self._context = context
         self._step, self._microbatches = step, range(microbatch, microbatch + 1)
-        self._begun = False
+        self._begun = self.halved = False
         self._digests = Digests(bool(context.settings.exact))
+        self._pair: torch.Tensor | None = None
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, piece: Piece, step: int) -> bool:
@@ -58,7 +80,7 @@ class Recorder:
 
     def add(self, result: ForwardResult) -> None:
         """Record the digests of a forward pass, and of the gradients once they are computed."""
-        context = self._context
+        context, self._pair = self._context, result.pair
         self._digests.add("the loss", result.pair)
         for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
             self._digests.add(f"the buffer {name!r}", value)
@@ -66,6 +88,19 @@ class Recorder:
             if parameter.requires_grad:
                 take = partial(self._digests.add, f"the gradient of {name!r}")
                 self._hooks.append(parameter.register_hook(take))
+
+    def add_halves(self, piece: Piece, pair: torch.Tensor) -> None:
+        """Record the sums over the two halves, whose gradients are in ``.grad``. Their passes change no buffers."""
+        self._begun, self.halved, self._pair = True, True, pair
+        self._digests.add_data(piece.data)
+        self._digests.add("the loss", pair)
+        for name, parameter in self._context.update.parameters.items():
+            if parameter.grad is not None:
+                self._digests.add(f"the gradient of {name!r}", parameter.grad)
+
+    def loss(self) -> float:
+        """Return the mean loss of the microbatch. NaN if this worker did not compute it."""
+        return math.nan if self._pair is None else float(self._pair[0] / self._pair[1])
 
     def close(self) -> None:
         """Stop recording after the backward pass. Parameters that it did not need have no gradient digest."""
@@ -77,6 +112,15 @@ class Recorder:
         """Return the digests, empty if this worker did not compute the microbatch."""
         self.close()
         return self._digests.found()
+
+
+@sendable
+class _Recorded(NamedTuple):
+    """Digests of a microbatch or of its halves, and its mean loss."""
+
+    digests: Found
+    halved: bool
+    loss: float
 
 
 class Audit:
@@ -121,7 +165,7 @@ class Audit:
         if self._alone or context.world.rank == (
             joined if joined in others else others[self._microbatch % len(others)]
         ):
-            self._compute()
+            self._compute(halves=bool(context.probe_results.fusible))
         if len(piece) > 1 and (self._alone or context.world.rank == owner):
             self._compute()  # the step computes it together with other microbatches
         recorder = Recorder(context, step, self._microbatch)
@@ -129,19 +173,46 @@ class Audit:
         context.compute.recorder = recorder
         return True
 
-    def _compute(self) -> None:
-        """Load and compute the microbatch, and leave no trace."""
+    def _compute(self, halves: bool = False) -> None:
+        """Load and compute the microbatch, in two halves if that is asked for and possible, and leave no trace."""
         context, begin = self._context, time.perf_counter()
         recorder = Recorder(context, self._step, self._microbatch)
         self._recorders.append(recorder)
         with without_trace(context):
-            for value in context.compute.model.parameters():
-                value.grad = None
-            context.compute.recorder = recorder
-            context.compute.forward_pass(self._load(), self._step).total.backward()
-            recorder.close()
+            piece = self._load()
+            if not (halves and self._compute_halves(piece, recorder)):
+                self._clear_gradients()
+                context.compute.recorder = recorder
+                context.compute.forward_pass(piece, self._step).total.backward()
+                recorder.close()
         seconds = time.perf_counter() - begin
         context.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
+
+    def _compute_halves(self, piece: Piece, recorder: Recorder) -> bool:
+        """Compute both halves of a microbatch. Return False if they cannot be compared with the whole."""
+        compute, middle, pairs = self._context.compute, piece.samples // 2, list[torch.Tensor]()
+        if not middle:
+            return False
+        self._clear_gradients()
+        compute.recorder = None
+        try:
+            seed_untouched()
+            for start, stop in ((0, middle), (middle, piece.samples)):
+                data = map_tensors(torch.clone, rows(piece.data, start, stop))
+                total, pair = compute.loss_of(Piece(piece.microbatches, stop - start, data))
+                (total if compute.scale == 1.0 else total.float() * compute.scale).backward()
+                pairs.append(pair)
+        except Exception as error:  # noqa: BLE001 - a model may accept only one number of samples
+            _log.debug("half a microbatch could not be computed: %s", error)
+            return False
+        if was_drawn():
+            return False
+        recorder.add_halves(piece, pairs[0] + pairs[1])
+        return True
+
+    def _clear_gradients(self) -> None:
+        for value in self._context.compute.model.parameters():
+            value.grad = None
 
     def _load(self) -> Piece:
         (piece,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
@@ -155,13 +226,21 @@ class Audit:
             DisagreementError: the workers do not hold the same weights.
         """
         context = self._context
-        recorded = [found for recorder in self._recorders if (found := recorder.found())]
-        self._recorders, context.compute.recorder = [], None
-        sent = recorded, context.probe_results.apart
-        gathered = [sent] if self._alone else context.world.gather(sent, "audit")
-        everyone = [digests for digests, _ in gathered]
-        self._set_apart(next((text for _, text in gathered if text), ""))
-        name, ranks = difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
+        everyone = self._gather()
+        name, ranks = self._difference(everyone)
+        halves = [one.loss for several in everyone for one in several if one.halved]
+        if halves and name != DATA:
+            what = self._difference_of_halves(name, everyone, halves[0])
+            if not what:
+                return
+            if any(one.halved for one in self._recorders):  # compute the whole, to tell this from a worker that differs
+                self._recorders = [one for one in self._recorders if not one.halved]
+                self._compute()
+            everyone = self._gather()
+            name, ranks = self._difference(everyone)
+            if not name and not context.probe_results.told:
+                context.probe_results.fusible = False
+                tell(context, _COUPLED.format(step=self._step, difference=what))
         if not name or not (self._alone or compare(context, "audit")):  # the weights themselves may differ
             return
         told = (name == DATA) in context.probe_results.told
@@ -176,12 +255,29 @@ class Audit:
             return
         tell(context, text)
 
-    def _set_apart(self, text: str) -> None:
-        """Compute microbatches one by one from the next step on, if one pass changes the loss on any worker."""
-        results = self._context.probe_results
-        if text and results.fusible:
-            results.fusible, results.apart = False, text
-            tell(self._context, text)
+    def _gather(self) -> list[list[_Recorded]]:
+        """Return what each worker, or this one alone, has recorded of the microbatch."""
+        self._context.compute.recorder = None
+        own = [_Recorded(found, one.halved, one.loss()) for one in self._recorders if (found := one.found())]
+        return [own] if self._alone else self._context.world.gather(own, "audit")
+
+    def _difference(self, everyone: Sequence[Sequence[_Recorded]]) -> tuple[str, tuple[int, int]]:
+        found = [(rank, one.digests) for rank, several in enumerate(everyone) for one in several]
+        halved = any(one.halved for several in everyone for one in several)
+        return difference(found, TOLERANCE_LOW if halved and self._is_low_precision() else TOLERANCE)
+
+    def _difference_of_halves(self, name: str, everyone: Sequence[Sequence[_Recorded]], mean: float) -> str:
+        """Describe how a microbatch differs from its halves. Empty if it does not."""
+        relative, absolute = _OF_HALVES_LOW if self._is_low_precision() else _OF_HALVES
+        for whole in (one.loss for several in everyone for one in several if not one.halved):
+            if math.isfinite(whole) and not abs(whole - mean) <= relative * abs(whole) + absolute:
+                return f"that of a microbatch is {whole:.5g}, and of its halves {mean:.5g} on average"
+        return name and f"{name} of a microbatch is not the sum of those of its halves"
+
+    def _is_low_precision(self) -> bool:
+        context = self._context
+        kinds = {value.dtype for value in context.update.parameters.values()}
+        return context.settings.autocast is not None or not kinds <= {torch.float32, torch.float64}
 
     def _cause(self, name: str) -> str:
         """Return what the forward pass changes, or "" if nothing is found."""

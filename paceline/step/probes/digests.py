@@ -14,6 +14,8 @@ from paceline.step.replicas import digest_at
 
 TOLERANCE = 1e-2
 """Largest difference relative to the norm of a value, if the bits may differ."""
+TOLERANCE_LOW = 5e-2
+"""The same where values are rounded to float16 or bfloat16 at other places."""
 
 Found: TypeAlias = "dict[str, list[int | float]]"
 """Maps the name of a value to its digest, then, without ``exact``, its norm and its sum with alternating signs."""
@@ -64,26 +66,27 @@ class Digests:
         }
 
 
-def difference(found: list[tuple[int, Found]]) -> tuple[str, tuple[int, int]]:
+def difference(found: list[tuple[int, Found]], tolerance: float = TOLERANCE) -> tuple[str, tuple[int, int]]:
     """Return the first value whose digests differ between two workers, and their ranks. The name is empty if all agree.
 
     Args:
         found: pairs of a rank and its digests.
+        tolerance: largest difference relative to the norm of a value, if the bits may differ.
     """
     for rank, digests in found[1:]:
         first, known = found[0]
         for name in known:  # gradients may be missing if another worker has stolen the microbatch
-            if name in digests and not _alike(known[name], digests[name]):
+            if name in digests and not _alike(known[name], digests[name], tolerance):
                 return name, (first, rank)
     return "", (0, 0)
 
 
-def _alike(left: list[int | float], right: list[int | float]) -> bool:
+def _alike(left: list[int | float], right: list[int | float], tolerance: float) -> bool:
     if left[0] == right[0] or len(left) == 1:
         return left[0] == right[0]
     if not all(map(math.isfinite, left + right)):
         return True  # other checks report NaN and infinity
-    return all(abs(one - other) <= TOLERANCE * left[1] for one, other in zip(left[1:], right[1:], strict=True))
+    return all(abs(one - other) <= tolerance * left[1] for one, other in zip(left[1:], right[1:], strict=True))
 
 
 def _strided(value: torch.Tensor) -> list[torch.Tensor]:
