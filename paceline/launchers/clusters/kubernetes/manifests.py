@@ -6,14 +6,15 @@ coordinator. A lost pod is replaced by a pod with the same index, which joins th
 
 from __future__ import annotations
 
+import json
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.environments import env
 from paceline.errors import PREEMPTED
-from paceline.launchers.clusters.kubernetes.yaml import comment, dump
 
 PORT = 29500
 RUNS = "runs"
@@ -22,16 +23,6 @@ _AFTER_GRACE_SECONDS = 15
 _REPLACED = 6
 _USER = 1000
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
-_COMMENTS = {
-    "publishNotReadyAddresses: true": "names from the start",
-    f"backoffLimitPerIndex: {_REPLACED}": "failures of one pod, besides those that are ignored",
-    "type: DisruptionTarget": "evicted, preempted, or its node is gone",
-    f"values: [{PREEMPTED}]": "it was told to leave, and left",
-    "values: [1, 2]": "the script failed, or wrong usage: a new pod would fail alike",
-    'succeededIndexes: "0"': "the pod that holds the coordinator",
-    "medium: Memory": "else 64 MiB, too small for shared memory of workers",
-}
-
 Manifest = dict[str, Any]
 
 
@@ -94,14 +85,15 @@ class Kind:
 
 
 def text(kind: Kind, pods: Pods) -> str:
-    """Return the manifests as YAML, without the secret."""
+    """Return the manifests without the secret: a comment and JSON, which together are YAML."""
     where = f" -n {pods.namespace}" if pods.namespace else ""
     told = (
         f"The pods know each other by a secret, which is not in this file. Make it before:\n"
         f"  openssl rand -hex 32 | kubectl create secret generic {pods.name}{where} "
         f"--from-file={env.SECRET}=/dev/stdin"
     )
-    return comment(told) + dump(kind.write(pods), _COMMENTS)
+    documents = [json.dumps(one, indent=2, ensure_ascii=False) for one in kind.write(pods)]
+    return "\n".join([textwrap.indent(told, "# "), "\n---\n".join(documents), ""])
 
 
 def secret(pods: Pods, value: str) -> Manifest:

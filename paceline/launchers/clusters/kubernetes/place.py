@@ -104,7 +104,8 @@ class Kubernetes(Place):
         secret = json.dumps(manifests.secret(pods, placement.agents[0].environment[env.SECRET]))
         following = Following(kubectl, kind, pods, request.patience_seconds)
         try:
-            kubectl.run("apply", "-f", "-", given=f"{secret}\n---\n{placement.text}")
+            # kubectl takes a stream for JSON if it begins with a brace
+            kubectl.run("apply", "-f", "-", given=f"---\n{secret}\n---\n{placement.text}")
         except StartError:
             following.remove()
             raise
