@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from launching import Run
 from test_join_and_leave import DOWN_TO_ONE, JOINED
-from test_recovery import AT, ELASTIC, MORE, OVER_THE_NETWORK, PLAIN, STEPS, check
+from test_recovery import AT, ELASTIC, KILL_ALL, MORE, OVER_THE_NETWORK, PLAIN, STEPS, check
 
 from paceline.testing import faults
 from paceline.testing.faults import Point
@@ -53,12 +53,12 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str) -> None:
 @pytest.mark.slow
 def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     """New workers go on from the newest checkpoint."""
-    plan = faults.kill(rank=0, step=6) + faults.kill(rank=1, step=6) + faults.kill(rank=2, step=6)
-    ran = run(MORE, *ELASTIC, "--set", "checkpoint.background=false", faults=plan, **FIXED)
+    script = MORE.replace("    scripted.say", KILL_ALL)
+    ran = run(script, *ELASTIC, "--set", "checkpoint.background=false", **FIXED)
     assert ran.code == 0, ran.report()
     for told in ran.printed():
         assert told["fingerprint"] == undisturbed(MORE, **FIXED)["fingerprint"]
-    assert [one["step"] for one in ran.events() if one["event"] == "resume"] == [4]
+    assert {one["step"] for one in ran.events() if one["event"] == "resume"} == {4}
 
 
 def test_stealing(run: Run, undisturbed: Any) -> None:

@@ -166,7 +166,7 @@ def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     assert ran.code == 0, ran.report()
     for told in ran.printed():
         assert told["fingerprint"] == undisturbed(MORE)["fingerprint"]
-    assert [one["step"] for one in ran.events() if one["event"] == "resume"] == [4]
+    assert {one["step"] for one in ran.events() if one["event"] == "resume"} == {4}
 
 
 @pytest.mark.slow
