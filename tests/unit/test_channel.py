@@ -42,6 +42,8 @@ class Wire:
     def __init__(self) -> None:
         self.mail: dict[int, deque[torch.Tensor]] = defaultdict(deque)
         self.posted: list[Arrival] = []
+        self.by_host: dict[int, bool] = {}
+        """For each tag, over which transport the last message went."""
 
     def awaiting(self, purpose: str) -> AbstractContextManager[None]:
         assert purpose in ("to send the output of stage 0", "to take the output of stage 0")
@@ -52,6 +54,10 @@ class Wire:
     ) -> list[Arrival]:
         assert where.startswith("while it sent ")
         assert {one.tensor.device for one in sends + receives} == {CPU if host else self.device}
+        for one in sends:
+            self.by_host[one.tag] = host
+        for one in receives:
+            assert self.by_host[one.tag] == host
         new = [Arrival(self, one, True) for one in sends] + [Arrival(self, one, False) for one in receives]
         self.posted += new
         return new
@@ -82,6 +88,21 @@ def test_each_tensor_goes_from_where_it_is(wire: Wire, outlet: Sender, inlet: Re
         outlet.send(2, values)
         taken = inlet.take()
         assert [one.device for one in taken if one is not None] == [one.device for one in values]
+
+
+def test_what_the_host_reads_goes_over_its_transport_on_a_cpu_too(wire: Wire, outlet: Sender, inlet: Receiver) -> None:
+    """Waits of the workers' transport may not block: states of generators are not there when the host reads them."""
+    for _ in range(2):
+        outlet.send(2, [torch.ones(2) for _ in range(3)], host=range(1, 2))
+        inlet.expect(2)
+        inlet.take()
+        assert [wire.by_host[3 * TAGS + 2 + place] for place in range(3)] == [False, True, False]
+
+
+def test_lengths_go_over_the_transport_of_the_host(wire: Wire) -> None:
+    outlet = VariableLengthSender(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
+    outlet.send([torch.ones(2), torch.ones(2)])
+    assert wire.by_host[3 * TAGS + 2] and not wire.by_host[4 * TAGS + 2]
 
 
 def letters(samples: int) -> list[torch.Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ _MOST_IN_FLIGHT = 8
 
 @sendable
 class Form(NamedTuple):
-    """Type, shape and strides of a tensor, whether it needs a gradient, and where it is."""
+    """Type, shape and strides of a tensor, whether it needs a gradient, and over which transport it goes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Form(NamedTuple):
     """Whether the tensor needs a gradient."""
     strides: Strides
     host: bool
-    """Whether the tensor is on the CPU, as states of generators are, while the workers compute on other devices."""
+    """Whether the tensor is on the CPU for the host to read, as states of generators are."""
 
 
 Forms: TypeAlias = "tuple[Form | None, ...]"
@@ -75,19 +75,24 @@ class Sender:
         self._forms: dict[int, Forms] = {}
         self._in_flight: deque[list[Transfer]] = deque()
 
-    def send(self, samples: int, values: Sequence[torch.Tensor | None]) -> int:
+    def send(self, samples: int, values: Sequence[torch.Tensor | None], host: Container[int] = ()) -> int:
         """Start sending a list of tensors, and return its size in bytes.
 
         Args:
             samples: number of samples that the tensors belong to.
             values: tensors to send. They must not change until :meth:`finish`.
+            host: indices of the tensors that the receiver reads on its host, which must be on the CPU. They go over
+                the transport of the host, whose waits block, also where the workers compute on the CPU.
 
         Raises:
             InputError: types or shapes differ from an earlier list for as many samples, or the list is too long.
             WorkerLost: the receiver was lost.
         """
         values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
-        forms = tuple(None if value is None else self._form(value) for value in values)
+        forms = tuple(
+            None if value is None else self._form(value, place in host or value.device != self._world.device)
+            for place, value in enumerate(values)
+        )
         transfers: list[Transfer] = []
         if len(values) > TAGS - 2:
             raise InputError(
@@ -116,7 +121,8 @@ class Sender:
                 self._ring.send([*plain.values()])
             else:
                 for place, value in plain.items():
-                    transfers += self._post(value, place, host=self._is_on_host(value))
+                    form = forms[place - 2]
+                    transfers += self._post(value, place, host=form is not None and form.host)
             self._in_flight.append(transfers)
             while len(self._in_flight) > _MOST_IN_FLIGHT:
                 _await(self._in_flight.popleft())
@@ -132,12 +138,8 @@ class Sender:
             while self._in_flight:
                 _await(self._in_flight.popleft())
 
-    def _form(self, value: torch.Tensor) -> Form:
-        strides = self._strides_of(value)
-        return Form(value.dtype, tuple(value.shape), value.requires_grad, strides, self._is_on_host(value))
-
-    def _is_on_host(self, value: torch.Tensor) -> bool:
-        return value.device != self._world.device
+    def _form(self, value: torch.Tensor, host: bool) -> Form:
+        return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value), host)
 
     def _post(self, tensor: torch.Tensor, place: int, host: bool) -> list[Transfer]:
         message = Message(tensor, self._peer, self._tag + place)

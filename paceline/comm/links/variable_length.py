@@ -40,7 +40,7 @@ class VariableLengthSender:
         Raises:
             WorkerLost: the receiver was lost.
         """
-        self._counts.send(0, [torch.tensor(len(values))])
+        self._counts.send(0, [torch.tensor(len(values))], host=range(1))
         if values:
             whole = values[0].unsqueeze(0) if len(values) == 1 else torch.stack([*values])
             self._values.send(len(values), [whole])

@@ -373,9 +373,11 @@ class Executor:
 
     def _send(self, operation: Operation) -> int:
         _, stage, microbatch, _, peer = operation
-        payload = (self._activations if peer > stage else self._gradients).pop((stage, microbatch))
-        rank = self._worker_of(peer, microbatch)
-        return self._links.sender(stage, peer, rank).send(self.samples[microbatch], payload)
+        forward = peer > stage
+        payload = (self._activations if forward else self._gradients).pop((stage, microbatch))
+        sender = self._links.sender(stage, peer, self._worker_of(peer, microbatch))
+        states = range(1, 1 + self._states) if forward else range(0)
+        return sender.send(self.samples[microbatch], payload, host=states)
 
     def _receive(self, operation: Operation) -> int:
         _, stage, microbatch, _, peer = operation
