@@ -222,12 +222,29 @@ def test_a_process_set_is_removed_after_what_it_has_still_to_do() -> None:
     assert [one.items[0].request.kind for one in table.take_ready()] == ["allreduce", REMOVE_SET]
 
 
+# From the stop on the deadline is short: a rank that is late before is waited for.
 STOPS = """
+import peers
+import torch.distributed as dist
+from datetime import timedelta
+from pathlib import Path
+
+def hurry():
+    for group in dist.distributed_c10d._world.pg_map:
+        ends = group._get_backend(torch.device("cpu")).options._timeout
+        assert ends == timedelta(seconds=100) or group is dist.group.WORLD, ends
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), group)
+
+stopped = Path(__file__).with_name("stopped")
 model = nn.Linear(2, 1)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 for step in range(20):
     if rank == 1 and step == 10:
+        stopped.touch()
         time.sleep(1000)
+    if step == 10:
+        peers.until(stopped.exists)
+        hurry()
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -236,7 +253,7 @@ for step in range(20):
 
 @pytest.mark.slow
 def test_a_rank_that_stops_in_fixed_buckets_is_named(ranks: Run, tmp_path: Path) -> None:
-    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "100"}
     first, second = ranks(HEAD + STOPS, 2, tmp_path, environment=limits, deadline=120, after_failure=0)
     assert re.search(r"paceline.horovod: allreduce 'bias and 1 more': rank 0 waited \d+ s for rank 1", first.err)
     assert "HorovodInternalError: Rank 0: allreduce of the gradients 'bias and 1 more' failed" in first.err
