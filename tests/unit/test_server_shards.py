@@ -24,6 +24,7 @@ from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.strategies.parameter_server import async_steps
 from paceline.strategies.parameter_server.async_steps import finish, set_newest
 from paceline.strategies.parameter_server.final_drain import newest_result, restored
+from paceline.strategies.parameter_server.hogwild import SharedWeights
 from paceline.strategies.parameter_server.shard_replica import PendingGradients, ShardReplica
 from paceline.strategies.parameter_server.staleness import Staleness
 
@@ -117,6 +118,32 @@ def test_buffers_go_by_themselves() -> None:
     assert all(torch.equal(first.model.get_buffer(name), second.model.get_buffer(name)) for name in names)
     second.shard.read(0)
     assert second.model.get_parameter("0.weight").flatten()[0] == 50.0
+
+
+def shared_weights(worker: Worker, rank: int, memory: OneBlock) -> SharedWeights:
+    claims = SimpleNamespace(look=lambda: ClaimTable(version=1))
+    world = SimpleNamespace(rank=rank)
+    context = SimpleNamespace(update=worker.update, compute=SimpleNamespace(model=worker.model), world=world)
+    shared: Any = SimpleNamespace(context=context, claims=claims, memory=memory, batch=None, staleness=None)
+    return SharedWeights(shared)
+
+
+def test_each_pull_takes_over_the_buffers_of_the_last_update() -> None:
+    """Of the strategy ``hogwild``: the first pull, which leaves the weights as they are, and all later ones."""
+    memory = OneBlock()
+    first, second = Worker(1.0, memory), Worker(1.0, memory)
+    server = shared_weights(first, 0, memory)
+    other = shared_weights(second, 1, memory)
+    for each in (server, other):
+        each.begin(0)
+    for step, mean in enumerate((100.0, 200.0, 300.0)):
+        second.model.get_buffer("1.running_mean").fill_(mean)
+        second.shard.write_buffers(0)
+        second.model.get_buffer("1.running_mean").fill_(-1.0)
+        server.pull(step)
+        assert first.model.get_buffer("1.running_mean").tolist() == [mean] * 5
+        other.pull(step)
+        assert second.model.get_buffer("1.running_mean").tolist() == [mean] * 5
 
 
 def test_a_shard_goes_to_another_worker_as_bytes() -> None:
