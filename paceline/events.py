@@ -3,21 +3,25 @@
 A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (the number of membership changes) and
 the fields of its event: ``step``, ``seconds``, ``bytes``, ... Adding a record takes about a microsecond; a background
 thread writes it. If a write fails, records are lost but training continues; the last record counts the lost records.
+If the disk still stalls when the log is closed, a warning counts the records that were not written.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+_log = logging.getLogger("paceline")
 _FLUSH_SECONDS = 0.2
+_CLOSE_SECONDS = 5.0
 _ENCODE = json.JSONEncoder(default=str).encode
 
 
@@ -31,14 +35,35 @@ class Listener(Protocol):
         """Stop. Called when the log is closed."""
 
 
-class EventLog:
-    """Log that writes the records of one rank to ``<directory>/rank-<rank>.jsonl``, or nowhere without a directory."""
+def _append(path: Path, lines: str) -> None:
+    """Append lines to a file."""
+    with path.open("ab+") as file:
+        file.write(_line_end(file) + lines.encode())
 
-    def __init__(self, directory: Path | None, rank: int | str, generation: int = 0) -> None:
+
+class EventLog:
+    """Log that writes the records of one rank to ``<directory>/rank-<rank>.jsonl``, or nowhere without a directory.
+
+    Args:
+        directory: directory of the files, or None.
+        rank: rank of this process, or the name of a process that is no worker.
+        generation: number of membership changes before this log.
+        append: function that appends lines to a file.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        rank: int | str,
+        generation: int = 0,
+        append: Callable[[Path, str], None] = _append,
+    ) -> None:
         self.rank: int | str = rank
         self.generation = generation
         self.lost = 0
+        self._append = append
         self._records: deque[dict[str, object]] = deque()
+        self._in_write = 0  # records that have left the queue for a write that has not ended
         self._closed = threading.Event()
         self._writing = threading.Lock()
         self._listener: Listener | None = None
@@ -80,10 +105,21 @@ class EventLog:
             self.mark(event, **fields, seconds=time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Write the remaining records, then stop the thread and the listener. Waits at most 5 seconds."""
+        """Write the remaining records, then stop the thread and the listener.
+
+        Waits at most 5 seconds for a stalled disk, then warns how many records were not written.
+        """
         if self._thread is not None:
             self._closed.set()
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=_CLOSE_SECONDS)
+            if self._thread.is_alive():
+                _log.warning(
+                    "%s: %d event records were not written within %g seconds, so the file ends without them. Training "
+                    "is not affected. Check that its disk responds.",
+                    self._path(self.rank),
+                    self._in_write + len(self._records),
+                    _CLOSE_SECONDS,
+                )
             self._thread = None
         if self._listener is not None:
             self._listener.close()
@@ -106,14 +142,17 @@ class EventLog:
             lines: dict[object, list[str]] = {}
             while self._records:
                 record = self._records.popleft()
+                self._in_write += 1
                 lines.setdefault(record["rank"], []).append(_ENCODE(record) + "\n")
             for rank, written in lines.items():
-                name = f"rank-{rank}" if isinstance(rank, int) else rank
                 try:
-                    with (self._directory / f"{name}.jsonl").open("ab+") as file:
-                        file.write(_line_end(file) + "".join(written).encode())
+                    self._append(self._path(rank), "".join(written))
                 except OSError:
                     self.lost += len(written)
+                self._in_write -= len(written)
+
+    def _path(self, rank: object) -> Path:
+        return self._directory / (f"rank-{rank}.jsonl" if isinstance(rank, int) else f"{rank}.jsonl")
 
 
 def _line_end(file: BinaryIO) -> bytes:

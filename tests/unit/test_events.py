@@ -1,7 +1,11 @@
 """Records of what happens."""
 
 import json
+import logging
+import threading
 from pathlib import Path
+
+import pytest
 
 from paceline.events import EventLog
 
@@ -53,3 +57,40 @@ def test_a_line_that_a_killed_worker_has_not_ended_costs_nobody_else_a_record(tm
     first, cut, *rest = path.read_text().splitlines()
     assert (first, cut) == ('{"event": "step"}', '{"event": "st')
     assert [json.loads(line)["event"] for line in rest] == ["recovered", "step"]
+
+
+def test_a_disk_that_stalls_at_the_end_is_named_with_the_number_of_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two records are in the write that stalls, and one waits."""
+    began, released, ended = threading.Event(), threading.Event(), list[str]()
+
+    def stall(path: Path, lines: str) -> None:
+        began.set()
+        assert released.wait(30)
+        ended.append(lines)
+
+    monkeypatch.setattr("paceline.events._FLUSH_SECONDS", 30.0)
+    monkeypatch.setattr("paceline.events._CLOSE_SECONDS", 0.0)
+    log = EventLog(tmp_path, rank=3, append=stall)
+    for step in range(2):
+        log.mark("step", step=step)
+    writer = threading.Thread(target=log.flush)
+    writer.start()
+    assert began.wait(30)
+    log.mark("step", step=2)
+    log.close()
+    released.set()
+    writer.join()
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert f"{tmp_path / 'rank-3.jsonl'}: 3 event records were not written" in warning.getMessage()
+    assert ended[0].count("\n") == 2
+
+
+def test_a_disk_that_takes_all_at_the_end_is_not_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(tmp_path, rank=3)
+    log.mark("step", step=1)
+    log.close()
+    assert len(records(tmp_path / "rank-3.jsonl")) == 1
+    assert caplog.records == []
