@@ -25,6 +25,7 @@ from paceline.evaluation.predictions import Predictions
 from paceline.settings import Arguments
 from paceline.step.context import Batch
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
+from paceline.system.by_name import by_name
 from paceline.training.batches import Batches
 from paceline.training.build import Components, phase_of
 from paceline.training.evaluations import Evaluations
@@ -44,6 +45,7 @@ def _count_in(call: str, value: object) -> int:
     return int(value)
 
 
+@by_name("paceline.start", "paceline.start(model=..., optimizer=..., loss=..., data=..., batch=...)")
 def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     *,
     model: nn.Module,
@@ -167,6 +169,7 @@ class Session:
         count = _count_in("epochs(..., ", end) - _count_in("epochs(", first)
         return (first + epoch for epoch in self._batches.epochs(max(0, count)))
 
+    @by_name("session.batches", "session.batches(steps={}) or session.batches(epochs={})", own=1)
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """Return an iterator over batches: the rest of the current epoch, or the next ``epochs`` or ``steps``.
 

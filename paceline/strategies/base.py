@@ -100,13 +100,12 @@ def check_shares(settings: Settings, order: BatchOrder, workers: int, largest: i
     Raises:
         ConfigError: the batch has too few microbatches or samples.
     """
-    if order.batch < workers:
+    count, most = order.microbatches, max(workers, largest)
+    if most > count:
+        grows = f" (the run may grow from {workers} to {most})" if most > workers else ""
+        of_batch, batch = (f" (batch = {order.batch})", "batch and ") if order.batch < most else ("", "")
         raise ConfigError(
-            f"batch = {order.batch} is smaller than the number of workers, {workers}: use a larger batch or fewer "
-            f"workers."
-        )
-    if largest > order.microbatches:
-        raise ConfigError(
-            f"{largest} workers are more than the {order.microbatches} microbatches of a batch: set microbatches "
-            f"to {largest} or more (it is part of what decides the bits), or use fewer workers."
+            f"{most} workers{grows} are more than the {count} microbatches of a batch{of_batch}, so a worker would "
+            f"have nothing to compute. Use at most {count} workers, or set {batch}microbatches to {most} or more, in "
+            f"paceline.start or by --set microbatches={most}. Another number of microbatches gives other bits."
         )

@@ -152,3 +152,23 @@ def test_a_setting_as_an_option(words: list[str], hint: str, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert ended.value.code == 2
     assert hint in said and ("is a setting" in said) == bool(hint)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (
+            lambda: paceline.start(torch.nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.1)),  # type: ignore[misc,call-arg]
+            r"paceline\.start\(Linear, partial\): arguments are given by name, not by position\. Write "
+            r"paceline\.start\(model=\.\.\., optimizer=\.\.\., loss=",
+        ),
+        (
+            lambda: start().batches(10),  # type: ignore[misc]
+            r"session\.batches\(10\): .* Write session\.batches\(steps=10\) or session\.batches\(epochs=10\)\.",
+        ),
+        (lambda: start().batches(pairs(), 2), r"batches\(TensorDataset, 2\): .*\(steps=\.\.\.\)"),  # type: ignore[misc]
+    ],
+)
+def test_arguments_by_position(act: Callable[[], object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        act()
