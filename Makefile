@@ -12,8 +12,7 @@ BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkp
 ENGINES := mpi ray spark
 
 # Three at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
-# On the CPU, also where there is a GPU; `pytest -m cuda` runs the tests for one.
-PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q -n 3 --dist loadfile
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -36,8 +35,9 @@ help:
 demo: $(VENV)/.installed-demo
 	$(BIN)/paceline demo
 
+# On the CPU, also where there is a GPU; `pytest -m cuda` runs the tests for one.
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m 'not slow and not place'
+	CUDA_VISIBLE_DEVICES= $(PYTEST) -m 'not slow and not place'
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m 'slow and not place'

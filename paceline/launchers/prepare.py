@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from paceline.launchers.registry import launcher_named
 from paceline.settings import Settings
 from paceline.system.number_kinds import LONGEST_SECONDS
 
+_PYTHON = re.compile(r"python[\d.]*")
+"""Names of the interpreter, which other launchers want before the script."""
 _MOST_HERE = 512
 """Maximum number of workers per machine. Each machine has a range of numbers for its replacement workers."""
 
@@ -51,7 +56,7 @@ def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
 
 def check(request: Request) -> None:
     """Raise ConfigError if the request cannot start."""
-    _check_script(request.script)
+    _check_script(request.script, request.arguments)
     here, least, most = request.workers + request.standby, request.least or 1, request.most or 1
     if request.workers < 1 and (request.workers < 0 or request.rendezvous is None or request.least is None):
         raise ConfigError(
@@ -71,9 +76,15 @@ def check(request: Request) -> None:
             raise ConfigError(f"--{option} {seconds}: give a number of seconds from 0 to {LONGEST_SECONDS}.")
 
 
-def _check_script(script: Path) -> None:
+def _check_script(script: Path, arguments: tuple[str, ...]) -> None:
     if str(script).startswith("-"):
         raise ConfigError(f"There is no option {quoted(str(script))}; options of paceline go before the script.")
+    if _PYTHON.fullmatch(script.name):
+        own = [*itertools.dropwhile(lambda word: not word.endswith(".py"), arguments)] or ["train.py"]
+        raise ConfigError(
+            f"{script} is in the place of the script. Paceline starts Python itself: leave {script} and its options "
+            f"out, as in paceline run -n 2 {shlex.join(own)}."
+        )
     try:
         is_there, is_file = script.exists(), script.is_file()
     except (OSError, ValueError) as error:  # a name with thousands of characters, or with a null character

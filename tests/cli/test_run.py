@@ -2,6 +2,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,12 @@ def test_settings_reach_the_script(paceline: Paceline, script: Script, tmp_path:
     [
         (["nowhere.py"], "There is no script nowhere.py"),
         (["."], "is a directory"),
+        (
+            ["-n", "2", "python", "-u", "train.py", "--lr", "3"],
+            "python is in the place of the script. Paceline starts Python itself: leave python and its options out, as "
+            "in paceline run -n 2 train.py --lr 3.",
+        ),
+        ([sys.executable, "-m", "train"], "and its options out, as in paceline run -n 2 train.py."),
         (["-n", "0", "train.py"], "--workers 0: at least one"),
         (["--set", "batc=3", "train.py"], "Did you mean 'batch'?"),
         (["--set", "batch=-3", "train.py"], "batch = -3"),

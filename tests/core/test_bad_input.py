@@ -104,7 +104,9 @@ BEFORE_TRAINING = {
     "fewer samples than microbatches": Bad(
         "go(batch=4, microbatches=8)", "ConfigError", 2, ["batch = 4", "8 microbatches"]
     ),
-    "fewer samples than workers": Bad("go(batch=2)", "ConfigError", 2, ["batch = 2", "workers, 3"], workers=3),
+    "fewer samples than workers": Bad(
+        "go(batch=2)", "ConfigError", 2, ["batch = 2", "3 workers are more than the 2 microbatches"], workers=3
+    ),
     "fewer microbatches than workers": Bad(
         "go(microbatches=2)", "ConfigError", 2, ["3 workers", "2 microbatches"], workers=3
     ),

@@ -1,4 +1,4 @@
-"""How many files of the package are on the stack of a real step where it is deepest in ``comm``."""
+"""How many files of the package are on the stack of a real step where it is deepest in ``comm``, if nobody is late."""
 
 from __future__ import annotations
 
@@ -72,9 +72,12 @@ def _deepest(settings: dict[str, Any]) -> list[str]:
         audit="off",
         **settings,
     )
-    stack = Stack()
-    for batch in session.batches(steps=4):
-        sys.setprofile(stack if batch.step == 3 else None)
+    found = []
+    for batch in session.batches(steps=9):
+        stack = Stack()
+        sys.setprofile(stack if batch.step > 2 else None)
         session.step(batch)
         sys.setprofile(None)
-    return stack.files
+        if stack.files:
+            found.append(stack.files)
+    return min(found, key=len)  # where a peer is late, the wait looks at the others' state, which lies deeper

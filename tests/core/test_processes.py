@@ -15,7 +15,7 @@ import peers
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.testing import Worker, faults, processes
+from paceline.testing import Worker, decorator, faults, processes
 from paceline.testing.decorator import WorkersFailed
 
 HERE = os.getpid()
@@ -92,7 +92,9 @@ def all_fail(worker: Worker, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_that_failed_are_told_in_the_order_of_time(tmp_path: Path) -> None:
+def test_all_that_failed_are_told_in_the_order_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the second one is."""
+    monkeypatch.setattr(decorator, "_AFTER_FAILURE_SECONDS", peers.SECONDS)
     with pytest.raises(AssertionError) as caught:
         all_fail(folder=tmp_path)
     assert re.findall(r"^rank \d of 2: .*", str(caught.value), re.MULTILINE) == [
@@ -178,7 +180,8 @@ def test_what_cannot_be_run() -> None:
 
 @pytest.mark.slow
 @processes(3, one_machine=False, faults=faults.kill(rank=1, step=2), ends={1: "SIGKILL"}, deadline=120)
-def test_the_others_notice_that_one_was_killed(worker: Worker) -> None:
+def test_the_others_notice_that_one_was_killed(worker: Worker, tmp_path: Path) -> None:
+    """Each of them stays until the other one has noticed it, else that one has lost two."""
     import torch
 
     import paceline
@@ -194,6 +197,8 @@ def test_the_others_notice_that_one_was_killed(worker: Worker) -> None:
     with pytest.raises(paceline.WorkerLost, match="rank 1"):
         for batch in session.batches(epochs=1):
             session.step(batch)
+    (tmp_path / str(worker.rank)).touch()
+    peers.until((tmp_path / str(2 - worker.rank)).exists)
     assert session.position == 2
 
 

@@ -110,3 +110,40 @@ def test_no_update_before_all_say_that_they_have_their_means(
     assert not [text for text in ran.logs.values() if "False" in text], ran.report()
     wrong = run(STALLED, "-n", 3, "--elastic", "1:3", name="two", UNCONFIRMED="1", **environment)
     assert [text for text in wrong.logs.values() if f"finite {step} False" in text], wrong.report()
+
+
+# Rank 1 is lost while rank 0 audits: an abort leaves in what rank 0 has received whatever lies there.
+LOST_IN_AN_AUDIT = f"""
+import os
+import signal
+import scripted
+from paceline.strategies.pipeline.audit import StageAudit
+from paceline.testing import ordered_transport
+
+compute_again = StageAudit.compute_again
+
+def compute_again_from_garbage(audit, outputs_of):
+    world = session._context.world
+    if session.position == 4 and world.generation == 0 and world.rank == 0 and world.size > 1:
+        os.kill(world._members[1].pid, signal.SIGKILL)
+        scripted.wait_until(lambda: world.alarmed, "the loss")
+        for gradient in audit.output_gradients:
+            gradient.fill_(7.0)
+        print("garbage", flush=True)
+    compute_again(audit, outputs_of)
+
+StageAudit.compute_again = compute_again_from_garbage
+if "ALONE" not in os.environ:
+    ordered_transport.use()
+session = scripted.begin("mlp, momentum", strategy="pipeline")
+for batch in session.batches(steps={STEPS}):
+    scripted.say(session, session.step(batch))
+scripted.end(session)
+"""
+
+
+def test_an_audit_blames_no_model_for_what_a_lost_worker_has_left(run: Run, undisturbed: Any) -> None:
+    saving = "--set", "checkpoint.every=2", "--set", "checkpoint.background=false"  # rank 1 has a stage alone
+    ran = run(LOST_IN_AN_AUDIT, "-n", 2, "--elastic", "1:2", *saving, deadline=60.0)
+    assert ran.code == 0 and "garbage" in ran.logs["rank-0"], ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(LOST_IN_AN_AUDIT)["fingerprint"]}

@@ -164,6 +164,7 @@ class StageAudit:
 
         Raises:
             InputError: the results differ, and the run is to stop.
+            WorkerLost: the results differ, and another worker was lost: the received gradients may be garbage.
         """
         context, begin = self._context, time.perf_counter()
         between = self._attributes()
@@ -181,6 +182,8 @@ class StageAudit:
             between.put_back()
         seconds = time.perf_counter() - begin
         context.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
+        if name or read:
+            context.world.synchronize()  # after a loss, received tensors may have changed between the two computations
         told = (name == DATA) in context.probe_results.told
         if name and not told:
             context.probe_results.told.add(name == DATA)
