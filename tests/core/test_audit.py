@@ -181,6 +181,7 @@ def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = [(step, True) for step in (1, 2, 4, 8, 11)]
     assert computed == [(0, False), *fused, (11, False), (11, False)]
     assert any("Audit of step 11: microbatch" in note for note in notes)
+    assert not any("several samples" in note for note in notes)
 
 
 @pytest.mark.parametrize("audit", [1, "auto", "off"])

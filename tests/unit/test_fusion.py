@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.step.forward import ForwardRunner
 
 
 class Normalized(torch.autograd.Function):
@@ -140,6 +141,19 @@ def test_random_numbers_that_are_drawn_later_belong_to_microbatches() -> None:
 def test_a_loss_that_couples_samples_later_is_named_once(kind: str, difference: str) -> None:
     _, (note,) = trained(kind)
     assert re.match(f"Audit of step 4: the loss looks at several samples at once, .*: {difference}", note), note
+
+
+def test_microbatches_are_computed_one_by_one_after_a_loss_couples_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, plain = list[int](), ForwardRunner.take
+
+    def take(compute: ForwardRunner, value: Any, samples: int) -> Any:
+        counts.append(samples)
+        return plain(compute, value, samples)
+
+    monkeypatch.setattr(ForwardRunner, "take", take)
+    trained("centers")
+    assert 16 in counts  # all samples of step 3 at once
+    assert counts[-16:] == [2] * 16  # the last two steps
 
 
 @pytest.mark.parametrize("kind", ["nothing", "takes no half"])

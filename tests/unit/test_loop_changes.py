@@ -244,3 +244,13 @@ def test_gradients_that_are_read_or_cleared_are_not() -> None:
     loop.end_step(7)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # only the first three steps are looked at
     assert loop.without_effect(8) == ""
+
+
+def test_a_large_tensor_from_inference_mode_is_held() -> None:
+    """torch counts no changes of such a tensor."""
+    with torch.inference_mode():
+        features = torch.zeros(4096)
+    model, _, loop = made(data={"features": features})
+    model.last = features
+    loop.look(begins=True)
+    assert list(loop.changed) == ["model.last"]
