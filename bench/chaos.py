@@ -62,7 +62,7 @@ print("fingerprint", session.fingerprint(), flush=True)
 LENGTH, BATCH, MICROBATCHES = 1000, 64, 8
 CALIBRATION_STEPS = 30
 MOST_RESTARTS = 1000
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 LEAST_STEPS = 20
 PATIENCE_SECONDS = 600.0
 """An attempt that takes so much longer than planned is given up."""
@@ -246,7 +246,7 @@ def attempt(words: list[str], home: Path, script: Path, chaos: Chaos | None, pat
                     chaos.begin()
                 if chaos is not None and begun:
                     chaos.act(lambda: workers_of(launcher.pid, script, home / "events"))
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
         finally:
             if chaos is not None:
                 chaos.end()

@@ -63,7 +63,7 @@ LOST = 5
 """The exit code when a worker was lost and nobody could go on."""
 PREEMPTED = 75
 """That of a run of which too few are left after one was told to leave; it is resumed."""
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 OF_PYTHON_AND_TORCH = ("pymp-", "torchinductor_")
 """A folder for a socket, of each loader process that was killed, and a cache."""
 END_SECONDS = 10.0
@@ -225,7 +225,7 @@ def disturb(
     until, stopped = time.monotonic() + options.deadline, dict[int, float]()
     due = None
     while launcher.poll() is None:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         now = time.monotonic()
         for pid in [pid for pid, end in stopped.items() if end < now]:
             del stopped[pid]
@@ -343,7 +343,7 @@ def left(token: str, before: set[str], temporary: Path, outcome: Outcome) -> Non
     """Look for what the run has left behind."""
     until = time.monotonic() + END_SECONDS
     while (there := processes(token)) and time.monotonic() < until:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     if there:
         outcome.wrong.append(f"processes are left: {sorted(there)}")
     for pid in there:

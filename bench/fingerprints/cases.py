@@ -52,9 +52,9 @@ CUTS = {"mlp": ("1", "2", "4"), "convnet": ("3", "4", "7"), "transformer": ("blo
 
 def pipeline(model: str, workers: int, schedule: str, stages: int | None = None, **more: Any) -> Case:
     """A pipeline with a given cut; synchronous schedules are exact."""
-    pieces = stages or workers * (2 if schedule in ("interleaved", "zb-v") else 1)
+    groups = stages or workers * (2 if schedule in ("interleaved", "zb-v") else 1)
     names = CUTS[model]
-    cut = {2: names[1:2], 3: names[:2], 4: names}[pieces]
+    cut = {2: names[1:2], 3: names[:2], 4: names}[groups]
     settings = {"schedule": schedule, "cut": cut, **more}
     return Case(
         workers,

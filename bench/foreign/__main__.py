@@ -132,9 +132,9 @@ def collect(streams: list[int]) -> list[Result]:
     open_ones = set(streams)
     while open_ones and time.monotonic() < until:
         for stream in select.select(list(open_ones), [], [], max(0.0, until - time.monotonic()))[0]:
-            piece = os.read(stream, 1 << 16)
-            texts[stream] += piece
-            if not piece:
+            group = os.read(stream, 1 << 16)
+            texts[stream] += group
+            if not group:
                 open_ones.discard(stream)
                 if b'"error"' in texts[stream] or not texts[stream]:
                     until = min(until, time.monotonic() + AFTER_FAILURE)

@@ -163,10 +163,10 @@ def theirs(
     rank, stages = dist.get_rank(), len(bounds) - 1
     kind, layout = PEERS[schedule]
     held = {"one": [rank], "loop": [rank, rank + 2], "v": [rank, 3 - rank]}[layout]
-    pieces = [model[begin:end] for begin, end in pairwise(bounds)]
-    parts = [PipelineStage(pieces[number], number, stages, torch.device("cpu")) for number in held]
+    groups = [model[begin:end] for begin, end in pairwise(bounds)]
+    parts = [PipelineStage(groups[number], number, stages, torch.device("cpu")) for number in held]
     runner = kind(parts[0] if layout == "one" else parts, MICROBATCHES, loss_fn=loss)
-    optimizer = OPTIMIZER([weight for number in held for weight in pieces[number].parameters()])
+    optimizer = OPTIMIZER([weight for number in held for weight in groups[number].parameters()])
     state = {"step": 0}
 
     def step() -> float:

@@ -25,7 +25,7 @@ class Awaited(NamedTuple):
 class Recorder(Protocol):
     """Methods of the recorder of the script's own collectives (``comm.desync.recorder``) that waits call."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if another worker is known to have made a different call."""
         ...
 

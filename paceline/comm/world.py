@@ -244,7 +244,7 @@ class World(Waiting):
         if self.size == 1:
             return [value]
         met = self.recorder and what not in _WITHIN
-        made = self.recorder.meet(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
+        made = self.recorder.barrier(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
         with self.awaiting(f"in a gather of all workers ({what})"):
             values = self._read(self._exchange(encode_call(what, value, made)))
         if any(call != what for call, *_ in values):
@@ -324,10 +324,10 @@ class World(Waiting):
         if self.transport.capabilities.blocking_wait:
             return
         with self.waiting_in_group(self.others, [], self.purpose):
-            self.transport.synchronize(self._look)
+            self.transport.synchronize(self._check_peers)
             self.check()  # an abort ends the waits of the device without data
 
-    def _look(self, waited: float) -> None:
+    def _check_peers(self, waited: float) -> None:
         self.check()
         self.check_silence([], waited)
 

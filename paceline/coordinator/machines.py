@@ -30,7 +30,7 @@ from paceline.system.secret import Secret, Shared
 
 _TRY_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _LISTEN_TRIES = 5
 _SIOCGIFADDR = 0x8915
 
@@ -132,7 +132,7 @@ def listen_if_here(where: Rendezvous) -> socket.socket | None:
     for _ in range(_LISTEN_TRIES):
         with contextlib.suppress(StartError):
             return listen((where.address, where.port))
-        time.sleep(SystemRandom().uniform(0.0, _LOOK_SECONDS))  # forked processes share the state of ``random``
+        time.sleep(SystemRandom().uniform(0.0, _POLL_SECONDS))  # forked processes share the state of ``random``
     return None
 
 
@@ -215,7 +215,7 @@ class AgentClient:
         """Wait until the coordinator has reported the end of the run, or the connection has ended."""
         while (self.over is None or self._connection.unsent) and not self.broken:
             self.receive()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """Close the connection."""

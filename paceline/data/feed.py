@@ -1,6 +1,6 @@
 """Loading of microbatches, from sample numbers to tensors on the device.
 
-Loading uses torch's DataLoader. Each of its items is a *piece*: a group of neighboring microbatches computed in one
+Loading uses torch's DataLoader. Each of its items is a *group*: a group of neighboring microbatches computed in one
 pass, in most cases a single microbatch. Random numbers that a data set draws for a sample (augmentation) are keyed by
 (seed, epoch, sample), so they do not depend on the worker or loader process that draws them.
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicrobatchGroup:
     """Group of microbatches of a step that are loaded together: their range, number of samples, and data."""
 
     microbatches: range
@@ -45,14 +45,16 @@ class Piece:
     data: Any
 
 
-def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
+def split_group(group: MicrobatchGroup, parts: Sequence[range]) -> list[MicrobatchGroup]:
     """Split a group into its microbatches. ``parts`` are the positions of all microbatches in the batch."""
-    first = parts[piece.microbatches.start].start
-    pieces = []
-    for microbatch in piece.microbatches:
+    first = parts[group.microbatches.start].start
+    groups = []
+    for microbatch in group.microbatches:
         place, samples = parts[microbatch].start - first, len(parts[microbatch])
-        pieces.append(Piece(range(microbatch, microbatch + 1), samples, rows(piece.data, place, place + samples)))
-    return pieces
+        groups.append(
+            MicrobatchGroup(range(microbatch, microbatch + 1), samples, rows(group.data, place, place + samples))
+        )
+    return groups
 
 
 class _Loaded(NamedTuple):
@@ -62,8 +64,8 @@ class _Loaded(NamedTuple):
     samples: int
     upload: Upload
 
-    def piece(self) -> Piece:
-        return Piece(self.microbatches, self.samples, self.upload.wait())
+    def group(self) -> MicrobatchGroup:
+        return MicrobatchGroup(self.microbatches, self.samples, self.upload.wait())
 
 
 class LoadRequest(NamedTuple):
@@ -122,8 +124,8 @@ class Feed:
         """Use another target device from now on."""
         self._device, self._stream = device, upload_stream(device)
 
-    def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
-        """Yield the microbatch groups ``pieces_of(step)`` of this worker for each step from ``start`` to ``stop``.
+    def steps(self, start: int, stop: int, groups_of: Callable[[int], list[range]]) -> Iterator[list[MicrobatchGroup]]:
+        """Yield the microbatch groups ``groups_of(step)`` of this worker for each step from ``start`` to ``stop``.
 
         On a device other than the CPU, the groups of the next step are copied to the device during a step.
 
@@ -136,12 +138,12 @@ class Feed:
                 f"length must not change, because the order of samples depends on it. Start a new session with the "
                 f"changed data set, or give a stream (torch.utils.data.IterableDataset)."
             )
-        asked: dict[int, list[range]] = {}  # pieces_of may return other groups after the loader got its requests
+        asked: dict[int, list[range]] = {}  # groups_of may return other groups after the loader got its requests
 
-        def pieces_asked(step: int) -> list[range]:
-            return asked.setdefault(step, pieces_of(step))
+        def groups_asked(step: int) -> list[range]:
+            return asked.setdefault(step, groups_of(step))
 
-        self._requests.make = lambda: self._requests_of(start, stop, pieces_asked)
+        self._requests.make = lambda: self._requests_of(start, stop, groups_asked)
         if threading.current_thread() is threading.main_thread():  # PR_SET_PDEATHSIG follows the thread that forks
             self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
         items = iter(self._loader)
@@ -151,13 +153,13 @@ class Feed:
             if step < stop:
                 self._remember(step)
                 loaded.append(
-                    [self._loaded(step, piece, self._next(items, step, piece)) for piece in pieces_asked(step)]
+                    [self._loaded(step, group, self._next(items, step, group)) for group in groups_asked(step)]
                 )
             if step >= start + ahead:
-                yield [one.piece() for one in loaded.popleft()]
+                yield [one.group() for one in loaded.popleft()]
                 del asked[step - ahead]
 
-    def _next(self, items: Iterator[Any], step: int, piece: range) -> Any:
+    def _next(self, items: Iterator[Any], step: int, group: range) -> Any:
         """Return the data of the next microbatch group.
 
         Raises:
@@ -171,17 +173,17 @@ class Feed:
                     "A loader process (workers_per_loader) ended: it was killed, perhaps by the kernel "
                     "for lack of memory. Use fewer loader processes, or none (workers_per_loader=0)."
                 ) from error
-            in_user_call(error, f"This was the loading of {name_microbatches(piece)} of step {step}.")
+            in_user_call(error, f"This was the loading of {name_microbatches(group)} of step {step}.")
             raise
 
-    def load(self, step: int, pieces: list[range]) -> list[Piece]:
+    def load(self, step: int, groups: list[range]) -> list[MicrobatchGroup]:
         """Load microbatch groups of a step in this process, with the plain values with which its batch was read."""
-        requests = self._requests_of(step, step + 1, lambda _: pieces)
+        requests = self._requests_of(step, step + 1, lambda _: groups)
         values = self._values.get(step)
         with nullcontext() if self._plain is None or values is None else self._plain.set_to(values):
             return [
-                self._loaded(step, piece, self._collate(self._data.__getitems__(request))).piece()
-                for piece, request in zip(pieces, requests, strict=True)
+                self._loaded(step, group, self._collate(self._data.__getitems__(request))).group()
+                for group, request in zip(groups, requests, strict=True)
             ]
 
     def _remember(self, step: int) -> None:
@@ -191,19 +193,19 @@ class Feed:
             self._values = {one: values for one, values in self._values.items() if one >= step - 1}
             self._values[step] = self._plain.now() if began is None else began
 
-    def _loaded(self, step: int, piece: range, data: Any) -> _Loaded:
+    def _loaded(self, step: int, group: range, data: Any) -> _Loaded:
         parts = self._order.parts_of(step)
-        samples = parts[piece[-1]].stop - parts[piece[0]].start
+        samples = parts[group[-1]].stop - parts[group[0]].start
         if self.sizes is not None:
             self.sizes.add(samples, data)
-        return _Loaded(piece, samples, Upload(data, self._device, self._stream))
+        return _Loaded(group, samples, Upload(data, self._device, self._stream))
 
-    def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[LoadRequest]:
+    def _requests_of(self, start: int, stop: int, groups_of: Callable[[int], list[range]]) -> Iterator[LoadRequest]:
         for step in range(start, stop):
             microbatches = self._order.microbatches_of(step)
             epoch = self._order.epoch_of(step)
-            for piece in pieces_of(step):
-                yield LoadRequest(epoch, [sample for part in piece for sample in microbatches[part]], step)
+            for group in groups_of(step):
+                yield LoadRequest(epoch, [sample for part in group for sample in microbatches[part]], step)
 
 
 def _end_with_rank(rank: int, _: int) -> None:

@@ -29,7 +29,7 @@ def begin(launcher: str, script: Path, arguments: Sequence[str], workers: int, s
         workers: number of workers on this machine.
         settings: ``key=value`` pairs of the command line.
     """
-    here = machine.look()
+    here = machine.measure()
     if launcher not in LAUNCHERS or env.plan_file() is not None or len(here.domains) > 1 or not script.is_file():
         return
     inherited = env.inherited()

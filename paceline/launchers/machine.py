@@ -100,7 +100,7 @@ def check_allowed(here: int, largest: int, given: Allowed | None = None) -> None
         )
 
 
-def look() -> Machine:
+def measure() -> Machine:
     """Return the cores that this process may use, grouped by memory domain."""
     cores = _usable_cores()
     domains = [core_list(path.read_text()) & cores for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]

@@ -42,7 +42,7 @@ def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
     check(request)
     settings = known_settings(request)
     machine.check_allowed(request.workers + request.standby, request.largest)
-    here = machine.look()
+    here = machine.measure()
     machine.choose_port(request.port)  # port of the coordinator
     inherited = env.inherited()
     if interface is not None:

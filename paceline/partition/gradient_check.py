@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import STEP, generator_states, preserve_generators, same_states, seed_all, seed_of
 from paceline.data.nested import map_tensors
 from paceline.data.objects.attributes import Attributes
@@ -34,13 +34,13 @@ _TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2
 """Tolerances relative to a gradient's norm, without ``exact``. Those of tied weights are added in another order."""
 
 
-def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact: Exact, seed: int) -> None:
+def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGroup, exact: Exact, seed: int) -> None:
     """Raise if the gradients computed layer by layer differ from those of the whole model.
 
     Args:
         compute: model and loss.
         layers: layers of the model.
-        piece: first microbatch.
+        group: first microbatch.
         exact: whether the bits must be equal. Tied weights are checked where they are added up.
         seed: seed of the run.
 
@@ -53,7 +53,7 @@ def check_gradients(compute: ForwardRunner, layers: Layers, piece: Piece, exact:
     def gradients(pass_of: Any, **more: Any) -> tuple[torch.Tensor, Gradients]:
         with preserved(model), kept_gradients(model), preserve_generators(), torch.enable_grad():
             seed_all(seed_of(STEP, seed, 0, 0))
-            loss = pass_of(compute, layers, _copy(piece.data), piece.samples, **more)
+            loss = pass_of(compute, layers, _copy(group.data), group.samples, **more)
             return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, whole = gradients(_whole)

@@ -10,14 +10,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
 from paceline.partition.preserve import preserved
 from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of
 
 
-def check_loss(compute: ForwardRunner, piece: Piece) -> None:
+def check_loss(compute: ForwardRunner, group: MicrobatchGroup) -> None:
     """Raise if the loss uses the model's parameters directly, for example in a weight penalty.
 
     Raises:
@@ -26,11 +26,11 @@ def check_loss(compute: ForwardRunner, piece: Piece) -> None:
     uses = _ParameterUses(compute.model)
     with preserved(compute.model), compute.precision():
         with torch.no_grad():
-            output = compute.model(pair_of(piece.data)[0])
+            output = compute.model(pair_of(group.data)[0])
         output = tree_map_only(torch.Tensor, _detached, output)
         with uses:
-            value = compute.forward(cast(nn.Module, lambda _: output), piece.data)
-    compute.take(value, piece.samples)
+            value = compute.forward(cast(nn.Module, lambda _: output), group.data)
+    compute.take(value, group.samples)
     if uses.names:
         raise InputError(
             f"The loss uses the parameter {uses.names[0]!r} of the model, not only its output. The loss of a "

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.partition.base import Activations, Layers, Stage
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
@@ -65,13 +65,15 @@ def measure(
     ]
 
 
-def measure_layers(compute: ForwardRunner, layers: Layers, piece: Piece, repeats: int = REPEATS) -> list[LayerCost]:
+def measure_layers(
+    compute: ForwardRunner, layers: Layers, group: MicrobatchGroup, repeats: int = REPEATS
+) -> list[LayerCost]:
     """Return the costs from :func:`measure` for a microbatch, with the loss and the precision of the training."""
 
     def loss(output: Any) -> torch.Tensor:
-        return sum_and_count(compute.forward(cast(nn.Module, lambda _: output), piece.data), piece.samples)[0]
+        return sum_and_count(compute.forward(cast(nn.Module, lambda _: output), group.data), group.samples)[0]
 
-    return measure(compute.model, layers, pair_of(piece.data)[0], loss, repeats, compute.precision)
+    return measure(compute.model, layers, pair_of(group.data)[0], loss, repeats, compute.precision)
 
 
 class _Probe:

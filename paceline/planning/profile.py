@@ -44,9 +44,9 @@ def profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None) ->
 
 
 def _layer_costs(context: TrainingContext) -> list[LayerCost]:
-    piece = context.feed.load(0, [range(1)])[0]
-    check_loss(context.compute, piece)
-    return measure_layers(context.compute, layers_of(context.compute.model, pair_of(piece.data)[0]), piece)
+    group = context.feed.load(0, [range(1)])[0]
+    check_loss(context.compute, group)
+    return measure_layers(context.compute, layers_of(context.compute.model, pair_of(group.data)[0]), group)
 
 
 def _link(world: World) -> float | None:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from paceline.data.feed import Piece, split_piece
+from paceline.data.feed import MicrobatchGroup, split_group
 from paceline.data.keys import UPDATE, seed_torch
 from paceline.step.checks import (
     MicrobatchResult,
@@ -39,7 +39,7 @@ def with_norm(context: TrainingContext, norm: torch.Tensor, known: float) -> App
 def commit(  # noqa: PLR0913 - the results of a step
     context: TrainingContext,
     step: int,
-    pieces: list[Piece],
+    groups: list[MicrobatchGroup],
     parts: list[MicrobatchResult],
     statistics: list[torch.Tensor],
     notice: int = 0,
@@ -51,7 +51,7 @@ def commit(  # noqa: PLR0913 - the results of a step
     Args:
         context: training context.
         step: step number.
-        pieces: microbatch groups that this worker computed.
+        groups: microbatch groups that this worker computed.
         parts: results of all workers' microbatch groups, in the order of microbatches.
         statistics: means of the buffers that the forward pass changes.
         notice: notice about membership from any worker.
@@ -64,7 +64,7 @@ def commit(  # noqa: PLR0913 - the results of a step
     """
 
     def usable(parts: list[MicrobatchResult]) -> tuple[float, dict[str, float]]:
-        skipped = skip(context, step, parts, lambda bad: _locate(context, step, pieces, bad), notice)
+        skipped = skip(context, step, parts, lambda bad: _locate(context, step, groups, bad), notice)
         if skipped is not None:
             raise LeftOutError(skipped)
         return means(context, parts)
@@ -144,19 +144,19 @@ def _drop_unused(context: TrainingContext, parts: list[MicrobatchResult]) -> Non
             parameter.grad = None
 
 
-def _locate(context: TrainingContext, step: int, pieces: list[Piece], bad: MicrobatchResult) -> range:
+def _locate(context: TrainingContext, step: int, groups: list[MicrobatchGroup], bad: MicrobatchResult) -> range:
     """Find the microbatch whose loss is not finite. The worker that computed the group searches, all get the answer."""
     if len(bad.microbatches) == 1:
         return bad.microbatches
-    found = locate_here(context, step, pieces, bad) if bad.rank == context.world.rank else bad.microbatches
+    found = locate_here(context, step, groups, bad) if bad.rank == context.world.rank else bad.microbatches
     located: range = context.world.gather(found, "step")[bad.rank]
     return located
 
 
-def locate_here(context: TrainingContext, step: int, pieces: list[Piece], bad: MicrobatchResult) -> range:
+def locate_here(context: TrainingContext, step: int, groups: list[MicrobatchGroup], bad: MicrobatchResult) -> range:
     """Find the microbatch of a local group whose loss is not finite. Returns the whole group if no single loss is."""
-    (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
-    for part in split_piece(piece, context.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
+    (group,) = (group for group in groups if group.microbatches == bad.microbatches)
+    for part in split_group(group, context.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
         if not context.compute.loss_only(part)[:2].isfinite().all():
             return part.microbatches
     return bad.microbatches

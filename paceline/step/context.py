@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.values import sendable
 from paceline.comm.world import World
-from paceline.data.feed import Feed, Piece
+from paceline.data.feed import Feed, MicrobatchGroup
 from paceline.data.objects.loop_changes import LoopChanges
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
@@ -93,7 +93,7 @@ class Batch:
         epoch: epoch of the step, from 0.
         samples: number of samples in the whole batch, over all workers.
         last: whether it is the last batch of its epoch.
-        pieces: microbatch groups that this worker computes.
+        groups: microbatch groups that this worker computes.
         waited: seconds spent loading them.
         generation: membership generation for which they were loaded.
     """
@@ -102,7 +102,7 @@ class Batch:
     epoch: int
     samples: int
     last: bool
-    pieces: list[Piece]
+    groups: list[MicrobatchGroup]
     waited: float
     generation: int
 

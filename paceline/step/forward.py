@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import (
     STEP,
     generator_states,
@@ -59,7 +59,7 @@ class ForwardResult(NamedTuple):
 class Recorder(Protocol):
     """Recorder of one microbatch; see ``step.probes.audit``."""
 
-    def begin(self, piece: Piece, step: int) -> bool:
+    def begin(self, group: MicrobatchGroup, step: int) -> bool:
         """Begin a forward pass. Returns whether it is the pass to record."""
 
     def add(self, result: ForwardResult) -> None:
@@ -123,26 +123,26 @@ class ForwardRunner:
         """Return the seed of the random numbers for a use in this phase of a step; see ``data.keys``."""
         return seed_of(use, self._seed, step, *place, *((self.turn,) if self.turn else ()))
 
-    def forward_pass(self, piece: Piece, step: int, watch_draws: bool = False) -> ForwardResult:
+    def forward_pass(self, group: MicrobatchGroup, step: int, watch_draws: bool = False) -> ForwardResult:
         """Run the forward pass of a microbatch group, with the random numbers and buffers that belong to it.
 
         Args:
-            piece: the microbatch group.
+            group: the microbatch group.
             step: step to which the microbatches belong.
             watch_draws: whether to detect if the forward pass draws random numbers. Then a group of several
                 microbatches gets no keyed numbers, which belong to a microbatch.
         """
-        fused = watch_draws and len(piece.microbatches) > 1
-        recorder = self.recorder if self.recorder is not None and self.recorder.begin(piece, step) else None
+        fused = watch_draws and len(group.microbatches) > 1
+        recorder = self.recorder if self.recorder is not None and self.recorder.begin(group, step) else None
         self.buffers.reset()
         if fused:
             seed_untouched()
         else:
-            seed_all(self.seed(STEP, step, piece.microbatches.start))
+            seed_all(self.seed(STEP, step, group.microbatches.start))
         before = generator_states() if watch_draws and not fused else None
-        total, pair = self._loss(piece, step)
+        total, pair = self._loss(group, step)
         drew = was_drawn() if fused else before is not None and not same_states(before, generator_states())
-        buffers = self.buffers.collect(piece.samples, self._samples_of(step))
+        buffers = self.buffers.collect(group.samples, self._samples_of(step))
         if not total.requires_grad:
             raise InputError(NO_GRADIENT)
         result = ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)
@@ -155,29 +155,29 @@ class ForwardRunner:
         """Factor by which the gradients of a forward pass exceed those of its loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def loss_only(self, piece: Piece) -> torch.Tensor:
+    def loss_only(self, group: MicrobatchGroup) -> torch.Tensor:
         """Return ``pair`` of a forward pass without keyed random numbers."""
-        return self.loss_of(piece)[1]
+        return self.loss_of(group)[1]
 
-    def loss_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of(self, group: MicrobatchGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``total``, without the loss scale, and ``pair`` of a forward pass without keyed random numbers.
 
         Gradients stay enabled, because a forward pass may compute gradients itself, as for a gradient penalty.
         """
-        return self._loss(piece)
+        return self._loss(group)
 
-    def _loss(self, piece: Piece, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(self, group: MicrobatchGroup, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         with self.precision(), self.keeping_weights():
             try:
                 if self.carried is None:
-                    value = self.forward(self.model, piece.data)
+                    value = self.forward(self.model, group.data)
                 else:
-                    (microbatch,) = piece.microbatches
-                    value = self.carried.forward(self.model, piece.data, step, microbatch)
+                    (microbatch,) = group.microbatches
+                    value = self.carried.forward(self.model, group.data, step, microbatch)
             except Exception as error:
-                name_call(error, piece.microbatches, piece.samples, step)
+                name_call(error, group.microbatches, group.samples, step)
                 raise
-        return self.take(value, piece.samples)
+        return self.take(value, group.samples)
 
     def take(self, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Convert the result of a forward pass over ``samples`` samples to ``total`` and ``pair`` of its result.

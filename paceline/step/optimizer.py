@@ -232,7 +232,7 @@ class OptimizerStep:
 
     def other_names(self) -> str:
         """Describe a parameter or buffer that was added or removed since the start. Empty if there is none."""
-        return self._structure.look()
+        return self._structure.update()
 
     @property
     def learning_rate(self) -> float:

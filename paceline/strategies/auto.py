@@ -18,7 +18,7 @@ import logging
 import time
 from statistics import fmean
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Capabilities, Strategy
@@ -55,15 +55,15 @@ class Auto(Strategy):
         self._seconds: list[float] = []
         self._uneven: list[tuple[float, float]] = []
 
-    def pieces(self, step: int) -> list[range]:
-        return self._inner.pieces(step)
+    def groups(self, step: int) -> list[range]:
+        return self._inner.groups(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        wanted = self._inner.pieces(step)
-        if [piece.microbatches for piece in pieces] != wanted:  # prefetched for the previous strategy
-            pieces = self._context.feed.load(step, wanted)
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        wanted = self._inner.groups(step)
+        if [group.microbatches for group in groups] != wanted:  # prefetched for the previous strategy
+            groups = self._context.feed.load(step, wanted)
         begin = time.perf_counter()
-        result = self._inner.step(step, pieces)
+        result = self._inner.step(step, groups)
         self._seconds.append(time.perf_counter() - begin)
         self._uneven.append((max(self._inner.seconds), fmean(self._inner.seconds)))
         if len(self._seconds) > WINDOW:

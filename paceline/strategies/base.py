@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
@@ -21,7 +21,7 @@ class Strategy(ABC):
     """
 
     @abstractmethod
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         """Return the microbatches of a step to load on this worker, grouped as it computes them in one pass each.
 
         After the first step of this strategy, called ahead of time while earlier steps are computed. Returns an empty
@@ -29,7 +29,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         """Compute the microbatch groups, reduce the gradients and update the model."""
 
     def synchronize(self, steps: int) -> None:  # noqa: B027 - most strategies do so in each step

@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.reduction.division import divide_all
 from paceline.comm.transport.host_copy import HostCopy
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.step.checks import MicrobatchResult, check_dense
 from paceline.step.commit import Apply, with_norm
 from paceline.step.context import TrainingContext
@@ -47,61 +47,63 @@ class FullBatch:
         self.apply: Apply | None = None
         self._fixed = FixedPoint(context) if context.settings.fixed_point else None
 
-    def pieces(self, step: int, share: range | None = None) -> list[range]:
+    def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
         context, microbatches = self._context, len(self._context.order.parts_of(step))
         audited = context.audits.microbatch(step, microbatches) if context.audits.is_due(step) else None
-        return self._fusion.pieces(range(microbatches) if share is None else share, audited)
+        return self._fusion.groups(range(microbatches) if share is None else share, audited)
 
-    def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
+    def gradients(self, step: int, groups: list[MicrobatchGroup]) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         """Compute the mean gradients of a step into ``.grad``.
 
         Returns:
             Result of each microbatch group, and the means of the buffers that the forward pass changes.
         """
-        audited = self._audit is not None and self._audit.begin(step, [[piece.microbatches for piece in pieces]])
+        audited = self._audit is not None and self._audit.begin(step, [[group.microbatches for group in groups]])
         self._context.compute.buffers.begin()
         self._context.update.check_structure()
-        parts, computed, table = self._means(step, pieces)
+        parts, computed, table = self._means(step, groups)
         if self._audit is not None and audited:
             self._audit.compare()
-        self._fusion.decide(pieces, table)
-        samples = sum(piece.samples for piece in pieces)
+        self._fusion.decide(groups, table)
+        samples = sum(group.samples for group in groups)
         return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
 
-    def again(self, step: int, pieces: list[Piece]) -> list[MicrobatchResult]:
+    def again(self, step: int, groups: list[MicrobatchGroup]) -> list[MicrobatchResult]:
         """Compute the gradients again in the same step, from the current weights. Returns the result of each group."""
-        return self._means(step, pieces)[0]
+        return self._means(step, groups)[0]
 
-    def _means(self, step: int, pieces: list[Piece]) -> tuple[list[MicrobatchResult], _Computed, torch.Tensor]:
+    def _means(
+        self, step: int, groups: list[MicrobatchGroup]
+    ) -> tuple[list[MicrobatchResult], _Computed, torch.Tensor]:
         """Compute the mean gradients into ``.grad``. The returned table has a row of sums and counts for each group."""
         context = self._context
         self.take_gradients()
-        computed = self._compute(step, pieces)
+        computed = self._compute(step, groups)
         while self._fixed is not None and not self._fixed.fits():
-            computed = self._compute(step, pieces)
-        table = torch.stack(computed.pairs) if len(pieces) > 1 else computed.pairs[0].unsqueeze(0)
+            computed = self._compute(step, groups)
+        table = torch.stack(computed.pairs) if len(groups) > 1 else computed.pairs[0].unsqueeze(0)
         numbers = self._divide(table, computed.sums)
         parts = [
-            MicrobatchResult(piece.microbatches, context.world.rank, loss, count, without, metrics=tuple(metrics))
-            for piece, (loss, count, *metrics), without in zip(pieces, numbers, computed.missing, strict=True)
+            MicrobatchResult(group.microbatches, context.world.rank, loss, count, without, metrics=tuple(metrics))
+            for group, (loss, count, *metrics), without in zip(groups, numbers, computed.missing, strict=True)
         ]
         return parts, computed, table
 
-    def _compute(self, step: int, pieces: list[Piece]) -> _Computed:
+    def _compute(self, step: int, groups: list[MicrobatchGroup]) -> _Computed:
         context = self._context
         gradients, statistics = Accumulator(context.settings.along_tree), Accumulator(context.settings.exact)
         pairs, missing = list[torch.Tensor](), list[frozenset[int]]()
-        for piece in pieces:
+        for group in groups:
             context.world.check()
-            computed = self._fusion.forward(piece, step)
+            computed = self._fusion.forward(group, step)
             computed.total.backward()
             values = self.take_gradients()
             if self._fixed is not None or not context.sparse:
                 check_dense(context.update.parameters, values)
             missing.append(frozenset(place for place, value in enumerate(values) if value is None))
-            gradients.push(piece.microbatches.start, self._fixed.encode(values) if self._fixed else values)
-            statistics.push(piece.microbatches.start, [*computed.buffers])
+            gradients.push(group.microbatches.start, self._fixed.encode(values) if self._fixed else values)
+            statistics.push(group.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)
         return _Computed(gradients.total(), statistics.total(), pairs, missing)
 

@@ -20,7 +20,7 @@ import torch
 
 from paceline.comm.collectives.all_gather import AllGather
 from paceline.comm.collectives.step_header import PHASE_TAG
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import ConfigError, DisagreementError, InputError
 from paceline.settings import Settings
 from paceline.step.context import ProbeResults, StepResult, TrainingContext
@@ -51,18 +51,18 @@ class Phases(Strategy):
         """Choose the phase of the next step; ``turn`` is the number of earlier phases on the same batch."""
         self._name, self._turn = name, turn
 
-    def pieces(self, step: int) -> list[range]:
-        return self._strategies[self._names[0]].pieces(step)
+    def groups(self, step: int) -> list[range]:
+        return self._strategies[self._names[0]].groups(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self._contexts[self._name]
         self._check_together(step)
         context.compute.turn = self._turn
         with self._training_only(context):
             if not context.probe_results.repeatable:
-                try_forward_pass(context, pieces, step)
+                try_forward_pass(context, groups, step)
                 context.probe_results.repeatable = True
-            return self._strategies[self._name].step(step, pieces)
+            return self._strategies[self._name].step(step, groups)
 
     def _check_together(self, step: int) -> None:
         """Raise if workers are in different phases, because they would wait for each other.

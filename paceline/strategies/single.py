@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import nn
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
@@ -30,14 +30,14 @@ class Single(Strategy):
         self._context = context
         self._batch = FullBatch(context)
 
-    def pieces(self, step: int) -> list[range]:
-        return self._batch.pieces(step)
+    def groups(self, step: int) -> list[range]:
+        return self._batch.groups(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        parts, buffers = self._batch.gradients(step, pieces)
-        again = partial(self._batch.again, step, pieces)
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        parts, buffers = self._batch.gradients(step, groups)
+        again = partial(self._batch.again, step, groups)
         result = commit(
-            self._context, step, pieces, parts, buffers, self._context.world.notice(), self._batch.apply, again
+            self._context, step, groups, parts, buffers, self._context.world.notice(), self._batch.apply, again
         )
         self._batch.accept()
         check_draws(self._context)

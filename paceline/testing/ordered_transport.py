@@ -42,7 +42,7 @@ from paceline.comm.transport.base import Capabilities, Communicator, Message, St
 
 _LATE_SECONDS = 2e-4
 """Extra delay of each operation after its turn has come, so that a premature read sees garbage."""
-_LOOK_SECONDS = 1e-3
+_POLL_SECONDS = 1e-3
 _END_SECONDS = 5.0
 _left: list[int] = []
 """Number of operations that this process still runs, if :func:`stall` was called."""
@@ -241,7 +241,7 @@ class OrderedTransport:
         """See :class:`Transport`."""
         begin = time.monotonic()
         for operation in self._stream.waited:
-            while not operation.done.wait(_LOOK_SECONDS):
+            while not operation.done.wait(_POLL_SECONDS):
                 look(time.monotonic() - begin)
         self._stream.waited = []
 

@@ -23,7 +23,7 @@ from typing import Protocol
 from paceline.environments import env
 from paceline.launchers.machine import choose_port
 
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 _PACKAGES = str(Path(__file__).resolve().parents[2])
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
@@ -199,7 +199,7 @@ def _wait(
         if time.monotonic() > until:
             pairs = zip(workers, processes, strict=True)
             return [worker.rank for worker, process in pairs if process.poll() is None]
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return []
 
 

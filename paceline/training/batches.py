@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Iterator
 from functools import partial
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
 from paceline.errors import ConfigError
 from paceline.step.context import Batch
@@ -140,13 +140,13 @@ class Batches:
         generation, before = context.world.generation, time.perf_counter()
         stop = self._end() if loop.loads_ahead else start + 1
         loop.activity.begin("in the data loader")
-        context.loop.look()
-        for step, pieces in enumerate(context.feed.steps(start, stop, loop.strategy.pieces), start):
+        context.loop.record_changes()
+        for step, groups in enumerate(context.feed.steps(start, stop, loop.strategy.groups), start):
             loop.activity.begin("in the script")
             context.loop.refresh()
             waited = time.perf_counter() - before
             position.move_to(step, before=True)
-            yield self._batch(step, pieces, waited, generation)
+            yield self._batch(step, groups, waited, generation)
             if position.steps == step:
                 self._left_out += 1
                 loop.leave_out(step)
@@ -157,7 +157,7 @@ class Batches:
                 return
             before = time.perf_counter()
             loop.activity.begin("in the data loader")
-            context.loop.look()
+            context.loop.record_changes()
 
     def _compare_sizes(self) -> None:
         """Warn once if the collate function gives samples unequal weights."""
@@ -166,7 +166,7 @@ class Batches:
             self._warned = True
             warn(self._context, _UNEVEN.format(sizes=sizes.uneven))
 
-    def _batch(self, step: int, pieces: list[Piece], waited: float, generation: int) -> Batch:
+    def _batch(self, step: int, groups: list[MicrobatchGroup], waited: float, generation: int) -> Batch:
         order, self._position.given, self._position.among_batches = self._context.order, step, True
         samples, last = order.samples_of(step), order.is_last(step)
-        return Batch(step, order.epoch_of(step), samples, last, pieces, waited, generation)
+        return Batch(step, order.epoch_of(step), samples, last, groups, waited, generation)

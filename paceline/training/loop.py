@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
 from paceline.step.context import Batch, StepResult, TrainingContext
@@ -109,7 +109,7 @@ class TrainingLoop:
         context, position = self.context, self.position
         turn = position.check(batch, bool(phase))
         begin = time.perf_counter()
-        context.loop.look(begins=True)
+        context.loop.record_changes(begins=True)
         check_loop_changes(context.settings, context.world.size, context.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step
@@ -160,28 +160,28 @@ class TrainingLoop:
             return replace(known, notice=0)  # the notice is outdated: the workers have re-formed since
         self._repeat_lost_steps(step)
         begin = time.perf_counter()
-        pieces = batch.pieces
+        groups = batch.groups
         if batch.generation != self.context.world.generation:
-            pieces = self.context.feed.load(step, self.strategy.pieces(step))
+            groups = self.context.feed.load(step, self.strategy.groups(step))
         progress = self.progress
         progress.left_out.update(range(progress.steps, step))
         progress.left_out.discard(step)
         self.activity.begin("computing")
         if isinstance(self.strategy, Phases):
             self.strategy.choose(phase, turn)
-        result = self._run_step(step, pieces)
+        result = self._run_step(step, groups)
         self.activity.step_done(time.perf_counter() - begin)
         progress.take(step, result, turn if phase else None)
         self.activity.begin("in the script")
         return result
 
-    def _run_step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def _run_step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self.context
         if not (context.probe_results.repeatable or context.phases):
-            try_forward_pass(context, pieces, step)
+            try_forward_pass(context, groups, step)
             context.probe_results.repeatable = True
         fault_points.reach("before forward", step)
-        result = self.strategy.step(step, pieces)
+        result = self.strategy.step(step, groups)
         self.loads_ahead = True
         return result
 
@@ -192,8 +192,8 @@ class TrainingLoop:
             if step not in self.progress.left_out:
                 self.activity.begin("repeating lost steps")
                 begin = time.perf_counter()
-                pieces = self.context.feed.load(step, self.strategy.pieces(step))
-                result = self._run_step(step, pieces)
+                groups = self.context.feed.load(step, self.strategy.groups(step))
+                result = self._run_step(step, groups)
                 self.progress.result, notice = result, result.notice
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)

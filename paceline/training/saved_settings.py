@@ -106,7 +106,7 @@ def _find(settings: Settings, folder: Path | None) -> tuple[int, _Saved]:
     retries = Retries(settings.checkpoint.retry_seconds)
     while True:
         try:
-            return _look(settings, where)
+            return _read(settings, where)
         except MissingError as error:  # removed after it was listed, because a newer one exists
             if settings.resume != "auto" or retries.elapsed > min(MISSING_SECONDS, settings.checkpoint.retry_seconds):
                 return _NOTHING
@@ -122,7 +122,7 @@ def _find(settings: Settings, folder: Path | None) -> tuple[int, _Saved]:
             retries.wait(reason)
 
 
-def _look(settings: Settings, where: Path | str) -> tuple[int, _Saved]:
+def _read(settings: Settings, where: Path | str) -> tuple[int, _Saved]:
     key = None if settings.checkpoint.key_file is None else key_in(settings.checkpoint.key_file)
     if settings.resume != "auto":
         location = load.find(str(where))

@@ -158,9 +158,9 @@ def test_audits_leave_no_trace() -> None:
 def test_the_audited_microbatch_is_computed_by_itself() -> None:
     fusion = Fusion.__new__(Fusion)
     fusion._fused = True
-    assert fusion.pieces(range(2, 6)) == fusion.pieces(range(2, 6), 7) == [range(2, 6)]
-    assert fusion.pieces(range(2, 6), 3) == [range(2, 3), range(3, 4), range(4, 6)]
-    assert fusion.pieces(range(2, 6), 2) == [range(2, 3), range(3, 6)]
+    assert fusion.groups(range(2, 6)) == fusion.groups(range(2, 6), 7) == [range(2, 6)]
+    assert fusion.groups(range(2, 6), 3) == [range(2, 3), range(3, 4), range(4, 6)]
+    assert fusion.groups(range(2, 6), 2) == [range(2, 3), range(3, 6)]
 
 
 def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:

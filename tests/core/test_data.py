@@ -39,8 +39,8 @@ for loaders in (0, 1, 2):
     found = seen[loaders] = {}
     for batch in session.batches(epochs=2):
         session.step(batch)
-        for piece in batch.pieces:
-            for row in piece.data[0].tolist():
+        for group in batch.groups:
+            for row in group.data[0].tolist():
                 found[f"{batch.epoch} {int(row[0])}"] = row
 tell(seen=seen)
 """

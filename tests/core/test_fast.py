@@ -40,11 +40,11 @@ optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 def trained(model, loss, **settings):
     session = paceline.start(model=model, optimizer=optimizer, loss=loss, data=data(), batch=50, **settings)
     report = None
-    pieces = []
+    groups = []
     for batch in session.batches(steps=50):
         report = session.step(batch)
-        pieces.append(len(batch.pieces))
-    return {"loss": report.loss, "pieces": pieces[5:8], "norm": report.gradient_norm}
+        groups.append(len(batch.groups))
+    return {"loss": report.loss, "groups": groups[5:8], "norm": report.gradient_norm}
 
 def plain(model, loss):
     order, every = Order(203, 50, 8, seed=0), data()
@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_plain_pytorch(results: Any, workers: int) -> None:
 def test_microbatches_are_joined_only_where_it_makes_no_difference(results: Any) -> None:
     for rank, share in enumerate((3, 3, 2)):
         found = results(3)[rank]
-        assert found["perceptron"]["pieces"] == [1, 1, 1]
-        assert found["apart"]["pieces"] == [share] * 3
-        assert found["noisy"]["pieces"] == [share] * 3
-        assert found["contrastive"]["pieces"] == [share] * 3
+        assert found["perceptron"]["groups"] == [1, 1, 1]
+        assert found["apart"]["groups"] == [share] * 3
+        assert found["noisy"]["groups"] == [share] * 3
+        assert found["contrastive"]["groups"] == [share] * 3

@@ -51,7 +51,7 @@ import time
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 arrive = AsyncSteps._enter
 def arrive_late(strategy, step):  # when the other worker has taken the step
-    while strategy._claims.look().top <= step:
+    while strategy._claims.read().top <= step:
         time.sleep(0.001)
     return arrive(strategy, step)
 if os.environ.get("RANK", "0") != "0":
@@ -164,14 +164,14 @@ from paceline.step.gradients.fusion import Fusion
 rank = int(os.environ["RANK"])
 arrive, obstacle = AsyncSteps._enter, Fusion._obstacle
 def arrive_late(strategy, step):  # so that rank 1 takes step 1
-    while step == 1 - rank and strategy._claims.look().top <= step:
+    while step == 1 - rank and strategy._claims.read().top <= step:
         time.sleep(0.001)
     return arrive(strategy, step)
-def find_out_late(fusion, pieces, pairs):  # when the other worker has changed the weights
+def find_out_late(fusion, groups, pairs):  # when the other worker has changed the weights
     strategy = session._loop.strategy
-    while rank and strategy._claims.look().version <= 1:
+    while rank and strategy._claims.read().version <= 1:
         time.sleep(0.001)
-    return obstacle(fusion, pieces, pairs)
+    return obstacle(fusion, groups, pairs)
 AsyncSteps._enter, Fusion._obstacle = arrive_late, find_out_late
 session = paceline.start(
     model=model(), optimizer=optimizer, loss=functional.cross_entropy, data=data, batch=32, strategy="hogwild",

@@ -33,7 +33,7 @@ def train(data, stop=None, **settings):
             if session.position == stop:
                 return str(session.save())
             session.step(batch)
-            rows = [row for piece in batch.pieces for row in piece.data["values"]]
+            rows = [row for group in batch.groups for row in group.data["values"]]
             used += [[batch.epoch, round(row[0].item() * 100)] for row in rows]
     return [session.fingerprint(), sorted(used)]
 """

@@ -93,7 +93,7 @@ for name in ("SGD", "Adam", "RMSprop", "Adagrad", "Lion"):
                 slot.assign(torch.full_like(slot.value, 7.0))
             adapted.load_state_dict(state)
         session.step(batch)
-        inputs, targets = batch.pieces[0].data
+        inputs, targets = batch.groups[0].data
         plain.zero_grad()
         loss(targets, plain(inputs, training=True)).backward()
         with torch.no_grad():

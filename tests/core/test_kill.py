@@ -151,7 +151,7 @@ at, before, begun = random.Random(os.environ.get("MOMENT")).uniform(0, 1.2), sav
 
 def deadly(folder, snapshot, *others):
     begun.append(time.perf_counter())
-    os.write(1, f"saving {snapshot.step}\\n".encode())  # in one piece: the training thread prints, too
+    os.write(1, f"saving {snapshot.step}\\n".encode())  # in one group: the training thread prints, too
     if len(begun) == 3 and "MOMENT" in os.environ:
         threading.Timer(at * (begun[1] - begun[0]), os.kill, (os.getpid(), 9)).start()
     return before(folder, snapshot, *others)

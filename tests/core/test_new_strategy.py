@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import Order
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
@@ -46,28 +46,28 @@ class EverySecond(Strategy):
         shares = even(len(self._context.order.parts_of(step)), self._context.world.size)
         return [[] if rank % 2 else [range(one, one + 1) for one in share] for rank, share in enumerate(shares)]
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         return self._layout(step)[self._context.world.rank]
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, layout = self._context, self._layout(step)
         gradients, statistics, pairs = Accumulator(exact=False), Accumulator(exact=False), []
         self._reducer.clear()
         context.compute.buffers.begin()
-        for piece in pieces:
-            computed = context.compute.forward_pass(piece, step)
+        for group in groups:
+            computed = context.compute.forward_pass(group, step)
             computed.total.backward()
-            gradients.push(piece.microbatches.start, self._reducer.take())
-            statistics.push(piece.microbatches.start, [*computed.buffers])
+            gradients.push(group.microbatches.start, self._reducer.take())
+            statistics.push(group.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)
-        header = self._results.send(step, [piece.start for piece in layout[context.world.rank]], pairs, missing=False)
+        header = self._results.send(step, [group.start for group in layout[context.world.rank]], pairs, missing=False)
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(layout)]
         self._reducer.send(nodes, [values for _, values in gradients.nodes()], header.count)
         self._reducer.finish()
         parts = self._results.parts(layout, header, None)
         sums = [values for _, values in statistics.nodes()]
         means = self._reducer.statistics(nodes, sums, sum(part.counted for part in parts))
-        return commit(context, step, pieces, parts, means, header.notice)
+        return commit(context, step, groups, parts, means, header.notice)
 
     def close(self) -> None:
         self._reducer.close()

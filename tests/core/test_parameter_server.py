@@ -41,7 +41,7 @@ def pull_and_wait(step):
     del strategy._server.pull
     strategy._server.pull(step)
     pulled = strategy._server._pulled
-    peers.until(lambda: strategy._claims.look().version >= pulled + 2)
+    peers.until(lambda: strategy._claims.read().version >= pulled + 2)
 
 AsyncSteps._compute = compute_with_all
 """
@@ -224,7 +224,7 @@ known = []
 start_steps = AsyncSteps._start
 def watched(strategy, step):
     notice = start_steps(strategy, step)
-    known.append(strategy._claims.look().newest >= 0)
+    known.append(strategy._claims.read().newest >= 0)
     return notice
 AsyncSteps._start = watched
 session = sample_counts.start(

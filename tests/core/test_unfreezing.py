@@ -55,8 +55,8 @@ for epoch in range(3):
     unfreeze(model, epoch)
     unfreeze(reference, epoch)
     for batch in session.batches(epochs=1):
-        (piece,) = batch.pieces
-        given, target = piece.data
+        (group,) = batch.groups
+        given, target = group.data
         optimizer.zero_grad()
         functional.cross_entropy(reference(given), target).backward()
         optimizer.step()

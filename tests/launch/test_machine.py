@@ -12,7 +12,7 @@ from paceline.launchers.machine import Allowed, check_allowed
 
 
 def test_this_machine() -> None:
-    here = machine.look()
+    here = machine.measure()
     assert here.cores == os.sched_getaffinity(0)
     assert all(domain <= here.cores for domain in here.domains)
 

@@ -27,7 +27,7 @@ session = paceline.start(
     timeout_seconds=120,
     **({"resume": "auto", "checkpoint": SAVED} if os.environ.get("SAVE") else {}),
 )
-os.write(1, f"rank {session.rank} of {session.workers} from step {session.position}\n".encode())  # in one piece
+os.write(1, f"rank {session.rank} of {session.workers} from step {session.position}\n".encode())  # in one group
 for batch in session.batches(epochs=2):
     session.step(batch)
     if session.rank == 1 and session.position == 7 and os.environ.get("KILL") and not Path("killed").exists():

@@ -163,7 +163,7 @@ def samples():
     session = small(data=data, loss=lambda output, target: output.mean(), model=seeded(nn.Embedding, 50, 1))
     own, sizes = [], []
     for batch in session.batches(epochs=2):
-        own.append([int(sample) for piece in batch.pieces for sample in piece.data[0]])
+        own.append([int(sample) for group in batch.groups for sample in group.data[0]])
         sizes.append([batch.step, batch.epoch, batch.samples, batch.last])
         report = session.step(batch)
     return {"own": own, "sizes": sizes, "seen": report.samples, "steps": session.steps_per_epoch}

@@ -152,7 +152,7 @@ def apply_and_wait(update, done, *more, **named):
 
 def enter_after_step_0(strategy, step):
     if worker == "2":  # all wait for step 0: another one computes it
-        scripted.wait_until(lambda: strategy._claims.look().newest >= 0, "step 0")
+        scripted.wait_until(lambda: strategy._claims.read().newest >= 0, "step 0")
     return enter(strategy, step)
 
 def compute_and_die(strategy, step):
@@ -193,7 +193,7 @@ def compute_and_die(strategy, step):
         scripted.wait_until(claimed.exists, "worker 2 to claim a step")
     if worker == "2" and step > 9:
         claimed.touch()
-        look = strategy._claims.look
+        look = strategy._claims.read
         scripted.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to synchronize")
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(strategy, step)

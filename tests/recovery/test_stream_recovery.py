@@ -47,8 +47,8 @@ session = paceline.start(
 for epoch in range(3):
     for batch in session.batches(epochs=1):
         session.step(batch)
-        for piece in batch.pieces if batch.generation == session._context.world.generation else ():
-            print("used", batch.epoch, batch.step, *piece.data[1].tolist(), flush=True)
+        for group in batch.groups if batch.generation == session._context.world.generation else ():
+            print("used", batch.epoch, batch.step, *group.data[1].tolist(), flush=True)
         if batch.step == int(os.environ.get("STOP", -1)):
             session.save()
             session._context.world.gather(None, "saved")

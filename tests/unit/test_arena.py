@@ -9,7 +9,7 @@ import pytest
 
 from paceline.comm.shm import arena
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_members
-from paceline.comm.shm.backoff import LOOK_SECONDS
+from paceline.comm.shm.backoff import POLL_SECONDS
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
 from paceline.errors import WorkerSilent
@@ -48,7 +48,7 @@ def test_who_gave_up_before_is_waited_for_in_the_next_generation() -> None:
     scene = Scene()
     for one in scene.attach_both(0):
         one.give_up()
-    first, second = scene.attach_both(1, later=10 * LOOK_SECONDS)
+    first, second = scene.attach_both(1, later=10 * POLL_SECONDS)
     assert not first.gone(1) and not second.gone(0)
     second.give_up()
     assert first.gone(1)

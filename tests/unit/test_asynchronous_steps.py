@@ -17,7 +17,7 @@ from torch import nn
 from paceline.comm.assignment.step_claims import FREE, ClaimTable
 from paceline.comm.servers import network_claims
 from paceline.comm.servers.network_claims import NetworkClaims
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import DisagreementError, WorkerLost
 from paceline.settings import Settings
 from paceline.step.checks import MicrobatchResult
@@ -98,10 +98,10 @@ class Batch:
     def __init__(self, model: nn.Module, rank: int) -> None:
         self.model, self.rank, self.computed = model, rank, list[int]()
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         return [range(1)]
 
-    def gradients(self, step: int, pieces: Any) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
+    def gradients(self, step: int, groups: Any) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         self.computed.append(step)
         gradients(self.model, step)
         return [MicrobatchResult(range(1), self.rank, float(step), 1.0)], []
@@ -128,7 +128,7 @@ class Worker:
                 buffers=SimpleNamespace(live=[], accept=lambda buffers: None, reset=lambda: None),
             ),
             events=SimpleNamespace(mark=lambda event, **fields: self.events.append((event, fields))),
-            feed=SimpleNamespace(load=lambda step, pieces: [Piece(range(1), 1, None)]),
+            feed=SimpleNamespace(load=lambda step, groups: [MicrobatchGroup(range(1), 1, None)]),
         )  # fmt: skip
         self.peers: Any = Peers(world, handlers)
         self.claims = NetworkClaims(self.peers, copies_of(self.context) if world.size > 1 else 1)
@@ -311,8 +311,8 @@ def test_a_step_that_is_left_out_is_done(train: Any) -> None:
         worker.context.settings = worker.context.settings.model_copy(update={"nonfinite": "skip"})
         compute = worker.batch.gradients
 
-        def not_finite(step: int, pieces: Any) -> Any:
-            parts, buffers = compute(step, pieces)
+        def not_finite(step: int, groups: Any) -> Any:
+            parts, buffers = compute(step, groups)
             return ([parts[0]._replace(loss=float("nan"))] if step == 2 else parts), buffers
 
         worker.batch.gradients = not_finite
@@ -423,16 +423,16 @@ def test_a_change_that_fails_leaves_the_table(train: Any) -> None:
             table.top = 9
             raise ValueError("no")
         worker.context.world.gather(None, "step")
-        assert worker.claims.look() == ClaimTable(3, {1: 0})
+        assert worker.claims.read() == ClaimTable(3, {1: 0})
         worker.context.world.gather(None, "step")
         with worker.claims.change() as table:
             table.version += 1
         worker.context.world.gather(None, "step")
-        assert worker.claims.look().version == 3
+        assert worker.claims.read().version == 3
         if worker.context.world.rank == 1:
             worker.claims.arrive()
         worker.context.world.gather(None, "step")
-        worker.claims.look()
+        worker.claims.read()
         assert worker.claims.missing() == [0, 2]
 
     train(3, act)

@@ -22,10 +22,10 @@ class Pretended:
     def __init__(self, context: Any) -> None:
         self.made.append(type(self).__name__)
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         return []
 
-    def step(self, step: int, pieces: list[Any]) -> str:
+    def step(self, step: int, groups: list[Any]) -> str:
         self.clock[0] += self.takes[type(self).__name__]
         return "outcome"
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.comm.collectives.subgroup import Subgroup
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.objects.forward_values import ForwardValues
 from paceline.errors import InputError
 from paceline.schedule.pipeline.synchronous import one_forward_one_backward
@@ -20,7 +20,7 @@ from paceline.strategies.pipeline.stages import Partition, Stages
 
 def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> TrainingContext:
     """As the first of two workers sees it."""
-    piece = Piece(range(1), 4, (torch.zeros(4, 6), torch.zeros(4)))
+    group = MicrobatchGroup(range(1), 4, (torch.zeros(4, 6), torch.zeros(4)))
     buffers = SimpleNamespace(agreed=changing, fixed=False)
     return cast(
         TrainingContext,
@@ -34,7 +34,7 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
             ),
             compute=SimpleNamespace(model=model, buffers=buffers),
             update=SimpleNamespace(parameters=dict(model.named_parameters()), optimizer=None),
-            feed=SimpleNamespace(load=lambda step, parts: [piece]),
+            feed=SimpleNamespace(load=lambda step, parts: [group]),
             order=SimpleNamespace(microbatches=4),
             settings=Settings(),
             loop=SimpleNamespace(noting_forward=nullcontext, forward_values=ForwardValues({})),

@@ -26,7 +26,7 @@ class Scene:
             share=lambda size: [self.table],
             lock=lambda: contextlib.nullcontext(),
             all_gather=lambda message: None,
-            look=self._look,
+            check_alive=self._check_alive,
         )
         monkeypatch.setattr(leases.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(leases.time, "sleep", self._sleep)
@@ -34,7 +34,7 @@ class Scene:
         self.waits: Callable[[], None] = self._stay
 
     @staticmethod
-    def _look(ranks: list[int], waited: float) -> None:
+    def _check_alive(ranks: list[int], waited: float) -> None:
         if waited > 10.0:
             raise WorkerSilent(f"rank {ranks[0]}")
 

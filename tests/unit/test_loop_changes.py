@@ -42,7 +42,7 @@ def test_a_change_by_an_operation_is_found_and_kept_from_then_on() -> None:
     model, optimizer, loop = made()
     with torch.no_grad():
         model.layer.weight.mul_(2)
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     assert (list(loop.changed), loop.parameter) == (["parameter/layer.weight"], "layer.weight")
     loop.end_step(5)
     before = model.layer.weight.detach().clone()
@@ -58,26 +58,26 @@ def test_a_change_by_an_operation_is_found_and_kept_from_then_on() -> None:
 def test_a_change_through_data_is_found_where_digests_are_compared() -> None:
     model, _, loop = made()
     model.layer.weight.data.mul_(2)
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     assert not loop.changed
     loop.end_step(4)
-    loop.look()
+    loop.record_changes()
     loop.refresh()  # as around a save that is due
     model.layer.weight.data.mul_(2)
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     assert list(loop.changed) == ["parameter/layer.weight"]
 
 
 def test_what_the_session_changes_itself_is_not_found() -> None:
     model, _, loop = made()
     loop.end_step(4)
-    loop.look()
+    loop.record_changes()
     model.layer.weight.data.mul_(2)
     with torch.no_grad():
         model.layer.bias.add_(1)
     model.last = 3
     loop.refresh()
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     assert not loop.changed
 
 
@@ -85,7 +85,7 @@ def test_plain_attributes_and_those_of_the_data() -> None:
     data = {"strength": 0.0, "values": torch.zeros(2)}
     model, _, loop = made(data=data)
     model.drop.p, model.rate, data["strength"] = 0.5, 0.7, 2.0
-    loop.look()
+    loop.record_changes()
     assert list(loop.changed) == ["model.rate", "model.drop.p", "data.strength"]
     other, _, later = made(data={"strength": 0.0})
     later.load(loop.state(4))
@@ -98,17 +98,17 @@ def test_plain_attributes_and_those_of_the_data() -> None:
 def test_what_changes_its_kind_or_size() -> None:
     model, _, loop = made()
     model.last = torch.zeros(3)
-    loop.look()
+    loop.record_changes()
     loop.refresh()
     model.last = 1.0
     model.queue = torch.cat([model.queue, torch.ones(1)])
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     assert sorted(loop.changed) == ["buffer/queue", "model.last"]
     for size in (4, 5):
         loop.end_step(3)
         assert loop.tensors()["buffer/queue"].shape == (size - 1,)
         model.queue = torch.ones(size)
-        loop.look(begins=True)
+        loop.record_changes(begins=True)
 
 
 def test_of_a_state_that_is_received_nothing_is_kept_of_before() -> None:
@@ -124,7 +124,7 @@ def test_where_nothing_is_kept_the_state_is_that_of_now() -> None:
     model, optimizer, loop = made(keeps=False)
     with torch.no_grad():
         model.layer.bias.add_(1)
-    loop.look()
+    loop.record_changes()
     loop.end_step(5)
     optimizer.param_groups[0]["lr"] = 0.5
     assert loop.tensors() == {} and loop.state(6)["groups"] == []
@@ -136,7 +136,7 @@ def test_small_values_of_other_kinds_are_kept_and_others_named() -> None:
     _, _, loop = made(loss=held)
     after = {"tau": numpy.float64(0.5), "phase": Phase.SECOND, "pair": (3, 4), "weights": torch.zeros(3)}
     held.update(after | {"act": torch.tanh})
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     loop.end_step(5)
     state = loop.state(6)
     assert state["lost"] == ["loss.act"] and state["attributes"]["loss"]["phase"] == "SECOND"
@@ -146,7 +146,7 @@ def test_small_values_of_other_kinds_are_kept_and_others_named() -> None:
     other.load(state)
     assert type(joiner["tau"]) is numpy.float64 and torch.equal(joiner.pop("weights"), torch.zeros(3))
     assert {**joiner, "act": 0} == {"tau": 0.5, "phase": Phase.SECOND, "pair": (3, 4), "act": 0}
-    other.look(begins=True)
+    other.record_changes(begins=True)
     assert "The loop changed loss.act in a step that is done" in other.not_restored() and other.not_restored() == ""
     assert other.needed == [], "steps without the script miss changes of the model and the data only"
 
@@ -155,13 +155,13 @@ def test_what_the_script_sets_again_is_not_named() -> None:
     held = {"act": torch.relu}
     _, _, loop = made(loss=held)
     held["act"] = torch.tanh
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     loop.end_step(5)
     again = {"act": torch.relu}
     _, _, other = made(loss=again)
     other.load(loop.state(6))
     again["act"] = torch.tanh
-    other.look(begins=True)
+    other.record_changes(begins=True)
     assert other.not_restored() == ""
 
 
@@ -173,7 +173,7 @@ def test_large_tensors_are_kept_as_they_were_when_the_step_returned() -> None:
     held = held_tensors()
     _, _, loop = made(sampler=held)
     held["weights"][0], held["assigned"], held["array"] = 0, held["assigned"] * 2, numpy.zeros(2000)
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     loop.end_step(5)
     held["weights"][1], held["array"][1] = 0, 3
     state = loop.state(6)
@@ -201,7 +201,7 @@ def test_a_small_tensor_changed_in_place_stays_the_same_object() -> None:
     held, joiner = {"weights": torch.ones(3)}, {"weights": torch.ones(3)}
     _, _, loop = made(sampler=held)
     held["weights"][0] = 0
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     loop.end_step(5)
     script = joiner["weights"]
     made(sampler=joiner)[2].load(loop.state(6))
@@ -252,5 +252,5 @@ def test_a_large_tensor_from_inference_mode_is_held() -> None:
         features = torch.zeros(4096)
     model, _, loop = made(data={"features": features})
     model.last = features
-    loop.look(begins=True)
+    loop.record_changes(begins=True)
     assert list(loop.changed) == ["model.last"]

@@ -41,9 +41,9 @@ def test_the_next_step_is_loaded_before_a_step_is_given(device: str, ahead: int)
     data = Read()
     steps = Feed(data, ORDER, torch.device(device)).steps(0, 3, own)
     for step in range(3):
-        pieces = next(steps)
-        assert [piece.data.device.type for piece in pieces] == [device, device]
-        assert [piece.samples for piece in pieces] == [2, 2]
+        groups = next(steps)
+        assert [group.data.device.type for group in groups] == [device, device]
+        assert [group.samples for group in groups] == [2, 2]
         assert set(data.asked) == set(samples(min(3, step + 1 + ahead)))
     assert next(steps, None) is None
 
@@ -65,9 +65,9 @@ def test_a_gpu_gets_the_samples(where: str, loaders: int) -> None:
     device = torch.device("cuda", 0)
     data = TensorDataset(torch.arange(12.0).to(where), torch.arange(12).to(where))
     found = []
-    for pieces in Feed(data, ORDER, device, loaders).steps(0, 3, own):
-        assert all(one.device == device for piece in pieces for one in piece.data)
-        found += [int(one) for piece in pieces for one in piece.data[1]]
+    for groups in Feed(data, ORDER, device, loaders).steps(0, 3, own):
+        assert all(one.device == device for group in groups for one in group.data)
+        found += [int(one) for group in groups for one in group.data[1]]
     assert found == samples(3)
     gc.collect()  # ends the loader process, which has inherited the pipes of this one
 

@@ -38,7 +38,7 @@ class Scene:
             events=SimpleNamespace(mark=lambda _, **fields: self.marks.append(fields)),
             feed=SimpleNamespace(steps=self._load, sizes=None),
             probe_results=SimpleNamespace(warnings=[]),
-            loop=SimpleNamespace(look=lambda: None, refresh=lambda: None),
+            loop=SimpleNamespace(record_changes=lambda: None, refresh=lambda: None),
             audits=AuditSchedule(),
         )
         self.on_synchronize: Callable[[], None] = lambda: None
@@ -48,7 +48,7 @@ class Scene:
             loads_ahead=ahead,
             records=SimpleNamespace(last_step=UNKNOWN),
             activity=SimpleNamespace(begin=self.doing.append),
-            strategy=SimpleNamespace(pieces=lambda step: [range(1)]),
+            strategy=SimpleNamespace(groups=lambda step: [range(1)]),
             synchronize=self._synchronize,
             end_batch=self._end_batch,
             leave_out=self._leave_out,
@@ -56,10 +56,10 @@ class Scene:
         self.position = self.loop.position = Position(3, self.loop.progress.steps)
         self.of = Batches(self.loop)
 
-    def _load(self, start: int, stop: int, pieces: Callable[[int], Any]) -> Iterator[list[str]]:
+    def _load(self, start: int, stop: int, groups: Callable[[int], Any]) -> Iterator[list[str]]:
         self.loads.append((start, stop))
         for step in range(start, stop):
-            yield [f"pieces of {step}"]
+            yield [f"groups of {step}"]
 
     def _synchronize(self) -> None:
         self.synchronized += 1
@@ -102,7 +102,7 @@ def test_batches_follow_each_other_with_random_numbers_of_their_own() -> None:
         assert scene.position.among_batches and scene.position.steps == batch.step
         scene.step(batch)
         assert (before, drawn()) == (drawn_at(batch.step, True), drawn_at(batch.step + 1, False))
-        assert batch.pieces == [f"pieces of {batch.step}"] and batch.generation == 0 and batch.waited >= 0
+        assert batch.groups == [f"groups of {batch.step}"] and batch.generation == 0 and batch.waited >= 0
         seen.append((batch.step, batch.epoch, batch.samples, batch.last))
     assert seen == [
         (0, 0, 4, False),
@@ -189,11 +189,11 @@ def test_a_resumed_script_goes_on_in_its_epoch(steps: int, epochs: list[int], fi
     assert scene.loop.progress.steps == 8
 
 
-def test_a_received_step_has_no_pieces() -> None:
+def test_a_received_step_has_no_groups() -> None:
     scene = Scene(Progress(3, result=RESULT, received=3))
     batches = scene.of.batches(5)
     batch = next(batches)
-    assert (batch.step, batch.pieces, batch.generation, batch.waited) == (2, [], -1, 0.0)
+    assert (batch.step, batch.groups, batch.generation, batch.waited) == (2, [], -1, 0.0)
     assert drawn() == drawn_at(2, True) and scene.position.steps == 2 and scene.loads == []
     scene.step(batch)
     assert next(batches).step == 3 and scene.ended == 1

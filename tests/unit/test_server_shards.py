@@ -121,7 +121,7 @@ def test_buffers_go_by_themselves() -> None:
 
 
 def shared_weights(worker: Worker, rank: int, memory: OneBlock) -> SharedWeights:
-    claims = SimpleNamespace(look=lambda: ClaimTable(version=1))
+    claims = SimpleNamespace(read=lambda: ClaimTable(version=1))
     world = SimpleNamespace(rank=rank)
     context = SimpleNamespace(update=worker.update, compute=SimpleNamespace(model=worker.model), world=world)
     shared: Any = SimpleNamespace(context=context, claims=claims, memory=memory, batch=None, staleness=None)
@@ -365,30 +365,30 @@ def test_a_table_has_one_owner_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     table = network_claims._Table(SimpleNamespace(ask=lambda what, text: copied.append(text)))  # type: ignore[arg-type]
     none = bytearray()
     table.begin(b"0")
-    (changes, text, arrived, gone), _ = table.look(1, -1, none)
+    (changes, text, arrived, gone), _ = table.read(1, -1, none)
     assert (text, arrived, gone) == (b"0", [], [])
-    assert table.look(1, changes, none)[0][1] == b"", "it is known"
+    assert table.read(1, changes, none)[0][1] == b"", "it is known"
     assert table.acquire(1, None, none) == ((1, b"0"), ())
     assert table.acquire(1, None, none) == ((1, b"0"), ())
     assert table.acquire(2, None, none) == ((1, b""), ())
     table.release(1, b"1", none)
     assert copied == [b"0", b"1"]
-    assert table.look(2, changes, none)[0][1] == b"1"
+    assert table.read(2, changes, none)[0][1] == b"1"
     assert table.acquire(2, None, none)[0] == (2, b"1")
     table.release(2, b"", none)
     assert table.acquire(3, None, none)[0] == (3, b"1")
     table.end(3)
-    assert table.look(1, -1, none)[0][3] == [3]
+    assert table.read(1, -1, none)[0][3] == [3]
     assert table.acquire(1, None, none)[0] == (1, b"1"), "the one that is lost changes nothing any more"
     with pytest.raises(WorkerLost, match="the right to change"):
         table.release(3, b"3", none)
     assert table.release(3, b"", none) == (None, ())
     table.end(2)
     assert table.acquire(2, None, none)[0] == (1, b"")
-    before = table.look(1, -1, none)[0][0]
+    before = table.read(1, -1, none)[0][0]
     table.arrive(2, None, none)
     table.arrive(0, None, none)
-    after = table.look(1, before, none)[0]
+    after = table.read(1, before, none)[0]
     assert after[0] == before + 2 and after[2] == [0, 2]
     table.copy(0, b"copy", none)
     assert table.close(0, None, none) == (b"copy", ())
@@ -401,7 +401,7 @@ def test_a_table_has_one_owner_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
             act()
     assert table.close(0, None, none) == (b"copy", ())
     table.begin(b"5")
-    assert table.look(1, -1, none)[0][2] == [] and table.close(0, None, none) == (b"5", ())
+    assert table.read(1, -1, none)[0][2] == [] and table.close(0, None, none) == (b"5", ())
 
 
 def test_a_table_goes_on_without_its_copy() -> None:
@@ -421,7 +421,7 @@ def test_workers_that_wait_for_the_table_are_woken() -> None:
     table, none = network_claims._Table(None), bytearray()
     table.begin(b"0")
     table.acquire(1, None, none)
-    known, found = table.look(0, -1, none)[0][0], dict[int, bytes]()
+    known, found = table.read(0, -1, none)[0][0], dict[int, bytes]()
 
     def wait(rank: int, ask: Any) -> None:
         while rank not in found:
@@ -429,7 +429,7 @@ def test_workers_that_wait_for_the_table_are_woken() -> None:
             if text:
                 found[rank] = text
 
-    threads = [threading.Thread(target=wait, args=one) for one in ((2, table.acquire), (3, table.look))]
+    threads = [threading.Thread(target=wait, args=one) for one in ((2, table.acquire), (3, table.read))]
     for thread in threads:
         thread.start()
     table.release(1, b"1", none)

@@ -13,7 +13,7 @@ import pytest
 
 import paceline.comm.assignment.step_claims
 from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
-from paceline.comm.shm.lock import Lock, Look
+from paceline.comm.shm.lock import CheckPeers, Lock
 from paceline.comm.waiting import Waiting
 from paceline.errors import WorkerLost
 
@@ -33,11 +33,11 @@ class Memory:
     def reserve(self, slots: int) -> int:
         return 0
 
-    def lock(self, look: Look) -> Lock:
+    def lock(self, check_peers: CheckPeers) -> Lock:
         holder = memoryview(self.share(8)[0]).cast("q")[-1:]
-        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, holder, self.waiting, look)
+        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, holder, self.waiting, check_peers)
 
-    def look(self, ranks: list[int], waited: float) -> None:
+    def check_alive(self, ranks: list[int], waited: float) -> None:
         if waited > 20:
             raise WorkerLost("the lock was not given back")
 
@@ -98,10 +98,10 @@ def test_the_table_comes_back_as_it_was(name: str) -> None:
     claims = claims_of(name)
     table = ClaimTable(9, {7: 2, 8: FREE}, 6, 11, 2, 5, 0.1, 0.7, 1e-3, False)
     claims.begin(table)
-    assert claims_of(name).look() == table
+    assert claims_of(name).read() == table
     with claims.change() as changed:
         changed.version = 7
-    assert claims.look().version == 7
+    assert claims.read().version == 7
 
 
 def test_a_change_that_fails_is_no_change(name: str) -> None:
@@ -109,10 +109,10 @@ def test_a_change_that_fails_is_no_change(name: str) -> None:
     claims.begin(ClaimTable())
     with pytest.raises(ZeroDivisionError), claims.change() as table:
         table.version = 1 // 0
-    assert claims.look().version == 0
+    assert claims.read().version == 0
     with claims.change() as table:
         table.version = 1
-    assert claims.look().version == 1
+    assert claims.read().version == 1
 
 
 def test_nothing_changes_after_the_end(name: str) -> None:
@@ -138,7 +138,7 @@ def test_a_process_that_is_stopped_in_a_change_holds_nobody_up_for_long(name: st
     assert claims.close().version == 0
     os.kill(child, signal.SIGCONT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1  # what it was about to change is refused
-    assert claims.look().version == 0
+    assert claims.read().version == 0
 
 
 def _update(name: str, before: Callable[[], object], after: Callable[[], object] = lambda: None) -> None:
@@ -203,7 +203,7 @@ def test_an_update_of_a_process_that_is_killed_counts_if_it_was_made(name: str) 
     claims = begun(name, [1])
     os.waitpid(forked(lambda: _update(name, lambda: None, _die)), 0)
     assert claims.close() == ClaimTable(6, {}, 6)
-    assert claims.look() == ClaimTable(6, {5: 1}, 5)
+    assert claims.read() == ClaimTable(6, {5: 1}, 5)
 
 
 def _hold(name: str) -> None:
@@ -223,7 +223,7 @@ def test_who_has_made_an_update_waits_for_the_lock_though_another_one_was_lost(n
         with claims.change() as table:
             del table.open[5]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert claims.look().open == {}
+    assert claims.read().open == {}
 
 
 def test_an_update_that_fails_was_not_made(name: str) -> None:
@@ -248,7 +248,7 @@ def test_a_process_that_is_killed_in_a_change_leaves_a_whole_table(name: str) ->
     seen = 0
     for attempt in range(12):
         child = forked(lambda: _count_without_end(name))
-        while claims.look().version < seen + 50:
+        while claims.read().version < seen + 50:
             time.sleep(0.0005 * (attempt % 3))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -271,5 +271,5 @@ def test_no_change_of_several_processes_is_lost(name: str) -> None:
     claims_of(name).begin(ClaimTable())
     children = [forked(partial(_count, name, rank)) for rank in range(3)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
-    table = claims_of(name).look()
+    table = claims_of(name).read()
     assert (table.version, table.open) == (900, dict.fromkeys(range(3), 300))

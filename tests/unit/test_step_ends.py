@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError, NonFiniteLoss
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import commit, skip, with_norm
@@ -51,8 +51,8 @@ class Scene:
         self.applied.append(step)
         return torch.tensor(2.0), 0.1
 
-    def _loss_only(self, piece: Piece) -> torch.Tensor:
-        return torch.tensor([self.losses[piece.microbatches.start], 1.0, math.nan])
+    def _loss_only(self, group: MicrobatchGroup) -> torch.Tensor:
+        return torch.tensor([self.losses[group.microbatches.start], 1.0, math.nan])
 
 
 def part(microbatches: range, loss: float, rank: int = 1, missing: frozenset[int] = frozenset()) -> MicrobatchResult:
@@ -61,7 +61,7 @@ def part(microbatches: range, loss: float, rank: int = 1, missing: frozenset[int
 
 GOOD = [part(range(2), 1.0), part(range(2, 4), 3.0)]
 BAD = [part(range(2), 1.0), part(range(1, 4), math.inf)]
-PIECES = [Piece(range(2), 8, torch.zeros(8, 2)), Piece(range(1, 4), 12, torch.zeros(12, 2))]
+PIECES = [MicrobatchGroup(range(2), 8, torch.zeros(8, 2)), MicrobatchGroup(range(1, 4), 12, torch.zeros(12, 2))]
 
 
 def test_a_sound_step_updates() -> None:

@@ -73,8 +73,8 @@ def train(
         strategy = registry.build(context)
         losses = []
         for step in range(STEPS):
-            pieces = context.feed.load(step, strategy.pieces(step))
-            losses.append(strategy.step(step, pieces).loss)
+            groups = context.feed.load(step, strategy.groups(step))
+            losses.append(strategy.step(step, groups).loss)
         strategy.synchronize(STEPS)
         state = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
         strategy.close()

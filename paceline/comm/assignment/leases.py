@@ -33,7 +33,7 @@ _PAUSE = 0.05
 _LONGEST_PAUSE_SECONDS = 1e-3
 _OVERDUE = 1.5
 """A microbatch is overdue after this multiple of its owner's seconds per microbatch."""
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 """Interval at which a waiting worker checks whether the others are alive."""
 _LATE = 0.9
 """A worker takes no microbatch if the others finish all free ones in this fraction of its seconds per microbatch."""
@@ -127,7 +127,7 @@ class Leases:
             self._held[self._rank], self._since[self._rank] = 0, now
 
     def next(self) -> Lease | None:
-        begin = looked = time.monotonic()
+        begin = checked = time.monotonic()
         while True:
             with self._lock:
                 self.asked = now = time.monotonic()
@@ -138,9 +138,9 @@ class Leases:
                     return lease
                 self._held[self._rank] = 0
             time.sleep(min(_PAUSE * self._pace[self._rank], _LONGEST_PAUSE_SECONDS))
-            if (now := time.monotonic()) - looked > _LOOK_SECONDS:
-                looked = now
-                self._look(now - begin)
+            if (now := time.monotonic()) - checked > _POLL_SECONDS:
+                checked = now
+                self._check_alive(now - begin)
 
     def overtaken(self, microbatch: int) -> bool:
         return self._done[microbatch] != 0
@@ -220,10 +220,10 @@ class Leases:
                 return Lease(microbatch, share, again=True), True
         return None, waits
 
-    def _look(self, waited: float) -> None:
+    def _check_alive(self, waited: float) -> None:
         """Check, while this worker waits, that the workers with a lease are alive."""
         self._world.check()
-        self._shared_memory.look(
+        self._shared_memory.check_alive(
             [rank for rank in range(self._size) if rank != self._rank and self._held[rank]], waited
         )
 

@@ -25,7 +25,7 @@ from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 from paceline.errors import WorkerSilent, name_ranks
 
-_POLL_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
+_POLL_SECONDS, _POLL_SECONDS = 1e-3, 0.1
 
 
 class Quorum(Protocol):
@@ -219,7 +219,7 @@ class StoreQuorum:
 
     def finish(self, group: int) -> bool:
         self._append(f"{group}:{self._world.rank}")
-        self._look()
+        self._check()
         return self._owners.get(group) == self._world.rank
 
     def is_late(self, group: int) -> bool:
@@ -236,7 +236,7 @@ class StoreQuorum:
                     f"{self._last}, and got {len(self._owners)}; none came from {name_ranks(silent)} "
                     f"(timeout_seconds). See their logs: they are stopped, or busy with something else."
                 )
-            if time.monotonic() - looked > _LOOK_SECONDS:  # another worker may be at another step, and have ended
+            if time.monotonic() - looked > _POLL_SECONDS:  # another worker may be at another step, and have ended
                 looked = time.monotonic()
                 self._check_steps(self._last)
             time.sleep(_POLL_SECONDS)
@@ -255,10 +255,10 @@ class StoreQuorum:
 
     def _enough(self) -> bool:
         if len(self._owners) < self._needed:
-            self._look()
+            self._check()
         return len(self._owners) >= self._needed
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         text = self._store.ask(lambda store: store.get(self._key)).decode()
         owners: dict[int, int] = {}
         for one in text.split():

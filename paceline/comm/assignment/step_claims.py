@@ -129,7 +129,7 @@ class Claims(Protocol):
         """Wait until the table is reset. All workers call this."""
         ...
 
-    def look(self) -> ClaimTable:
+    def read(self) -> ClaimTable:
         """Return the current table."""
         ...
 
@@ -183,7 +183,7 @@ class StepClaims:
         self._updates = [_WORDS + _WORDS_EACH * rank for rank in range(world.size)]
         self._busy, self._made = (self._updates[world.rank] + word for word in (_BUSY, _MADE))
         self._hasty = False
-        self._lock = shared_memory.lock(self._look)
+        self._lock = shared_memory.lock(self._check_alive)
         self._flag = shared_memory.reserve(2)
         self._starts = 0
 
@@ -212,9 +212,9 @@ class StepClaims:
 
     def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
         """See :class:`Claims`."""
-        self._shared_memory.wait_until(lambda: ready(self.look()), lambda: awaited(self.look()))
+        self._shared_memory.wait_until(lambda: ready(self.read()), lambda: awaited(self.read()))
 
-    def look(self) -> ClaimTable:
+    def read(self) -> ClaimTable:
         """Return the current table without taking the lock."""
         while True:
             changes = self._words[_CHANGES]
@@ -287,7 +287,7 @@ class StepClaims:
 
     def last(self) -> ClaimTable:
         """Return the table after :meth:`close`, including updates that were made but not written to it."""
-        table = self.look()
+        table = self.read()
         for word in self._updates:
             step = self._words[word + _MADE] - 1
             if step in table.open:
@@ -301,13 +301,13 @@ class StepClaims:
             self._words[word + _BUSY] and not self._shared_memory.gone(rank) for rank, word in enumerate(self._updates)
         )
 
-    def _look(self, ranks: list[int], waited: float) -> None:
+    def _check_alive(self, ranks: list[int], waited: float) -> None:
         patient = waited <= _PATIENCE_SECONDS
         if self._hasty:
             if not patient:
                 raise _TooLong
         elif not (self._words[self._made] and patient):  # a finished update must first reach the table
-            self._shared_memory.look(ranks, waited)
+            self._shared_memory.check_alive(ranks, waited)
             self._world.check()
 
     def _place(self, changes: int) -> int:

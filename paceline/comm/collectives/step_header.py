@@ -24,9 +24,9 @@ _ROWS, _COLUMNS = 4, 3
 """Number of rows before those of the microbatch groups, and number of float64 columns of a row without metrics."""
 
 
-def header_bytes(pieces: int, metrics: int = 0) -> int:
+def header_bytes(groups: int, metrics: int = 0) -> int:
     """Return the size of a worker's header in bytes, with room for this number of microbatch groups and metrics."""
-    return 8 * (_COLUMNS + 2 * metrics) * (_ROWS + pieces)
+    return 8 * (_COLUMNS + 2 * metrics) * (_ROWS + groups)
 
 
 class Headers:
@@ -37,7 +37,7 @@ class Headers:
 
     Args:
         world: all workers.
-        pieces: maximum number of microbatch groups that a worker computes in a step.
+        groups: maximum number of microbatch groups that a worker computes in a step.
 
     Attributes:
         metrics: names of the metrics that headers have room for.
@@ -45,9 +45,9 @@ class Headers:
         audited: whether this worker considers the next step an audited step.
     """
 
-    def __init__(self, world: World, pieces: int) -> None:
+    def __init__(self, world: World, groups: int) -> None:
         self.world = world
-        self.pieces = pieces
+        self.groups = groups
         self.own: tuple[str, ...] | None = None
         self.audited = False
         self.agree(())
@@ -55,7 +55,7 @@ class Headers:
     def agree(self, metrics: tuple[str, ...]) -> None:
         """Make room for these metrics. All workers must call this method between the same two steps."""
         self.metrics = metrics
-        self.gather = AllGather(self.world, HEADER_TAG, header_bytes(self.pieces, len(metrics)), host=True)
+        self.gather = AllGather(self.world, HEADER_TAG, header_bytes(self.groups, len(metrics)), host=True)
 
 
 def check_steps(steps: Sequence[int], allowed: Collection[int]) -> None:
@@ -76,7 +76,7 @@ def check_steps(steps: Sequence[int], allowed: Collection[int]) -> None:
         )
 
 
-class PieceLoss(NamedTuple):
+class GroupLoss(NamedTuple):
     """Loss of a microbatch group: first microbatch, rank that computed the group, sum of the losses, their count."""
 
     start: int
@@ -142,7 +142,7 @@ class StepHeader:
         self._world = world = headers.world
         digest = digest or StateDigest()
         recorder = world.recorder
-        made = recorder.meet("session.step", f"step {step}") if recorder else (0.0, 0.0)
+        made = recorder.barrier("session.step", f"step {step}") if recorder else (0.0, 0.0)
         state = len(pairs), *divmod(digest.host, 1 << 32)
         rows = (
             (step, world.notice(), seconds),
@@ -151,8 +151,8 @@ class StepHeader:
             (_hash(headers.own or ()), headers.audited, 0.0),
         )
         # same size in all steps: workers at different steps must be able to exchange headers and report it
-        own = torch.zeros((_ROWS + headers.pieces, _COLUMNS + 2 * len(headers.metrics)), dtype=torch.float64)
-        assert len(starts) == len(pairs) <= headers.pieces, f"{len(starts)} pieces, room for {headers.pieces}"
+        own = torch.zeros((_ROWS + headers.groups, _COLUMNS + 2 * len(headers.metrics)), dtype=torch.float64)
+        assert len(starts) == len(pairs) <= headers.groups, f"{len(starts)} groups, room for {headers.groups}"
         own[:_ROWS, :_COLUMNS] = torch.tensor(rows, dtype=torch.float64)
         if headers.own and headers.own != headers.metrics:
             pairs = [pair[:2] for pair in pairs]
@@ -167,7 +167,7 @@ class StepHeader:
         self._pending = headers.gather.start(own)
         self._tables: list[list[list[float]]] | None = None
         self._copy: HostCopy | None = None
-        self._losses: list[PieceLoss] | None = None
+        self._losses: list[GroupLoss] | None = None
         self._hashes: list[float] = []
         self.notice = 0
         self.seconds: list[float] = []
@@ -208,7 +208,7 @@ class StepHeader:
             self.check()
             with self._world.awaiting("in the exchange of losses"):
                 return self._on_device.wait()[:, 1:, 1].sum()
-        return math.fsum(piece.counted for piece in self.losses())
+        return math.fsum(group.counted for group in self.losses())
 
     def read(self, norm: torch.Tensor | None = None) -> None:
         """Start copying the values that the devices have exchanged to the host. A step needs no other copy.
@@ -227,12 +227,12 @@ class StepHeader:
         assert self._copy is not None
         return float(self._copy.wait()[-1])
 
-    def losses(self) -> list[PieceLoss]:
+    def losses(self) -> list[GroupLoss]:
         """Return the losses of all workers' microbatch groups in the order of microbatches."""
         if self._losses is None:
             self.check()
             self._losses = sorted(
-                PieceLoss(start, rank, loss, count)
+                GroupLoss(start, rank, loss, count)
                 for rank, (starts, pairs) in enumerate(zip(self.starts, self._pairs(), strict=True))
                 for start, (loss, count, *_) in zip(starts, pairs, strict=False)
             )
@@ -291,7 +291,7 @@ class StepHeader:
 def _start_on_device(headers: Headers, pairs: list[torch.Tensor], digest: torch.Tensor | None) -> PendingGather:
     """Send the values that only the device knows: two halves of its checksum, then a row for each group."""
     world, columns = headers.world, 2 + 2 * len(headers.metrics)
-    own = torch.zeros((1 + headers.pieces, columns), dtype=torch.float64, device=world.device)
+    own = torch.zeros((1 + headers.groups, columns), dtype=torch.float64, device=world.device)
     if digest is not None:
         own[0, :2] = torch.stack((digest >> 32, digest)) & _LOWER
     if pairs:

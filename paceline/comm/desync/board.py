@@ -58,7 +58,7 @@ class Board(Protocol):
         """Return whether another worker is known to have made a different call with this number. This is cheap."""
         ...
 
-    def meet(self, number: int, seconds: float) -> None:
+    def barrier(self, number: int, seconds: float) -> None:
         """Wait at most ``seconds`` until the other workers have published a call with this number."""
         ...
 
@@ -127,7 +127,7 @@ class SharedMemoryBoard:
         own = (number & _NUMBERS) << _HASH_BITS | mark & _HASH
         return any(marks[slot] != own and marks[slot] >> _HASH_BITS == own >> _HASH_BITS for marks in self._others)
 
-    def meet(self, number: int, seconds: float) -> None:
+    def barrier(self, number: int, seconds: float) -> None:
         place, slot = number & _NUMBERS, number % KEPT[ALL]
         deadline = time.monotonic() + seconds
         while any(marks[slot] >> _HASH_BITS < place for marks in self._others) and time.monotonic() < deadline:
@@ -167,7 +167,7 @@ class StoreBoard:
     def differs(self, number: int, mark: int) -> bool:
         return False
 
-    def meet(self, number: int, seconds: float) -> None:
+    def barrier(self, number: int, seconds: float) -> None:
         deadline, pause = time.monotonic() + seconds, _POLL_SECONDS / 8
         waiting = [rank for rank in range(self._size) if rank != self._rank]
         with contextlib.suppress(dist.DistError, RuntimeError):
@@ -185,10 +185,10 @@ class StoreBoard:
                 time.sleep(_POLL_SECONDS)
 
     def _reached(self, rank: int, number: int) -> bool:
-        record = self._look(self._key(rank, ALL, number))
+        record = self._read_record(self._key(rank, ALL, number))
         return record is not None and record["number"] >= number
 
-    def _look(self, key: str) -> Record | None:
+    def _read_record(self, key: str) -> Record | None:
         return parse(self._store.get(key)) if self._store.check([key]) else None
 
     def _key(self, rank: int, kind: int, number: int) -> str:
@@ -204,7 +204,7 @@ class StoreBoard:
 
     def _read(self, numbers: range, others: bool, found: dict[int, list[Record]]) -> None:
         if len(numbers) > 1 or others:  # the latest records may not have arrived
-            self.meet(numbers.stop - 1, _READ_SECONDS / 4)
+            self.barrier(numbers.stop - 1, _READ_SECONDS / 4)
         places = [(ALL, number) for number in numbers[-KEPT[ALL] :]]
         places += [(SOME, slot) for slot in range(KEPT[SOME]) if others]
         with contextlib.suppress(dist.DistError, RuntimeError):

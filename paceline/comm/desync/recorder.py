@@ -32,12 +32,12 @@ _HALF = _BITS // 2
 _ALL_BITS, _HALF_BITS = (1 << _BITS) - 1, (1 << _HALF) - 1
 _MET = 256
 """Maximum number of kinds of calls whose first call waits for a comparison, on boards that are not immediate."""
-_MEET_SECONDS = 2.0
+_BARRIER_SECONDS = 2.0
 """Timeout of that wait. The call itself detects a lost worker."""
 _CACHED = 4096
 _LATE_SECONDS = 0.5
-_LOOKS = 50
-"""Number of :meth:`CallRecorder.look` calls, about a second, between comparisons of the calls in smaller groups."""
+_GROUP_CHECKS = 50
+"""Number of :meth:`CallRecorder.check` calls, about a second, between comparisons of the calls in smaller groups."""
 _LINES = 3
 """Number of lines of the script that identify a call: the innermost line and its callers."""
 _NOT_THE_SCRIPT = ("torch", "paceline")
@@ -118,7 +118,7 @@ class CallRecorder:
         self._lost = lost
         self._thread = threading.get_ident()
         self._kept: deque[Call] = deque(maxlen=sum(KEPT))
-        self._number = self._others = self._agreed = self._looks = 0
+        self._number = self._others = self._agreed = self._checks = 0
         self._numbers: dict[str, int] = {}
         self._operations = self._line = self._ordered = self._sum = 0
         self._lines: dict[tuple[What, Site], bytes] = {}
@@ -155,7 +155,7 @@ class CallRecorder:
                 and len(self._met) < _MET
             ):
                 self._met.add(what.hash)
-                self._board.meet(call.number, _MEET_SECONDS)
+                self._board.barrier(call.number, _BARRIER_SECONDS)
                 self._refuse()
         return call
 
@@ -182,7 +182,7 @@ class CallRecorder:
         self._board.publish_in_group(self._others, b"%d" % number + line(call.record()))
         return call
 
-    def meet(self, name: str, note: str) -> tuple[float, float]:
+    def barrier(self, name: str, note: str) -> tuple[float, float]:
         """Record a call of the session that synchronizes all workers, such as ``session.step``.
 
         Returns:
@@ -201,7 +201,7 @@ class CallRecorder:
         return fingerprint
 
     def check_agreement(self, fingerprints: list[tuple[float, float]]) -> None:
-        """Compare the fingerprints that :meth:`meet` returned on the workers.
+        """Compare the fingerprints that :meth:`barrier` returned on the workers.
 
         Raises:
             DisagreementError: the workers' calls differ. Names the first such call, the ranks and the script's lines.
@@ -222,15 +222,15 @@ class CallRecorder:
             self._refuse(swapped)
         self._agreed = self._number
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check, while this worker waits, whether another worker's published calls differ. This is cheap.
 
         Raises:
             DisagreementError: another worker made a different call.
         """
         last = next((call for call in reversed(self._kept) if call.group is None), None)
-        self._looks += 1
-        in_groups = self._others > 0 and self._looks % _LOOKS == 0
+        self._checks += 1
+        in_groups = self._others > 0 and self._checks % _GROUP_CHECKS == 0
         if in_groups or (last is not None and self._board.differs(last.number, last.what.hash)):
             self._refuse()
 
@@ -258,7 +258,7 @@ class CallRecorder:
         sentence = by(self._read())
         if sentence is None:
             return None
-        self._board.meet(self._number, _LATE_SECONDS)  # include workers that arrive slightly later
+        self._board.barrier(self._number, _LATE_SECONDS)  # include workers that arrive slightly later
         sentence = by(self._read())
         self._board.linger(_LATE_SECONDS)
         return sentence

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.comm.mpi.library import initialized, survives
 from paceline.errors import StartError
 
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 def of_ranks(ranks: Sequence[int]) -> Any:
@@ -75,7 +75,7 @@ def _of_survivors(ranks: Sequence[int], tag: str, store: Any, seconds: float) ->
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(queue.Empty):
-            if isinstance(comm := made.get(timeout=_LOOK_SECONDS), Exception):
+            if isinstance(comm := made.get(timeout=_POLL_SECONDS), Exception):
                 raise comm
             return comm
         store.check(["mpi/0"])

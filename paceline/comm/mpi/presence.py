@@ -21,7 +21,7 @@ TAGS = 3
 """Number of the largest tags, which only this module uses."""
 _END_SECONDS = 5.0
 _NEWS_SECONDS = 2.0
-_LOOK_SECONDS = 0.001
+_POLL_SECONDS = 0.001
 
 
 class Presence:
@@ -54,7 +54,7 @@ class Presence:
             for rank in self._others:
                 self._send(rank, self._question)
 
-    def look(self) -> None:
+    def receive(self) -> None:
         """Read the messages of the other ranks, and answer their questions."""
         status = self._mpi.Status()
         with contextlib.suppress(self._mpi.Exception):
@@ -81,7 +81,7 @@ class Presence:
         ranks = self._failed()
         deadline = time.monotonic() + _NEWS_SECONDS
         while not ranks and not self._revoked and self._is_revoked() and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)  # another rank has seen the loss; MPI receives the news only during calls
+            time.sleep(_POLL_SECONDS)  # another rank has seen the loss; MPI receives the news only during calls
             with contextlib.suppress(self._mpi.Exception):
                 self._mpi.COMM_SELF.Iprobe()
             ranks = self._failed()
@@ -106,7 +106,7 @@ class Presence:
             for rank in self._others if not ended else ():
                 self._send(rank, self._end)
             while len(ended) < len(self._others) and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
                 while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._end, status):
                     ended.add(status.Get_source())
                     self._comm.Recv(np.zeros(1, np.int64), status.Get_source(), self._end)

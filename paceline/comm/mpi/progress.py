@@ -157,7 +157,7 @@ class Progress:
                 looks = 0 if over else looks + 1
                 if looks % _EAGER_LOOKS == _EAGER_LOOKS - 1:
                     for one in {work.presence for work in active}:
-                        one.look()
+                        one.receive()
             else:
                 looks = 0
                 if work is None:

@@ -23,7 +23,7 @@ from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
 from paceline.comm.transport.base import Transport
 from paceline.environments import env
 
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 _END_SECONDS = 5.0
 
 
@@ -124,12 +124,12 @@ class ProcessGroup:
     def _cut_on(self, store: CoordinatorStore) -> None:
         while self._store is store and not self._joined:
             self.cut(store)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def leave(self) -> None:
         """Leave the group without waiting for the other members."""
         self.cut()
-        while self.is_connecting(_LOOK_SECONDS):  # the background join may open more connections
+        while self.is_connecting(_POLL_SECONDS):  # the background join may open more connections
             self.cut()
         self._thread = None
         with self._lock:
@@ -154,6 +154,6 @@ def _knock(listener: socket.socket, size: int) -> None:
     """
     for number in range(size):
         with socket.socket(listener.family) as peer:
-            peer.settimeout(_LOOK_SECONDS)
+            peer.settimeout(_POLL_SECONDS)
             peer.connect(listener.getsockname())
             peer.sendall(struct.pack("=q", number))

@@ -84,7 +84,7 @@ class _Table:
             self._owner, self._arrived = None, set()
             self._put(text)
 
-    def look(self, rank: int, since: int, data: bytearray) -> Answer:
+    def read(self, rank: int, since: int, data: bytearray) -> Answer:
         """Return the table once its change count differs from ``since``, or without its text after a short wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._changes != since, _SLICE_SECONDS)
@@ -201,7 +201,7 @@ class NetworkClaims:
             if self._world.rank == 0 and len(self._holders) > 1:
                 forward = peers.new_client(self._holders[1])
             table = self._table = _Table(forward)
-            for name in ("look", "acquire", "release", "copy", "arrive", "close"):
+            for name in ("read", "acquire", "release", "copy", "arrive", "close"):
                 peers.server.serve(f"table.{name}", getattr(table, name))
             peers.server.on_end(table.end)
 
@@ -214,9 +214,9 @@ class NetworkClaims:
         """Wait until rank 0 has reset the table."""
         self._world.gather(None, "step")
 
-    def look(self) -> ClaimTable:
+    def read(self) -> ClaimTable:
         """Return the current table."""
-        self._look(-1)
+        self._read(-1)
         return self._known
 
     def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
@@ -230,14 +230,14 @@ class NetworkClaims:
             WorkerLost: a worker was lost.
             WorkerSilent: the table has not changed for the timeout.
         """
-        self._look(-1)
+        self._read(-1)
         begin = time.monotonic()
         while not ready(self._known):
             ranks = awaited(self._known)
             self._world.waits_for(ranks)
             self._check_alive(ranks)
             self._world.check_silence(ranks, time.monotonic() - begin)
-            if self._look(self._changes):
+            if self._read(self._changes):
                 begin = time.monotonic()
         self._world.waits_for(())
 
@@ -306,8 +306,8 @@ class NetworkClaims:
             lost = WorkerLost(f"Rank {self._world.rank} lost {named}. See the output of {named} for the cause.")
             raise self._world.explain(lost)
 
-    def _look(self, since: int) -> bool:
-        (changes, text, self._arrived, self._gone), _ = self._peers.client(0).ask("table.look", since)
+    def _read(self, since: int) -> bool:
+        (changes, text, self._arrived, self._gone), _ = self._peers.client(0).ask("table.read", since)
         if text:
             self._known, self.log = decode(text)
         changed: bool = changes != since

@@ -26,9 +26,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.comm.shm.backoff import FIRST_BACKOFF_SECONDS, LOOK_SECONDS, backoff_seconds
+from paceline.comm.shm.backoff import FIRST_BACKOFF_SECONDS, POLL_SECONDS, backoff_seconds
 from paceline.comm.shm.futex import Futex
-from paceline.comm.shm.lock import Lock, Look
+from paceline.comm.shm.lock import CheckPeers, Lock
 from paceline.comm.shm.mapping import map_shared
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
@@ -179,16 +179,16 @@ class SharedMemory:
         assert self._reserved <= _SLOTS, f"more than {_SLOTS} flags"
         return first
 
-    def lock(self, look: Look | None = None) -> Lock:
+    def lock(self, check_peers: CheckPeers | None = None) -> Lock:
         """Create a lock. All workers must create their locks in the same order.
 
         Args:
-            look: see :class:`Lock`. Defaults to a check that no worker is lost and the awaited workers are alive.
+            check_peers: see :class:`Lock`. Defaults to a check that the awaited workers are alive.
         """
         self._locks += 1
         slot = self.reserve(1)
         holder = self._flags[0][slot : slot + 1]
-        return Lock(self._files[0], _ARENA_BYTES - self._locks, holder, self._waiting, look or self._check_and_look)
+        return Lock(self._files[0], _ARENA_BYTES - self._locks, holder, self._waiting, check_peers or self._check)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """Return the message of each worker, in rank order. All workers must call this method together.
@@ -240,7 +240,7 @@ class SharedMemory:
         awaited = range(len(self._flags)) if places is None else places
         waiting = [place for place in awaited if self._flags[place][slot] < value]
         polls = 0
-        begin = looked = 0.0
+        begin = checked = 0.0
         alarmed = False
         while waiting:
             polls += 1
@@ -253,10 +253,10 @@ class SharedMemory:
                     futex.wait(count, _SLEEP_SECONDS)
                 now = time.monotonic()
                 if not begin:
-                    begin = looked = now
+                    begin = checked = now
                     self._waiting.waits_for(self._ranks(waiting))
-                if now - looked > LOOK_SECONDS or self._waiting.alarmed != alarmed:
-                    looked, alarmed = now, self._waiting.alarmed
+                if now - checked > POLL_SECONDS or self._waiting.alarmed != alarmed:
+                    checked, alarmed = now, self._waiting.alarmed
                     self._check_alive(waiting, slot, value, now - begin)
             waiting = [place for place in waiting if self._flags[place][slot] < value]
         if begin:
@@ -273,7 +273,7 @@ class SharedMemory:
             WorkerLost: a worker was lost, or the wait exceeded the timeout.
         """
         polls, sleep = 0, FIRST_BACKOFF_SECONDS
-        begin = looked = 0.0
+        begin = checked = 0.0
         places: list[int] = []
         while not ready():
             polls += 1
@@ -283,17 +283,17 @@ class SharedMemory:
             time.sleep(sleep)
             now = time.monotonic()
             sleep = backoff_seconds(now - begin if begin else 0.0)
-            if not begin or now - looked > LOOK_SECONDS:
+            if not begin or now - checked > POLL_SECONDS:
                 self._waiting.check()
                 if (now_awaited := awaited()) != places or not begin:
                     places = now_awaited
                     self._waiting.waits_for(self._ranks(places))
-                begin, looked = begin or now, now
-                self.look(places, now - begin)
+                begin, checked = begin or now, now
+                self.check_alive(places, now - begin)
         if begin:
             self._waiting.waits_for(())
 
-    def look(self, places: list[int], waited: float) -> None:
+    def check_alive(self, places: list[int], waited: float) -> None:
         """Check that the workers at these places are alive, after a wait of ``waited`` seconds.
 
         Raises:
@@ -301,16 +301,16 @@ class SharedMemory:
         """
         self._check_alive(places, _GAVE_UP, 2, waited)
 
-    def _check_and_look(self, places: list[int], waited: float) -> None:
+    def _check(self, places: list[int], waited: float) -> None:
         self._waiting.check()
-        self.look(places, waited)
+        self.check_alive(places, waited)
 
     def _ranks(self, places: Sequence[int]) -> list[int]:
         return [self.ranks[place] for place in places]
 
     def _check_alive(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
         if self._waiting.recorder is not None:
-            self._waiting.recorder.look()
+            self._waiting.recorder.check()
         for place in waiting:
             gone, rank = self.gone(place), self.ranks[place]
             if gone and self._flags[place][slot] < value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FIRST_BACKOFF_SECONDS = 5e-5
 _LONGEST_SECONDS, _PART_OF_WAIT = 1e-3, 0.02
-LOOK_SECONDS = 0.02
+POLL_SECONDS = 0.02
 """Interval in seconds at which a waiting worker checks that the others are alive."""
 
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from paceline.comm.shm.backoff import LOOK_SECONDS, backoff_seconds
+from paceline.comm.shm.backoff import POLL_SECONDS, backoff_seconds
 from paceline.comm.waiting import Waiting
 
 _YIELDS = 50
 
-Look = Callable[[list[int], float], None]
+CheckPeers = Callable[[list[int], float], None]
 """Function called periodically while others hold the lock, with their ranks and the seconds waited. May raise."""
 
 
@@ -27,19 +27,19 @@ class Lock:
         offset: offset of the byte, which may lie beyond the end of the file.
         holder: number in shared memory for the rank of the holder.
         waiting: this worker.
-        look: see :data:`Look`.
+        check_peers: see :data:`CheckPeers`.
     """
 
-    def __init__(self, file: int, offset: int, holder: memoryview, waiting: Waiting, look: Look) -> None:
+    def __init__(self, file: int, offset: int, holder: memoryview, waiting: Waiting, check_peers: CheckPeers) -> None:
         self._file = file
         self._acquire = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
         self._release = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, offset, 1, 0)
         self._holder = holder
         self._waiting = waiting
-        self._look = look
+        self._check_peers = check_peers
 
     def __enter__(self) -> None:
-        polls, begin, looked = 0, 0.0, 0.0
+        polls, begin, checked = 0, 0.0, 0.0
         ranks: list[int] = []
         while not self._try_acquire():
             polls += 1
@@ -47,13 +47,13 @@ class Lock:
                 os.sched_yield()
                 continue
             now = time.monotonic()
-            begin, looked = begin or now, looked or now
-            if now - looked > LOOK_SECONDS:
-                looked = now
+            begin, checked = begin or now, checked or now
+            if now - checked > POLL_SECONDS:
+                checked = now
                 if (holders := self._holders()) != ranks:
                     ranks = holders
                     self._waiting.waits_for(ranks)
-                self._look(ranks, now - begin)
+                self._check_peers(ranks, now - begin)
             time.sleep(backoff_seconds(now - begin))
         if ranks:
             self._waiting.waits_for(())

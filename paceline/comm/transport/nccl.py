@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started, TransportError, Work
 
-_LOOK_SECONDS = 5e-5
+_POLL_SECONDS = 5e-5
 
 
 class Nccl:
@@ -71,7 +71,7 @@ class Nccl:
         done.record()
         while not done.query():
             look(time.monotonic() - begin)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def abort(self) -> None:
         if dist.is_initialized():

@@ -3,7 +3,7 @@
 ::
 
     step 4 returns           the loop body of step 4             step 5 begins
-    ├ end_step: copies       teacher.update(), model.p = 0.5     ├ look: finds what was changed
+    ├ end_step: copies       teacher.update(), model.p = 0.5     ├ record_changes
     └ what is saved or sent                                      └ sent to a worker that begins with step 5
 
 A checkpoint, and a worker that joins during the loop body of a step, get the state with which that step returned. The
@@ -154,14 +154,14 @@ class LoopChanges:
                     kept.copy_(value.detach())
 
     def refresh(self) -> None:
-        """Take the current values as the reference for the next :meth:`look`."""
+        """Take the current values as the reference for the next :meth:`record_changes`."""
         tensors = self._tensors()
         self._versions = [*zip(map(id, tensors), versions_of(tensors), strict=True)]
         self._plain = [owner.values() for owner in self._owners]
         if self._digests and self._digests_of is not None:
             self._digests = self._digests_of(tensors)
 
-    def look(self, begins: bool = False) -> None:
+    def record_changes(self, begins: bool = False) -> None:
         """Record what the script has changed since :meth:`refresh`. Set ``begins`` when the next step begins."""
         if begins:
             self.forward_values.close()
@@ -231,7 +231,7 @@ class LoopChanges:
     def not_watched(self) -> Iterator[None]:
         """Ignore changes in this context, in which the session itself changes values."""
         if not self._depth:
-            self.look()
+            self.record_changes()
             self.forward_values.close()
         self._depth += 1
         try:

@@ -84,7 +84,7 @@ class Examiner:
 
     def _facts(self, token: str, number: int) -> Answer:
         """Return facts about this machine, with the findings of its own checks."""
-        wanted, limit = self._wanted, limits.look()
+        wanted, limit = self._wanted, limits.measure()
         loaded = identity.torch_facts()
         gpus, processes, error = gpu.query()
         findings = [

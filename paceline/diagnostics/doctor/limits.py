@@ -58,9 +58,9 @@ class Limits:
     rdma: tuple[str, ...] = ()
 
 
-def look() -> Limits:
+def measure() -> Limits:
     """Read the limits of this process."""
-    here = machine.look()
+    here = machine.measure()
     memory = dict(_memory())
     limit, used = _memory_limit()
     shared = _room(_SHARED)
@@ -178,7 +178,7 @@ def _near_memory() -> bool:
 
 
 def _own_domains() -> set[int]:
-    cores = machine.look().cores
+    cores = machine.measure().cores
     found = set()
     for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
         if machine.core_list(path.read_text()) & cores:

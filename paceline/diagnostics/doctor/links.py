@@ -27,7 +27,7 @@ _BURST_BYTES, _BURST_SECONDS = 64 << 20, 0.7
 _CHUNK = 1 << 18
 _PATIENCE = 5.0
 _MESSAGES_SECONDS = 4.0
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _FEW_REPEATS = 3
 _MOST_STARVED = 4.0
 _IP_MTU = 14
@@ -164,7 +164,7 @@ def _speed(address: str, port: int, secret: Secret) -> float:
     with _connected(address, port, secret) as connection:
         connection.sendall(_TAKE)
         until, sent, starved = time.monotonic() + 2 * _BURST_SECONDS, 0, _starved()
-        connection.settimeout(_LOOK_SECONDS)
+        connection.settimeout(_POLL_SECONDS)
         data = memoryview(bytes(_CHUNK))
         while sent < _BURST_BYTES and time.monotonic() < until and not _has_answer(connection):
             with contextlib.suppress(TimeoutError):

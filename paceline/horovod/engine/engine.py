@@ -197,7 +197,7 @@ class Engine:
         if self._negotiation is not None:
             self._respond(self._negotiation)
         self._quiet_since = time.monotonic() if active else self._quiet_since  # a turn can take long
-        self._look_at_waits()
+        self._check_waits()
 
     def _patience(self) -> float:
         """Return the timeout of the next receive: 0 with submitted requests, else the time to the next stall check."""
@@ -365,7 +365,7 @@ class Engine:
         """Create a torch process group of these ranks. All workers must call this in the same order."""
         return operations.open_group(ranks, self.rank, self.settings.deadline_seconds)
 
-    def _look_at_waits(self) -> None:
+    def _check_waits(self) -> None:
         """Notify rank 0 of this worker's long waits. Raise HorovodInternalError if rank 0 does not end them."""
         if self._negotiation is None:
             with self._lock:

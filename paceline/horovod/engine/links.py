@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PROOF_SECONDS = 10.0
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 
 
 class Links:
@@ -137,7 +137,7 @@ def _accept(
         store.set("address", f"{host} {listener.getsockname()[1]} {key.hex()}")
         deadline = time.monotonic() + seconds
         while len(found) < size - 1:
-            listener.settimeout(_LOOK_SECONDS)
+            listener.settimeout(_POLL_SECONDS)
             try:
                 connection, _ = listener.accept()
             except TimeoutError:

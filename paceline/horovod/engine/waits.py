@@ -22,7 +22,7 @@ BLOCKED_SECONDS = 1.0
 """Time for which the script must have waited for an operation before rank 0 is notified."""
 ANSWER_SECONDS = 10.0
 """Time after the deadline for which rank 0 may be silent before it is considered stopped."""
-_LOOK_SECONDS = 0.01
+_POLL_SECONDS = 0.01
 
 
 class Waits:
@@ -140,10 +140,10 @@ class Waits:
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
         """Build the error for failed gradients in the script's thread, once the engine's thread knows who left."""
-        for _ in range(round(EXPLAIN_SECONDS / _LOOK_SECONDS)):  # a clock would go on while this process is stopped
+        for _ in range(round(EXPLAIN_SECONDS / _POLL_SECONDS)):  # a clock would go on while this process is stopped
             if self.gone or name in self.stalled:
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         return self.explain(f"allreduce of the gradients {name!r}", name, error)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.environments import env
 
 Callback = Callable[[Any], Any]
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _queue: Any = None
 
 
@@ -70,7 +70,7 @@ def follow(folder: Folder, callbacks: Sequence[Callback]) -> Iterator[None]:
 
     def look() -> None:
         try:
-            while not ends.wait(_LOOK_SECONDS):
+            while not ends.wait(_POLL_SECONDS):
                 call(callbacks, folder.take())
             call(callbacks, folder.take())
         except Exception as error:  # noqa: BLE001 - any exception of a callback

@@ -25,7 +25,7 @@ _START_SECONDS = 600.0
 """Timeout for the start of an actor, whose environment may have to be installed."""
 _CAUSE_SECONDS = 5.0
 """Time for the other actors to end after a failure: one may know the cause, and the rest would keep waiting."""
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _COLOR = re.compile(r"\x1b\[\d+m")
 
 
@@ -199,7 +199,7 @@ class Workers:
         try:
             self.submit("set_queue", queue)
             look = lambda: call(callbacks, _taken(queue))  # noqa: E731
-            return self._results(self.submit("execute", function), look, _LOOK_SECONDS)
+            return self._results(self.submit("execute", function), look, _POLL_SECONDS)
         finally:
             queue.shutdown(force=True)
 

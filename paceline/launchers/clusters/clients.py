@@ -24,7 +24,7 @@ from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.output import Lines, ends_within
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _LAST_SECONDS = 10.0
 _SIGN_SECONDS = 2.0
 _KILL_SECONDS = 2.0
@@ -88,10 +88,10 @@ def follow(
         try:
             started.start()
             while started.running and len(received) < 2 and time.monotonic() < started.deadline:
-                started.look()
+                started.poll()
                 if received:
                     started.stop()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         finally:
             started.close()
     code = started.codes.get(0, -signal.SIGKILL)
@@ -132,7 +132,7 @@ class _Started:
         self._relays += _relay(process, f"[{client.name}] " if place else "")
         _write(process, client.first_input or b"")
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handle ended clients, start clients that are due, and send heartbeats."""
         now = time.monotonic()
         for place, process in list(self.running.items()):

@@ -34,7 +34,7 @@ from paceline.launchers.machine import choose_port, listens
 
 _HERE = "HERE:PORT"
 """Placeholder for the rendezvous in a placement, which is known once the cluster is connected."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 10.0
@@ -216,7 +216,7 @@ class _Nodes:
         """
         group = self._reserve(fewest)
         begin, said = time.monotonic(), False
-        while not group.wait(_LOOK_SECONDS):
+        while not group.wait(_POLL_SECONDS):
             waited = time.monotonic() - begin
             if waited > seconds:
                 raise StartError(f"--on ray: {self._shortage(fewest)}; none came within {seconds:.0f} s (--patience).")
@@ -280,7 +280,7 @@ class _Nodes:
                 return
         self._running = {actor.run.remote(): f"node {number}" for number, actor in enumerate(self._actors)}
         said = False
-        while not self._closed.wait(_LOOK_SECONDS):
+        while not self._closed.wait(_POLL_SECONDS):
             done, _ = self._ray.wait(list(self._running), timeout=0) if self._running else ([], [])
             for one in done:
                 self._say_end(self._running.pop(one), one)

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import torch
 
-from paceline.data.feed import Piece, split_piece
+from paceline.data.feed import MicrobatchGroup, split_group
 from paceline.data.nested import concatenated
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
@@ -53,7 +53,7 @@ class Fusion:
         self._open = not single and context.order.microbatches > 1 and known is None
         self._drew = False
 
-    def pieces(self, share: range, audited: int | None = None) -> list[range]:
+    def groups(self, share: range, audited: int | None = None) -> list[range]:
         """Return the groups in which a share of microbatches is computed. The audited microbatch is its own group."""
         if self._fused:
             alone = [] if audited is None or audited not in share else [audited, audited + 1]
@@ -61,44 +61,44 @@ class Fusion:
             return [range(start, stop) for start, stop in pairwise(ends) if start < stop]
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
-    def forward(self, piece: Piece, step: int) -> ForwardResult:
+    def forward(self, group: MicrobatchGroup, step: int) -> ForwardResult:
         """Run the forward pass of a microbatch group; see :meth:`ForwardRunner.forward_pass`."""
         compute = self._context.compute
-        if len(piece.microbatches) > 1:
+        if len(group.microbatches) > 1:
             if not self._drew and self._context.probe_results.fusible:
-                computed = compute.forward_pass(piece, step, watch_draws=True)
+                computed = compute.forward_pass(group, step, watch_draws=True)
                 if not computed.drew:
                     return computed
                 self._drew = True
-            return self._apart(piece, step)
-        computed = compute.forward_pass(piece, step, watch_draws=self._open)
+            return self._apart(group, step)
+        computed = compute.forward_pass(group, step, watch_draws=self._open)
         self._drew |= computed.drew
         return computed
 
-    def _apart(self, piece: Piece, step: int) -> ForwardResult:
+    def _apart(self, group: MicrobatchGroup, step: int) -> ForwardResult:
         """Run the forward passes of the microbatches of a group one by one. Returns their sum."""
         compute = self._context.compute
         recorder, compute.recorder = compute.recorder, None  # the backward pass is one for all of them
         if recorder is not None:
             recorder.close()
         try:
-            single = [compute.forward_pass(one, step) for one in split_piece(piece, self._context.order.parts_of(step))]
+            single = [compute.forward_pass(one, step) for one in split_group(group, self._context.order.parts_of(step))]
         finally:
             compute.recorder = recorder
         total = torch.stack([one.total for one in single]).sum()
         buffers = [torch.stack(values).sum(0) for values in zip(*(one.buffers for one in single), strict=True)]
         return ForwardResult(total, torch.stack([one.pair for one in single]).sum(0), buffers)
 
-    def decide(self, pieces: list[Piece], pairs: torch.Tensor) -> None:
+    def decide(self, groups: list[MicrobatchGroup], pairs: torch.Tensor) -> None:
         """Compute the first step's loss again in one pass once its gradients are known, and decide whether to fuse.
 
         Args:
-            pieces: microbatch groups that this worker computed.
-            pairs: float64 tensor of shape [pieces, 2 + 2 * metrics], sums of losses and counts, and of metrics.
+            groups: microbatch groups that this worker computed.
+            pairs: float64 tensor of shape [groups, 2 + 2 * metrics], sums of losses and counts, and of metrics.
         """
         if not self._open:
             return
-        obstacle = self._obstacle(pieces, pairs)
+        obstacle = self._obstacle(groups, pairs)
         everyone = self._context.world.gather(obstacle, "step") if self._together else [obstacle]
         obstacles = [reason for reason in everyone if reason]
         self._open = False
@@ -111,21 +111,21 @@ class Fusion:
         _log.info(text)
         self._context.events.mark("note", text=text)
 
-    def _obstacle(self, pieces: list[Piece], pairs: torch.Tensor) -> str:
+    def _obstacle(self, groups: list[MicrobatchGroup], pairs: torch.Tensor) -> str:
         compute = self._context.compute
         if self._drew:
             return "the forward pass draws random numbers"
         if compute.buffers.live:
             return "the forward pass changes buffers"
-        if len(pieces) < 2:
+        if len(groups) < 2:
             return ""
-        data = concatenated([piece.data for piece in pieces])
+        data = concatenated([group.data for group in groups])
         if data is None:
             return "the data are not tensors that can be concatenated"
-        together = Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data)
-        return self._differs(together, pairs.sum(0)) or self._gradients_differ(pieces[:2])
+        together = MicrobatchGroup(groups[0].microbatches, sum(group.samples for group in groups), data)
+        return self._differs(together, pairs.sum(0)) or self._gradients_differ(groups[:2])
 
-    def _differs(self, together: Piece, single: torch.Tensor) -> str:
+    def _differs(self, together: MicrobatchGroup, single: torch.Tensor) -> str:
         """Describe how the loss of one pass differs from the sum over microbatches. Empty if it does not."""
         try:
             with without_trace(self._context):
@@ -138,18 +138,18 @@ class Fusion:
             return "" if near.all() else "the metrics in one pass are not those of the microbatches"
         return f"the loss in one pass is {_mean(fused):.9g} instead of {_mean(single):.9g}"
 
-    def _gradients_differ(self, pieces: list[Piece]) -> str:
+    def _gradients_differ(self, groups: list[MicrobatchGroup]) -> str:
         """Describe how the gradients of two microbatches in one pass differ from their sum. Empty if they do not.
 
         They differ if hooks or autograd functions clip or normalize the gradients of a pass.
         """
-        data = concatenated([piece.data for piece in pieces])
-        together = Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data)
+        data = concatenated([group.data for group in groups])
+        together = MicrobatchGroup(groups[0].microbatches, sum(group.samples for group in groups), data)
         dtypes = {value.dtype for value in self._context.update.parameters.values()}
         half = torch.float16 in dtypes or self._context.settings.autocast == "float16"
         try:
             with without_trace(self._context):
-                single = add(self._gradients(pieces[0], 1.0), self._gradients(pieces[1], 1.0))
+                single = add(self._gradients(groups[0], 1.0), self._gradients(groups[1], 1.0))
                 scaled = (self._gradients(together, factor) for factor in ((1.0,) if half else (_UP, 1.0)))
                 fused = next(filter(_are_finite, scaled), None)
         except Exception as error:  # noqa: BLE001 - a hook may raise anything
@@ -164,12 +164,12 @@ class Fusion:
         name = list(self._context.update.parameters)[place]
         return f"the gradient of {name!r} in one pass is not the sum of those of the microbatches"
 
-    def _gradients(self, piece: Piece, factor: float) -> Values:
+    def _gradients(self, group: MicrobatchGroup, factor: float) -> Values:
         """Return the gradients of a microbatch group, computed for a multiple of the loss."""
         parameters = list(self._context.update.parameters.values())
         for value in parameters:
             value.grad = None
-        own = replace(piece, data=copy.deepcopy(piece.data))  # which the forward pass may change
+        own = replace(group, data=copy.deepcopy(group.data))  # which the forward pass may change
         (self._context.compute.loss_of(own)[0] * factor).backward()
         found = [None if value.grad is None or value.grad.is_sparse else value.grad / factor for value in parameters]
         for value in parameters:

@@ -57,17 +57,17 @@ class Structure:
         Raises:
             InputError: names the parameter.
         """
-        self.look()
+        self.update()
         for name, value in self._untrained.items():
             if value.requires_grad:
                 raise self._refused(name, value)
 
-    def look(self) -> str:
-        """Check whether anything was replaced, added or removed, and return :attr:`changed`."""
+    def update(self) -> str:
+        """Find what was replaced, added or removed, and return :attr:`changed`."""
         held = self._entries()
         same = len(held) == len(self._held) and all(map(is_, held, self._held))
         if not same or any(self._empty) or self._names() != self._known_names:
-            self._look_again()
+            self._check_again()
         return self.changed
 
     def _entries(self) -> list[object]:
@@ -90,7 +90,7 @@ class Structure:
         found = (vars(one).get(kind) for one in self._model.modules())
         return [one for one in found if isinstance(one, dict)]  # not in TorchScript modules
 
-    def _look_again(self) -> None:
+    def _check_again(self) -> None:
         named = self._model.named_parameters()
         self._untrained = {name: value for name, value in named if value not in self._trained}
         self.changed = self._change()

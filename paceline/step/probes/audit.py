@@ -26,7 +26,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.values import sendable
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import seed_untouched, was_drawn
 from paceline.data.nested import map_tensors, rows
 from paceline.data.objects.attributes import same
@@ -67,15 +67,15 @@ class Recorder:
         self._pair: torch.Tensor | None = None
         self._hooks: list[RemovableHandle] = []
 
-    def begin(self, piece: Piece, step: int) -> bool:
+    def begin(self, group: MicrobatchGroup, step: int) -> bool:
         """Begin a forward pass. Returns whether it is the first pass over the microbatch to record."""
         if self._begun:
             self.close()
             return False
-        if step != self._step or piece.microbatches != self._microbatches:
+        if step != self._step or group.microbatches != self._microbatches:
             return False
         self._begun = True
-        self._digests.add_data(piece.data)  # before the forward pass can change the data
+        self._digests.add_data(group.data)  # before the forward pass can change the data
         return True
 
     def add(self, result: ForwardResult) -> None:
@@ -89,10 +89,10 @@ class Recorder:
                 take = partial(self._digests.add, f"the gradient of {name!r}")
                 self._hooks.append(parameter.register_hook(take))
 
-    def add_halves(self, piece: Piece, pair: torch.Tensor) -> None:
+    def add_halves(self, group: MicrobatchGroup, pair: torch.Tensor) -> None:
         """Record the sums over the two halves, whose gradients are in ``.grad``. Their passes change no buffers."""
         self._begun, self.halved, self._pair = True, True, pair
-        self._digests.add_data(piece.data)
+        self._digests.add_data(group.data)
         self._digests.add("the loss", pair)
         for name, parameter in self._context.update.parameters.items():
             if parameter.grad is not None:
@@ -155,18 +155,18 @@ class Audit:
             return False
         self._step, self._microbatch = step, context.audits.microbatch(step, len(context.order.parts_of(step)))
         holders = [
-            (place, piece) for place, pieces in enumerate(layout) for piece in pieces if self._microbatch in piece
+            (place, group) for place, groups in enumerate(layout) for group in groups if self._microbatch in group
         ]
         if self._alone and not holders:
             return False
-        owner, piece = holders[0] if holders else (0, range(1))
+        owner, group = holders[0] if holders else (0, range(1))
         others = [rank for rank in range(context.world.size) if rank != owner]
         joined = context.audits.joined(step)
         if self._alone or context.world.rank == (
             joined if joined in others else others[self._microbatch % len(others)]
         ):
             self._compute(halves=bool(context.probe_results.fusible))
-        if len(piece) > 1 and (self._alone or context.world.rank == owner):
+        if len(group) > 1 and (self._alone or context.world.rank == owner):
             self._compute()  # the step computes it together with other microbatches
         recorder = Recorder(context, step, self._microbatch)
         self._recorders.append(recorder)
@@ -179,27 +179,27 @@ class Audit:
         recorder = Recorder(context, self._step, self._microbatch)
         self._recorders.append(recorder)
         with without_trace(context):
-            piece = self._load()
-            if not (halves and self._compute_halves(piece, recorder)):
+            group = self._load()
+            if not (halves and self._compute_halves(group, recorder)):
                 self._clear_gradients()
                 context.compute.recorder = recorder
-                context.compute.forward_pass(piece, self._step).total.backward()
+                context.compute.forward_pass(group, self._step).total.backward()
                 recorder.close()
         seconds = time.perf_counter() - begin
         context.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
 
-    def _compute_halves(self, piece: Piece, recorder: Recorder) -> bool:
+    def _compute_halves(self, group: MicrobatchGroup, recorder: Recorder) -> bool:
         """Compute both halves of a microbatch. Return False if they cannot be compared with the whole."""
-        compute, middle, pairs = self._context.compute, piece.samples // 2, list[torch.Tensor]()
+        compute, middle, pairs = self._context.compute, group.samples // 2, list[torch.Tensor]()
         if not middle:
             return False
         self._clear_gradients()
         compute.recorder = None
         try:
             seed_untouched()
-            for start, stop in ((0, middle), (middle, piece.samples)):
-                data = map_tensors(torch.clone, rows(piece.data, start, stop))
-                total, pair = compute.loss_of(Piece(piece.microbatches, stop - start, data))
+            for start, stop in ((0, middle), (middle, group.samples)):
+                data = map_tensors(torch.clone, rows(group.data, start, stop))
+                total, pair = compute.loss_of(MicrobatchGroup(group.microbatches, stop - start, data))
                 (total if compute.scale == 1.0 else total.float() * compute.scale).backward()
                 pairs.append(pair)
         except Exception as error:  # noqa: BLE001 - a model may accept only one number of samples
@@ -207,16 +207,16 @@ class Audit:
             return False
         if was_drawn():
             return False
-        recorder.add_halves(piece, pairs[0] + pairs[1])
+        recorder.add_halves(group, pairs[0] + pairs[1])
         return True
 
     def _clear_gradients(self) -> None:
         for value in self._context.compute.model.parameters():
             value.grad = None
 
-    def _load(self) -> Piece:
-        (piece,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
-        return piece
+    def _load(self) -> MicrobatchGroup:
+        (group,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
+        return group
 
     def compare(self) -> None:
         """Compare the digests before the update. All workers of the strategy call this, or the lone worker.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import concatenated, map_tensors, rows
 from paceline.step.context import TrainingContext
@@ -42,15 +42,15 @@ _TEXT = (
 )
 
 
-def check_coupling(context: TrainingContext, pieces: Sequence[Piece], step: int) -> None:
+def check_coupling(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> None:
     """Warn if the loss of some samples is not the mean over their parts. Leaves no trace."""
-    if context.compute.carried is not None or context.order.microbatches == 1 or not all(map(has_rows, pieces)):
+    if context.compute.carried is not None or context.order.microbatches == 1 or not all(map(has_rows, groups)):
         return
-    data = concatenated([piece.data for piece in pieces[:2]])
-    samples = sum(piece.samples for piece in pieces[:2])
+    data = concatenated([group.data for group in groups[:2]])
+    samples = sum(group.samples for group in groups[:2])
     if data is None or samples < 2:
         return
-    cuts = {pieces[0].samples if len(pieces) > 1 else samples // 2, samples // 3} - {0}
+    cuts = {groups[0].samples if len(groups) > 1 else samples // 2, samples // 3} - {0}
     for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.step.context import TrainingContext
 from paceline.step.probes.coupling import check_coupling
 from paceline.step.probes.loss_reduction import check_loss_reduction
 from paceline.step.probes.repeatability import check_repeatable
 
 
-def try_forward_pass(context: TrainingContext, pieces: Sequence[Piece], step: int) -> None:
+def try_forward_pass(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> None:
     """Probe the forward pass and the loss, unless other workers change the weights meanwhile.
 
     All workers call this together, each with its own microbatch groups. A worker with no groups probes microbatch 0.
@@ -23,10 +23,10 @@ def try_forward_pass(context: TrainingContext, pieces: Sequence[Piece], step: in
     """
     if not (context.settings.exact or context.replicated):
         return
-    pieces = pieces or context.feed.load(step, [range(1)])
-    if check_repeatable(context, pieces[0], step):
-        check_loss_reduction(context, pieces, step)
-        check_coupling(context, pieces, step)
+    groups = groups or context.feed.load(step, [range(1)])
+    if check_repeatable(context, groups[0], step):
+        check_loss_reduction(context, groups, step)
+        check_coupling(context, groups, step)
     buffers = context.compute.buffers
     if context.world.size > 1 and buffers.may_count:
         for names in context.world.gather(sorted(buffers.added), "step"):

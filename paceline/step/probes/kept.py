@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import map_tensors
 from paceline.data.objects.attributes import Attributes, same
@@ -22,7 +22,7 @@ from paceline.step.probes.probe import without_trace
 _log = logging.getLogger("paceline")
 
 
-def check_kept(context: TrainingContext, piece: Piece, step: int) -> list[str]:
+def check_kept(context: TrainingContext, group: MicrobatchGroup, step: int) -> list[str]:
     """Compute the loss of a microbatch, and once more from the output alone. Leaves no trace.
 
     Returns:
@@ -34,7 +34,7 @@ def check_kept(context: TrainingContext, piece: Piece, step: int) -> list[str]:
     """
     try:
         with without_trace(context):
-            moved, text = _probe(context, piece, step)
+            moved, text = _probe(context, group, step)
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("the loss could not be computed twice: %s", error)
         return []
@@ -43,7 +43,7 @@ def check_kept(context: TrainingContext, piece: Piece, step: int) -> list[str]:
     return moved
 
 
-def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[list[str], str]:
+def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple[list[str], str]:
     compute = context.compute
     outputs: list[Any] = []
 
@@ -52,10 +52,10 @@ def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[list[str]
         return outputs[-1]
 
     def loss_from(call: Any) -> torch.Tensor:
-        seed_all(compute.seed(STEP, step, piece.microbatches.start))
-        data = copy.deepcopy(piece.data)  # which the forward pass may change
+        seed_all(compute.seed(STEP, step, group.microbatches.start))
+        data = copy.deepcopy(group.data)  # which the forward pass may change
         with compute.precision():
-            return loss_of_result(compute.forward(cast(nn.Module, call), data), piece.samples).pair().detach()
+            return loss_of_result(compute.forward(cast(nn.Module, call), data), group.samples).pair().detach()
 
     loss_from(model)
     before = kept_attributes(context)
@@ -66,7 +66,7 @@ def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[list[str]
         return [], ""  # the loss draws its own random numbers
     compute.buffers.put_back()
     with compute.precision():  # make the layers keep values of other samples
-        compute.model(map_tensors(other_values, copy.deepcopy(pair_of(piece.data)[0])))
+        compute.model(map_tensors(other_values, copy.deepcopy(pair_of(group.data)[0])))
     after = kept_attributes(context)
     try:
         again: torch.Tensor | None = loss_from(lambda _: output)

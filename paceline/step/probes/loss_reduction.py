@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import concatenated, leaves_in, map_tensors, rows
 from paceline.errors import InputError
@@ -59,7 +59,7 @@ _NOT_TRIED = (
 )
 
 
-def check_loss_reduction(context: TrainingContext, pieces: Sequence[Piece], step: int) -> None:
+def check_loss_reduction(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> None:
     """Compute the loss of some samples given once, twice and three times, and leave no trace.
 
     Raises:
@@ -71,7 +71,7 @@ def check_loss_reduction(context: TrainingContext, pieces: Sequence[Piece], step
     for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):
-                text, certain = _probe(context, pieces, step)
+                text, certain = _probe(context, groups, step)
             break
         except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             failed = f"{type(error).__name__}: {error}"
@@ -84,9 +84,9 @@ def check_loss_reduction(context: TrainingContext, pieces: Sequence[Piece], step
         warn(context, f"{text} It is not certain, so training goes on.")
 
 
-def _probe(context: TrainingContext, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
+def _probe(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> tuple[str, bool]:
     """Return a message about what is wrong with the loss, or "", and whether that is certain."""
-    first = pieces[0]
+    first = groups[0]
     if not has_rows(first):
         return "", False
     third = -(-first.samples // 3)  # three thirds take the memory of a microbatch
@@ -113,7 +113,7 @@ def _probe(context: TrainingContext, pieces: Sequence[Piece], step: int) -> tupl
         if _closeness(context, counts, grows=True):
             return _of_counted(context, totals, counts)
         parts = [rows(first.data, third, first.samples)] if first.samples > third else []
-        parts += [piece.data for piece in pieces[1 : 1 + _OTHERS] if has_rows(piece)]
+        parts += [group.data for group in groups[1 : 1 + _OTHERS] if has_rows(group)]
         return _of_uncounted(context, totals, counts, [computed(data)[1] for data in parts])
 
 
@@ -221,11 +221,11 @@ def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
 
 
-def has_rows(piece: Piece) -> bool:
+def has_rows(group: MicrobatchGroup) -> bool:
     """Return whether the data are tensors whose first dimension is the sample dimension."""
     return all(
-        isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == piece.samples
-        for leaf in leaves_in(piece.data)
+        isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == group.samples
+        for leaf in leaves_in(group.data)
     )
 
 

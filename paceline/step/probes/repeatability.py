@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
@@ -41,7 +41,7 @@ class _WeightsChanged(Exception):
     """The backward pass has changed weights."""
 
 
-def check_repeatable(context: TrainingContext, piece: Piece, step: int) -> bool:
+def check_repeatable(context: TrainingContext, group: MicrobatchGroup, step: int) -> bool:
     """Compute a microbatch twice and leave no trace. Returns whether the microbatch can be computed.
 
     Raises:
@@ -49,7 +49,7 @@ def check_repeatable(context: TrainingContext, piece: Piece, step: int) -> bool:
             weights.
     """
     try:
-        text, grows = _probe(context, piece, step)
+        text, grows = _probe(context, group, step)
     except _WeightsChanged as error:
         raise InputError(str(error)) from None
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
@@ -66,10 +66,10 @@ def check_repeatable(context: TrainingContext, piece: Piece, step: int) -> bool:
     return True
 
 
-def _probe(context: TrainingContext, piece: Piece, step: int) -> tuple[str, str]:
+def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple[str, str]:
     """Return a message about what is wrong, and the name of a growing container. Both are empty if all is well."""
     with without_trace(context) as probe:
-        first, between, second, after = _twice(context, piece, step, probe)
+        first, between, second, after = _twice(context, group, step, probe)
         alike = same if context.settings.exact else _close
         different = [key for key, value in first.items() if not alike(value, second[key])]
         changed = moved(probe.before, between, after)
@@ -98,32 +98,32 @@ def _differing(what: str, changed: list[str]) -> str:
 
 
 def _twice(
-    context: TrainingContext, piece: Piece, step: int, probe: Probe
+    context: TrainingContext, group: MicrobatchGroup, step: int, probe: Probe
 ) -> tuple[dict[str, Any], Attributes, dict[str, Any], Attributes]:
     """Return a microbatch's results and the attributes after it, then both again for a second pass."""
     with context.loop.noting_forward():
-        first = _computed(context, piece, step)
+        first = _computed(context, group, step)
     between = probe.attributes()
     probe.restore_weights()
-    return first, between, _computed(context, piece, step), probe.attributes()
+    return first, between, _computed(context, group, step), probe.attributes()
 
 
-def what_changes(context: TrainingContext, piece: Piece, step: int) -> list[str]:
+def what_changes(context: TrainingContext, group: MicrobatchGroup, step: int) -> list[str]:
     """Return the names of values that the forward pass of a microbatch changes. Leaves no trace."""
     try:
         with without_trace(context) as probe:
-            _, between, _, after = _twice(context, piece, step, probe)
+            _, between, _, after = _twice(context, group, step, probe)
             return moved(probe.before, between, after) or _growing(probe.before, between, after)
     except Exception as error:  # noqa: BLE001 - the cause is optional
         _log.debug("a microbatch could not be computed twice: %s", error)
         return []
 
 
-def _computed(context: TrainingContext, piece: Piece, step: int) -> dict[str, Any]:
+def _computed(context: TrainingContext, group: MicrobatchGroup, step: int) -> dict[str, Any]:
     """Return the loss of a microbatch, the buffers after it, and its gradients."""
     for one in context.compute.model.parameters():
         one.grad = None
-    result = context.compute.forward_pass(replace(piece, data=copy.deepcopy(piece.data)), step)  # it may change data
+    result = context.compute.forward_pass(replace(group, data=copy.deepcopy(group.data)), step)  # it may change data
     found: dict[str, Any] = {"the loss": result.pair}
     for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value

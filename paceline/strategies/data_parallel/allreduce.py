@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.collectives.step_header import StepHeader
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
 from paceline.settings import Exact, Settings
@@ -84,7 +84,7 @@ class AllReduce(Strategy):
         self._shares = shares or (lambda microbatches: even(microbatches, context.world.size))
         self._results = Results(context, self._largest_share(), apply)
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         return self._layout(step)[self._context.world.rank]
 
     def _largest_share(self) -> int:
@@ -95,7 +95,7 @@ class AllReduce(Strategy):
         """Return the microbatch groups of each rank."""
         microbatches = len(self._context.order.parts_of(step))
         audited = self._context.audits.microbatch(step, microbatches) if self._context.audits.is_due(step) else None
-        return [self._fusion.pieces(share, audited) for share in self._shares(microbatches)]
+        return [self._fusion.groups(share, audited) for share in self._shares(microbatches)]
 
     def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
         """Return the nodes that each rank sends: nodes of the canonical tree, or one node for its running sum."""
@@ -103,57 +103,62 @@ class AllReduce(Strategy):
             return [whole_nodes(share) for share in shares]
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, layout = self._context, self._layout(step)
         shares = self._shares(len(context.order.parts_of(step)))
         self._results.audit(step, layout)
         context.compute.buffers.begin()
         context.update.check_structure()
-        computed = self._gradients(step, pieces, layout, shares)
+        computed = self._gradients(step, groups, layout, shares)
         header = computed.header
         self.seconds = header.seconds
-        self._fusion.decide(pieces, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
+        self._fusion.decide(groups, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
         sums = [values for _, values in computed.statistics.nodes()]
         means = self._reducer.statistics(
             self._nodes(shares, context.settings.exact), sums, context.order.samples_of(step)
         )
         apply = self._results.apply(header)
         result = commit(
-            *(context, step, pieces, computed.parts, means, header.notice, apply),
-            again=lambda: self._gradients(step, pieces, layout, shares, again=True).parts,
+            *(context, step, groups, computed.parts, means, header.notice, apply),
+            again=lambda: self._gradients(step, groups, layout, shares, again=True).parts,
         )
         self._reducer.accept()
         return result
 
     def _gradients(
-        self, step: int, pieces: list[Piece], layout: list[list[range]], shares: Sequence[range], again: bool = False
+        self,
+        step: int,
+        groups: list[MicrobatchGroup],
+        layout: list[list[range]],
+        shares: Sequence[range],
+        again: bool = False,
     ) -> _Computed:
         """Compute the mean gradients into ``.grad``; ``again`` marks a repetition within the step."""
         context, reducer = self._context, self._reducer
         nodes = self._nodes(shares, context.settings.along_tree)
         statistics, pairs = Accumulator(context.settings.exact), list[torch.Tensor]()
-        starts = [piece.start for piece in layout[context.world.rank]]
+        starts = [group.start for group in layout[context.world.rank]]
         begin = perf_counter()
         reducer.begin(nodes, context.settings.along_tree)
-        for piece in pieces:
+        for group in groups:
             context.world.check()
-            computed = self._fusion.forward(piece, step)
+            computed = self._fusion.forward(group, step)
             pairs.append(computed.pair)
-            statistics.push(piece.microbatches.start, [*computed.buffers])
-            if piece is pieces[-1]:
+            statistics.push(group.microbatches.start, [*computed.buffers])
+            if group is groups[-1]:
                 header = self._results.send(step, starts, pairs, perf_counter() - begin, again=again)
-                reducer.last(piece.microbatches.start, header)
+                reducer.last(group.microbatches.start, header)
             computed.total.backward()
-            if piece is not pieces[-1]:
-                reducer.push(piece.microbatches.start)
-        if not pieces:
+            if group is not groups[-1]:
+                reducer.push(group.microbatches.start)
+        if not groups:
             header = self._results.send(step, starts, pairs, again=again)
             reducer.nothing(header)
         without = reducer.written()
         header.check()  # a worker at another step may send tensors of other sizes
         missing = self._results.send_missing(layout, without)
         while not reducer.finish(measure=self._results.whole_update):
-            reducer.again(step, pieces, nodes, header)
+            reducer.again(step, groups, nodes, header)
         return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from paceline.comm.assignment.quorum import quorum_for
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder, Order
 from paceline.errors import ConfigError
 from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, resume_epoch, step_shares
@@ -121,24 +121,24 @@ class BackupWorkers(Strategy):
         self._length = EpochLength(order.steps_per_epoch, order.microbatches, total)
         self._quorum = quorum_for(context.world)
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         """Return no groups: the microbatches of a step depend on which workers were late in the previous step."""
         return []
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self._context
         progress = self._progress(step)
-        groups = step_shares(progress, self._length, context.world.size, self._spare)
+        shares = step_shares(progress, self._length, context.world.size, self._spare)
         self._reducer.clear()
         context.compute.buffers.begin()
         context.update.check_structure()
-        self._quorum.begin(step, len(groups.members), groups.needed)
-        counted = self._compute(step, groups)
+        self._quorum.begin(step, len(shares.members), shares.needed)
+        counted = self._compute(step, shares)
         agreed = self._quorum.agreed()
-        result = self._finish(step, groups, agreed, counted)
-        used = [one for group in agreed for one in groups.members[group]]
+        result = self._finish(step, shares, agreed, counted)
+        used = [one for group in agreed for one in shares.members[group]]
         context.strategy_state[_STATE] = {"epoch": context.order.epoch_of(step), **asdict(progress.after(used))}
-        self._record(step, groups, agreed)
+        self._record(step, shares, agreed)
         return result
 
     def close(self) -> None:
@@ -162,19 +162,19 @@ class BackupWorkers(Strategy):
         place, number = divmod(microbatch, self._length.batch)
         return step - step % self._length.steps + place, number
 
-    def _compute(self, step: int, groups: BackupShares) -> Counted:
+    def _compute(self, step: int, shares: BackupShares) -> Counted:
         """Compute this worker's group, and copies of other groups if that may help, until enough groups are done."""
         quorum, world = self._quorum, self._context.world
         counted = Counted()
-        group = groups.of(world.rank, step, world.size)
+        group = shares.of(world.rank, step, world.size)
         while group is not None:
             begin = time.monotonic()
             quorum.start(group)
-            result = self._computed(step, groups.members[group], group)
+            result = self._computed(step, shares.members[group], group)
             if result is not None and quorum.finish(group):
                 counted.add(group, result)
             now = time.monotonic()
-            if not groups.copied or quorum.wait(now + (_PATIENCE - 1.0) * (now - begin)):
+            if not shares.copied or quorum.wait(now + (_PATIENCE - 1.0) * (now - begin)):
                 break
             group = quorum.open_group()
         quorum.wait()
@@ -188,19 +188,19 @@ class BackupWorkers(Strategy):
             if self._quorum.is_late(group):
                 return None
             origin, number = self._origin(step, microbatch)
-            (piece,) = context.feed.load(origin, [range(number, number + 1)])
-            computed = context.compute.forward_pass(piece, origin)
+            (loaded,) = context.feed.load(origin, [range(number, number + 1)])
+            computed = context.compute.forward_pass(loaded, origin)
             if self._quorum.is_late(group):
                 return None
             computed.total.backward()
             context.world.synchronize()  # work that is only queued does not count as done
-            result.add(piece.samples, computed.pair, self._reducer.take(), [*computed.buffers])
+            result.add(loaded.samples, computed.pair, self._reducer.take(), [*computed.buffers])
         return result
 
-    def _finish(self, step: int, groups: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
+    def _finish(self, step: int, shares: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
         """Reduce the results that count, and update the model."""
         context, size = self._context, self._context.world.size
-        places = _places(groups)
+        places = _places(shares)
         held = [[place for group in agreed if agreed[group] == rank for place in places[group]] for rank in range(size)]
         layout = [[range(place, place + 1) for place in own] for own in held]
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
@@ -210,21 +210,21 @@ class BackupWorkers(Strategy):
         self._reducer.finish()
         missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
         note = self._results.send_missing(layout, missing) if header.missing else None
-        parts = [self._named(step, groups, part) for part in self._results.parts(layout, header, note)]
-        used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
+        parts = [self._named(step, shares, part) for part in self._results.parts(layout, header, note)]
+        used = [self._origin(step, one) for group in agreed for one in shares.members[group]]
         samples = sum(len(context.order.parts_of(origin)[number]) for origin, number in used)
         means = self._reducer.statistics(nodes, counted.statistics(), samples)
         return commit(context, step, [], parts, means, header.notice, self._results.apply(header))
 
-    def _named(self, step: int, groups: BackupShares, part: MicrobatchResult) -> MicrobatchResult:
+    def _named(self, step: int, shares: BackupShares, part: MicrobatchResult) -> MicrobatchResult:
         """Renumber a result from its index in the step to the index of its microbatch in the batch it belongs to."""
-        members = [one for group in groups.members for one in group]
+        members = [one for group in shares.members for one in group]
         origin, number = self._origin(step, members[part.microbatches.start])
         return part._replace(microbatches=range(number, number + 1), origin=None if origin == step else origin)
 
-    def _record(self, step: int, groups: BackupShares, agreed: dict[int, int]) -> None:
+    def _record(self, step: int, shares: BackupShares, agreed: dict[int, int]) -> None:
         """Record the agreed set: rank and microbatches of each contribution, and the dropped groups."""
-        origins = [[self._origin(step, one) for one in group] for group in groups.members]
+        origins = [[self._origin(step, one) for one in group] for group in shares.members]
         self._context.events.mark(
             "backup",
             step=step,
@@ -280,10 +280,10 @@ def _sum(results: list[Values]) -> list[Values]:
     return [total]
 
 
-def _places(groups: BackupShares) -> list[list[int]]:
+def _places(shares: BackupShares) -> list[list[int]]:
     """Return the indices of the microbatches of each group among all microbatches of the step."""
     places, start = [], 0
-    for group in groups.members:
+    for group in shares.members:
         places.append(list(range(start, start + len(group))))
         start += len(group)
     return places

@@ -31,7 +31,7 @@ from paceline.checkpoint.tensors import load_optimizer_state, named_tensors
 from paceline.comm.collectives.step_header import agreed_names
 from paceline.comm.reduction.choice import reduction_for
 from paceline.comm.reduction.executor import Reduction
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError
 from paceline.schedule.shares import even
@@ -73,19 +73,19 @@ class LocalSgd(Strategy):
             f"the worker's own share, and the bits depend on the number of workers"
         )
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         if step < self._after:
             assert self._synchronous is not None
-            return self._synchronous.pieces(step)
+            return self._synchronous.groups(step)
         share = even(len(self._context.order.parts_of(step)), self._context.world.size)[self._context.world.rank]
-        return self._own().pieces(step, share)
+        return self._own().groups(step, share)
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         if step < self._after:
             assert self._synchronous is not None
-            return self._synchronous.step(step, pieces)
+            return self._synchronous.step(step, groups)
         self._context.world.check()
-        result = self._train(step, pieces)
+        result = self._train(step, groups)
         if len(self._trained) < self._every:
             return result
         return self._average(step, result)
@@ -105,7 +105,7 @@ class LocalSgd(Strategy):
             self._share = FullBatch(self._context)
         return self._share
 
-    def _train(self, step: int, pieces: list[Piece]) -> StepResult:
+    def _train(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         """Update the model from this worker's share of the batch.
 
         Does nothing if this worker has already made the update: when a worker is lost in the average, the step is
@@ -115,7 +115,7 @@ class LocalSgd(Strategy):
         if step < state.get("steps", 0):
             return StepResult(state["loss"], state["norm"], state["learning_rate"], metrics=state.get("metrics", {}))
         self._pair, self._metrics = (0.0, 0.0), {}
-        result = self._update(step, pieces) if pieces else self._without_share(state)
+        result = self._update(step, groups) if groups else self._without_share(state)
         self._trained.append(step)
         context.strategy_state[_STATE] = {
             "steps": step + 1,
@@ -126,10 +126,10 @@ class LocalSgd(Strategy):
         }
         return result
 
-    def _update(self, step: int, pieces: list[Piece]) -> StepResult:
+    def _update(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self._context
-        parts, changed = self._own().gradients(step, pieces)
-        skipped = skip(context, step, parts, lambda bad: locate_here(context, step, pieces, bad))
+        parts, changed = self._own().gradients(step, groups)
+        skipped = skip(context, step, parts, lambda bad: locate_here(context, step, groups, bad))
         if skipped is not None:
             context.update.advance()  # the schedule is the same for all workers
             return skipped

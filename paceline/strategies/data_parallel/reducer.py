@@ -25,7 +25,7 @@ from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.division import Divisor, divide_all
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.world import World
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
 from paceline.schedule.tree import Node, total
 from paceline.step.checks import check_dense
@@ -254,20 +254,20 @@ class Reducer:
             parameter.grad = mean
         return True
 
-    def again(self, step: int, pieces: list[Piece], nodes: list[list[Node]], header: StepHeader) -> None:
+    def again(self, step: int, groups: list[MicrobatchGroup], nodes: list[list[Node]], header: StepHeader) -> None:
         """Compute and send the gradients of a step again, in fixed point with units that fit.
 
         Args:
             step: number of the step.
-            pieces: microbatch groups of this worker.
+            groups: microbatch groups of this worker.
             nodes: for each rank, one node if it has a group, otherwise none.
             header: header of the step.
         """
         sums = Accumulator(exact=False)
-        for piece in pieces:
+        for group in groups:
             self._context.world.check()
-            self._context.compute.forward_pass(piece, step).total.backward()
-            sums.push(piece.microbatches.start, self.take())
+            self._context.compute.forward_pass(group, step).total.backward()
+            sums.push(group.microbatches.start, self.take())
         self.send(nodes, [values for _, values in sums.nodes()], header.count)
 
     def accept(self) -> None:

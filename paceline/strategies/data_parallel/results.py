@@ -93,12 +93,12 @@ class Results:
             unequal and self._context.settings.missing_gradient == "stop"
         ):  # commit reports these
             self._audit.compare()
-        owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
+        owned = [(group, rank) for rank, held in enumerate(layout) for group in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
         metrics = metrics_of(self._context, header)
         return [
-            MicrobatchResult(piece, rank, loss, count, places, metrics=metrics.get(start, ()))
-            for ((piece, rank), places), (start, _, loss, count) in zip(known, header.losses(), strict=True)
+            MicrobatchResult(group, rank, loss, count, places, metrics=metrics.get(start, ()))
+            for ((group, rank), places), (start, _, loss, count) in zip(known, header.losses(), strict=True)
         ]
 
     @property

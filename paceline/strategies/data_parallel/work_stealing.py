@@ -25,7 +25,7 @@ import torch
 
 from paceline.comm.assignment.leases import Lease, leases_for
 from paceline.comm.collectives.step_header import StepHeader
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
@@ -64,7 +64,7 @@ class WorkStealing(Strategy):
                 f"{4 * context.world.size} or more (it is part of what decides the bits)"
             )
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         """Return this worker's share if loader processes prefetch it. Otherwise microbatches are loaded when leased."""
         if not self._context.settings.workers_per_loader:
             return []
@@ -74,9 +74,9 @@ class WorkStealing(Strategy):
     def _shares(self, step: int) -> tuple[range, ...]:
         return self._pace.shares(len(self._context.order.parts_of(step)))
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self._context
-        computed = ComputedPieces(context, step, pieces)
+        computed = ComputedGroups(context, step, groups)
         self._reducer.clear()
         self._results.audit(step, [[range(one, one + 1) for one in share] for share in self._shares(step)])
         context.compute.buffers.begin()
@@ -90,24 +90,24 @@ class WorkStealing(Strategy):
             self._compute(step, lease, computed)
         return self._finish(step, computed)
 
-    def _compute(self, step: int, lease: Lease, computed: ComputedPieces) -> None:
+    def _compute(self, step: int, lease: Lease, computed: ComputedGroups) -> None:
         """Compute a microbatch, unless another worker's result is available first."""
         context, begin = self._context, time.perf_counter()
         context.world.check()
-        piece = computed.piece(lease.microbatch)
-        forward = context.compute.forward_pass(piece, step)
+        group = computed.group(lease.microbatch)
+        forward = context.compute.forward_pass(group, step)
         if lease.again and self._leases.overtaken(lease.microbatch):
             return
         forward.total.backward()
         context.world.synchronize()  # a microbatch that is only queued says nothing about the speed
         gradients = self._reducer.take()
         if self._leases.finish(lease.microbatch):
-            computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
+            computed.add(group, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
 
-    def _finish(self, step: int, computed: ComputedPieces) -> StepResult:
+    def _finish(self, step: int, computed: ComputedGroups) -> StepResult:
         context = self._context
-        pieces, pairs = computed.sorted()
-        starts = [piece.microbatches.start for piece in pieces]
+        groups, pairs = computed.sorted()
+        starts = [group.microbatches.start for group in groups]
         missing = [computed.missing[start] for start in starts]
         header = self._results.send(step, starts, pairs, computed.seconds, missing=any(map(len, missing)))
         if not context.settings.along_tree:  # one sum per worker, so the microbatches that it covers do not matter
@@ -120,7 +120,7 @@ class WorkStealing(Strategy):
         if context.settings.along_tree:
             self._reducer.send(whole, computed.gradients.values(), header.count)
         while not self._reducer.finish(measure=True):
-            self._reducer.again(step, pieces, running, header)
+            self._reducer.again(step, groups, running, header)
         layout = [[range(one, one + 1) for one in own] for own in held]
         note = self._results.send_missing(layout, missing) if header.missing else None
         parts = self._results.parts(layout, header, note)
@@ -129,7 +129,7 @@ class WorkStealing(Strategy):
         self.seconds = header.seconds
         if self._pace.observe(header.seconds, [len(own) for own in held]):
             context.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
-        result = commit(context, step, pieces, parts, means, header.notice, self._results.apply(header))
+        result = commit(context, step, groups, parts, means, header.notice, self._results.apply(header))
         self._reducer.accept()
         return result
 
@@ -144,35 +144,37 @@ class WorkStealing(Strategy):
         return header.starts
 
 
-class ComputedPieces:
+class ComputedGroups:
     """Results that a worker has computed in a step."""
 
-    def __init__(self, context: TrainingContext, step: int, pieces: list[Piece]) -> None:
+    def __init__(self, context: TrainingContext, step: int, groups: list[MicrobatchGroup]) -> None:
         self._context = context
         self._step = step
-        self._loaded = {piece.microbatches.start: piece for piece in pieces}
-        self._results: dict[int, tuple[Piece, torch.Tensor]] = {}
+        self._loaded = {group.microbatches.start: group for group in groups}
+        self._results: dict[int, tuple[MicrobatchGroup, torch.Tensor]] = {}
         self.gradients = ScatteredAccumulator(context.settings.along_tree)
         self.statistics = ScatteredAccumulator(context.settings.exact)
         self.missing: dict[int, list[int]] = {}
         self.seconds = 0.0
 
-    def piece(self, microbatch: int) -> Piece:
+    def group(self, microbatch: int) -> MicrobatchGroup:
         """Return the data of a microbatch, and load it first if necessary."""
         if microbatch not in self._loaded:
             (self._loaded[microbatch],) = self._context.feed.load(self._step, [range(microbatch, microbatch + 1)])
         return self._loaded[microbatch]
 
-    def add(self, piece: Piece, pair: torch.Tensor, gradients: Values, buffers: Values, seconds: float) -> None:
+    def add(
+        self, group: MicrobatchGroup, pair: torch.Tensor, gradients: Values, buffers: Values, seconds: float
+    ) -> None:
         """Add a result that counts."""
-        start = piece.microbatches.start
-        self._results[start] = piece, pair
+        start = group.microbatches.start
+        self._results[start] = group, pair
         self.missing[start] = [place for place, value in enumerate(gradients) if value is None]
         self.gradients.push(start, gradients)
         self.statistics.push(start, buffers)
         self.seconds += seconds
 
-    def sorted(self) -> tuple[list[Piece], list[torch.Tensor]]:
+    def sorted(self) -> tuple[list[MicrobatchGroup], list[torch.Tensor]]:
         """Return the microbatch groups in order, with the sums and counts of their losses."""
         results = [self._results[start] for start in sorted(self._results)]
-        return [piece for piece, _ in results], [pair for _, pair in results]
+        return [group for group, _ in results], [pair for _, pair in results]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from paceline.comm.assignment.step_claims import FREE, Claims, ClaimTable
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError, WorkerLost
 from paceline.step.checks import MicrobatchResult
@@ -104,17 +104,17 @@ class AsyncSteps(Strategy):
         self._claimed: int | None = None
         self._top = 0
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         """Return no groups, because this worker does not know in advance which step it will compute."""
         return []
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         self._context.world.check()
         notice = self._start(step) if self._synchronized else 0
         stops = self._enter(step)
         result = self._work(step) or self._newest()
         if stops:
-            notice = max(notice, self._claims.look().notice)
+            notice = max(notice, self._claims.read().notice)
         if not notice:
             return result
         self.synchronize(step + 1)
@@ -127,9 +127,9 @@ class AsyncSteps(Strategy):
             self._start(steps)  # a worker was lost while synchronizing, so its claimed steps are free again
         self._drain(steps)
         self._await_others(steps)
-        self._server.flush(self._claims.look())
+        self._server.flush(self._claims.read())
         self._gather("synchronizing after", steps - 1, None)
-        table = self._claims.look()
+        table = self._claims.read()
         self._server.restore(table, complete=True)
         self._save_state(table)
         self._report_staleness()
@@ -197,7 +197,7 @@ class AsyncSteps(Strategy):
     def _enter(self, step: int) -> bool:
         """Offer a step and claim a free one. Returns whether all workers stop after ``step`` to act on a notice."""
         notice = self._context.world.notice()
-        table = self._claims.look()
+        table = self._claims.read()
         if notice or step >= table.top or table.has_free:
             with self._claims.change() as table:
                 if notice:
@@ -221,16 +221,16 @@ class AsyncSteps(Strategy):
     def _newest(self) -> StepResult:
         """Return the newest result known to all workers, and wait for the first step if none is done yet."""
         self._server.wait(lambda table: table.newest >= 0 or not table.open)
-        return newest_result(self._claims.look(), self._context)
+        return newest_result(self._claims.read(), self._context)
 
     def _compute(self, step: int) -> StepResult | None:
         """Compute a step and claim the next one. Returns None if its gradients came too late."""
         context = self._context
         context.world.check()
-        pieces = context.feed.load(step, self._batch.pieces(step))
+        groups = context.feed.load(step, self._batch.groups(step))
         self._server.pull(step)
-        parts, buffers = self._batch.gradients(step, pieces)
-        result = skip(context, step, parts, lambda bad: locate_here(context, step, pieces, bad))
+        parts, buffers = self._batch.gradients(step, groups)
+        result = skip(context, step, parts, lambda bad: locate_here(context, step, groups, bad))
         if result is None:
             result = self._server.push(Gradients(step, parts, buffers))
             with self._claims.change() as table:

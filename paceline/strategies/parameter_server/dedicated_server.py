@@ -76,7 +76,7 @@ class DedicatedServer(ShardedServer):
 
     def wait(self, ready: Callable[[ClaimTable], bool]) -> None:
         def is_ready() -> bool:
-            return ready(self._claims.look())
+            return ready(self._claims.read())
 
         if self.computes:
             super().wait(ready)
@@ -105,7 +105,7 @@ class DedicatedServer(ShardedServer):
         """Handle the gradients of each worker that has pushed."""
         for rank in filter(self._has_pushed, self._workers):
             (step, pulled, norm, (loss, metrics), buffers), there = self._mailbox.words(rank)
-            table = self._claims.look()
+            table = self._claims.read()
             delay = table.version - pulled
             if self._is_late(delay):
                 with self._claims.change() as table:
@@ -141,7 +141,7 @@ class DedicatedServer(ShardedServer):
         """Apply the order of the first server to this server's shard."""
         (rank, _, delay), _ = self._mailbox.words(_FIRST)
         (step, _, norm, _, _), there = self._mailbox.words(rank)
-        self._update(rank, step, norm, there, self._claims.look(), delay)
+        self._update(rank, step, norm, there, self._claims.read(), delay)
         self._ordered += 1
         self._memory.announce(self._orders + 1, self._ordered)
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from paceline.comm.assignment.step_claims import ClaimTable
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
@@ -22,15 +22,15 @@ class FinalDrain(Strategy):
         self._context = context
         self._single = Single(context)
 
-    def pieces(self, step: int) -> list[range]:
-        return self._single.pieces(step)
+    def groups(self, step: int) -> list[range]:
+        return self._single.groups(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         state = self._context.strategy_state.get(STATE, {})
         result = self._catch_up()
         if step < state.get("top", 0):  # done earlier, or by _catch_up
             return result or newest_result(restored(ClaimTable(), state), self._context)
-        return self._compute(step, pieces)
+        return self._compute(step, groups)
 
     def synchronize(self, steps: int) -> None:
         self._catch_up()
@@ -41,12 +41,12 @@ class FinalDrain(Strategy):
     def _catch_up(self) -> StepResult | None:
         result, claimed = None, self._context.strategy_state.get(STATE, {}).get("open", [])
         while claimed:
-            result = self._compute(claimed[0], self._context.feed.load(claimed[0], self.pieces(claimed[0])))
+            result = self._compute(claimed[0], self._context.feed.load(claimed[0], self.groups(claimed[0])))
             del claimed[0]
         return result
 
-    def _compute(self, step: int, pieces: list[Piece]) -> StepResult:
-        result = self._single.step(step, pieces)
+    def _compute(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        result = self._single.step(step, groups)
         if result.applied:
             self._context.events.mark("update", step=step, delay=0, learning_rate=result.learning_rate)
         newest = [step, result.loss, float(result.norm), result.learning_rate, result.applied, result.metrics]

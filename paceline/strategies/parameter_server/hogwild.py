@@ -78,7 +78,7 @@ class SharedWeights(Server):
             self._pulled = self._updates
         else:
             self._share()
-            self._pulled = self._claims.look().version
+            self._pulled = self._claims.read().version
         self._shard.read_buffers(0)
 
     def _share(self) -> None:

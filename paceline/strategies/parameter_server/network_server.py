@@ -102,7 +102,7 @@ class NetworkServer(Server):
         if self._settings.mode == "bounded":
             oldest = (current - self._settings.staleness) * self._computing
             self._claims.wait_until(lambda table: table.done_before >= oldest, lambda table: table.owners(oldest))
-        table = self._claims.look()
+        table = self._claims.read()
         orders = self._claims.log.orders
         answers = self._ask_all("shard.pull", lambda place: ((place, orders, table.version, self._known[place]), ()))
         for place, (version, data) in answers.items():

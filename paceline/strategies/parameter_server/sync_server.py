@@ -22,7 +22,7 @@ from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.servers.shard import Shard, cut
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
 from paceline.step.context import StepResult, TrainingContext
@@ -81,13 +81,13 @@ class SyncServer(Strategy):
         self._servers.keep()
         return self._servers.apply(step, self._reducer.norm(self._servers.own))
 
-    def pieces(self, step: int) -> list[range]:
-        return self._workers.pieces(step)
+    def groups(self, step: int) -> list[range]:
+        return self._workers.groups(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         buffers = [(value.data, value.detach().clone()) for value in self._context.compute.model.buffers()]
         self._before = self._servers.version, buffers
-        result = self._workers.step(step, pieces)
+        result = self._workers.step(step, groups)
         if self._before[0] == 0 < self._servers.version:
             with contextlib.suppress(WorkerLost):  # the step is done; the next step detects the loss
                 check_draws(self._context)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import preserve_generators
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
@@ -101,9 +101,9 @@ class StageAudit:
             for digests, loaded in zip(self._passes, (data, self._data), strict=True):
                 digests.add_data(loaded)
 
-    def _load(self) -> Piece:
-        (piece,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
-        return piece
+    def _load(self) -> MicrobatchGroup:
+        (group,) = self._context.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
+        return group
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Save the state from which the forward pass starts."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import (
     STEP,
     generator_states,
@@ -142,7 +142,7 @@ class Executor:
     def add(
         self,
         step: int,
-        pieces: Sequence[Piece],
+        groups: Sequence[MicrobatchGroup],
         worker_of: Callable[[int, int], int],
         first: int = 0,
         scale: float = 1.0,
@@ -151,15 +151,15 @@ class Executor:
 
         Args:
             step: number of the step.
-            pieces: single microbatches of the step that this worker has loaded.
+            groups: single microbatches of the step that this worker has loaded.
             worker_of: function that returns the rank that computes a stage for a microbatch.
             first: number of the first microbatch of the step.
             scale: factor of the loss, and so of the gradients.
         """
         self._scale = scale
         self._worker_of = worker_of
-        for piece in pieces:
-            self._data[first + piece.microbatches.start] = piece.data
+        for group in groups:
+            self._data[first + group.microbatches.start] = group.data
         rank = self._context.world.rank
         for microbatch, part in enumerate(self._context.order.parts_of(step)):
             number = first + microbatch

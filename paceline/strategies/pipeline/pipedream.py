@@ -28,7 +28,7 @@ import torch
 from paceline.checkpoint.tensors import check_savable
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.executor import Reduction
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError
 from paceline.schedule.pipeline.choice import async_pipeline_for
@@ -68,7 +68,7 @@ class PipeDream(Strategy):
         """Number of microbatches since the pipeline was last empty."""
         self._buffers_agreed = False
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         (stage,) = self.stages.local
         if stage not in (0, self.stages.count - 1):
             return []
@@ -76,7 +76,7 @@ class PipeDream(Strategy):
         rank = self._context.world.rank
         return [range(number, number + 1) for number in numbers if self._stream.worker(stage, number) == rank]
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, training, grads = self._context, self.stages.training_flags, self.stages.requires_grad_flags
         context.world.check()
         context.world.await_process_group()
@@ -94,7 +94,7 @@ class PipeDream(Strategy):
         self._updates.forget_done()
         self._entered += len(context.order.parts_of(step))
         self.stages.mark_updated()
-        self._executor.add(step, pieces, self._stream.worker, begin)
+        self._executor.add(step, groups, self._stream.worker, begin)
         self._run(window(self._stream, begin, self._entered))
         # The next batch must begin with replica 0. Drain now: a replica without a microbatch may already wait for the
         # others at the next barrier.

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.values import sendable
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
 from paceline.partition.base import Layers, Stage
@@ -96,10 +96,10 @@ class Stages:
         self.requires_grad_flags = requires_grad_flags(context.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
         with preserve_generators(), context.loop.noting_forward():
-            (piece,) = context.feed.load(0, [range(1)])
-            self._layers = layers = layers_of(model, pair_of(piece.data)[0])
+            (group,) = context.feed.load(0, [range(1)])
+            self._layers = layers = layers_of(model, pair_of(group.data)[0])
             self._prepare_all_modes()
-        self.partition = partition or self._agree_on_partition(layers, piece)
+        self.partition = partition or self._agree_on_partition(layers, group)
         stages = [layers.stage(begin, end) for begin, end in self.partition.bounds]
         self._buffers = [stage.buffers for stage in stages]
         self._check_buffers()
@@ -165,12 +165,12 @@ class Stages:
             pipeline=context.settings.pipeline.model_dump(mode="json"),
         )
 
-    def _agree_on_partition(self, layers: Layers, piece: Piece) -> Partition:
+    def _agree_on_partition(self, layers: Layers, group: MicrobatchGroup) -> Partition:
         """Return rank 0's choice of the cut, because the workers measure different times."""
         chosen: Partition | tuple[str, str] | None = None
         if self._context.world.rank == 0:
             try:
-                chosen = self._choose_partition(layers, piece)
+                chosen = self._choose_partition(layers, group)
             except (ConfigError, InputError) as error:
                 chosen = type(error).__name__, str(error)
         compute, values = self._context.compute, self._context.loop.forward_values
@@ -182,22 +182,22 @@ class Stages:
         assert chosen is not None
         return chosen
 
-    def _choose_partition(self, layers: Layers, piece: Piece) -> Partition:
+    def _choose_partition(self, layers: Layers, group: MicrobatchGroup) -> Partition:
         compute, settings = self._context.compute, self._context.settings.pipeline
         with self._context.loop.noting_forward():
-            check_loss(compute, piece)
-        check_loss_reduction(self._context, [piece], 0)
-        kept = check_kept(self._context, piece, 0)
+            check_loss(compute, group)
+        check_loss_reduction(self._context, [group], 0)
+        kept = check_kept(self._context, group, 0)
         try:
-            check_gradients(compute, layers, piece, self._context.settings.exact, self._context.settings.seed)
+            check_gradients(compute, layers, group, self._context.settings.exact, self._context.settings.seed)
         except InputError:
-            check_repeatable(self._context, piece, 0)  # a loss that is not repeatable differs without a cut, too
+            check_repeatable(self._context, group, 0)  # a loss that is not repeatable differs without a cut, too
             raise
         if settings.cut is not None and settings.memory_gigabytes is None:
             return Partition(bounds_of(layers, self.count, settings.cut), kept=kept)
         memory_bytes = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
         cluster = Cluster(memory_bytes=memory_bytes, microbatches=self._context.order.microbatches)
-        costs = measure_layers(compute, layers, piece, _REPEATS)
+        costs = measure_layers(compute, layers, group, _REPEATS)
         times = [(cost.forward, cost.backward) for cost in costs]
         if settings.cut is None:
             plan = balance(costs, self.count, cluster)
@@ -242,7 +242,7 @@ class Stages:
             nodes.append(nodes_of(mine) if self._context.settings.exact else [Node(0, place)] if mine else [])
         return nodes
 
-    def pieces(self, schedule: Schedule) -> list[range]:
+    def groups(self, schedule: Schedule) -> list[range]:
         """Return the microbatches whose data this worker needs, for the model's input or for the loss."""
         wanted = {0, self.count - 1}
         mine = {one.microbatch for one in schedule.workers[self._context.world.rank] if one.stage in wanted}

@@ -33,7 +33,7 @@ import torch
 from paceline.checkpoint.tensors import check_savable
 from paceline.comm.collectives.step_header import Headers, StepHeader
 from paceline.comm.reduction.division import Divisor
-from paceline.data.feed import Piece
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.pipeline.choice import synchronous_schedule
@@ -93,10 +93,10 @@ class Synchronous(Strategy):
             for one in schedules
         )
 
-    def pieces(self, step: int) -> list[range]:
-        return self.stages.pieces(self._schedule(len(self._context.order.parts_of(step))))
+    def groups(self, step: int) -> list[range]:
+        return self.stages.groups(self._schedule(len(self._context.order.parts_of(step))))
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, stages = self._context, self.stages
         context.world.check()
         context.world.await_process_group()
@@ -106,7 +106,7 @@ class Synchronous(Strategy):
             stages.requires_grad_flags.save()
         schedule = self._schedule(len(context.order.parts_of(step)))
         scale = 1.0 if context.settings.exact else _scale_for(context.order.samples_of(step))
-        gradients = self._compute(step, pieces, schedule, scale)
+        gradients = self._compute(step, groups, schedule, scale)
         header = self._send_header(step, any(gradients.missing.values()))
         self._executor.finish()
         gradients.finish()
@@ -137,7 +137,7 @@ class Synchronous(Strategy):
             self._synchronize_on(header.notice)
         return StepResult(loss, norm, rate, notice=header.notice, metrics=metrics)
 
-    def _compute(self, step: int, pieces: list[Piece], schedule: Schedule, scale: float) -> _StepGradients:
+    def _compute(self, step: int, groups: list[MicrobatchGroup], schedule: Schedule, scale: float) -> _StepGradients:
         """Run the forward and backward passes of a step."""
         context = self._context
         gradients = _StepGradients(context, self.stages, schedule)
@@ -146,7 +146,7 @@ class Synchronous(Strategy):
         for parameter in self._parameters.values():
             parameter.grad = None
         self._executor.reset()
-        self._executor.add(step, pieces, schedule.worker_of, scale=scale)
+        self._executor.add(step, groups, schedule.worker_of, scale=scale)
         operations = schedule.workers[context.world.rank]
         self._executor.run([one for one in operations if one.kind not in (Kind.REDUCE, Kind.UPDATE)], gradients)
         return gradients

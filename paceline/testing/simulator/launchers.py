@@ -54,7 +54,7 @@ class Launcher:
         self._asked = False
         for _ in range(workers):
             self._start()
-        hub.at(_POLL_SECONDS, self._look)
+        hub.at(_POLL_SECONDS, self._poll)
 
     def _start(self) -> None:
         number, self._next = self._next, self._next + 1
@@ -71,7 +71,7 @@ class Launcher:
                 if not tolerated and not self._due and not self._asked:
                     self._end_soon()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self.gone:
             return
         self.collect()
@@ -84,7 +84,7 @@ class Launcher:
                 self._end_soon()
             for _ in range(self._agent.to_start(False)):
                 self._start()
-        self._hub.at(_POLL_SECONDS, self._look)
+        self._hub.at(_POLL_SECONDS, self._poll)
 
     def _end_soon(self) -> None:
         asked, killed = self._agent.grace()

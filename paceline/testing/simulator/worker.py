@@ -154,7 +154,7 @@ class LoopChanges:
         self.needed: list[str] = []
         self.not_watched = nullcontext
 
-    def look(self, begins: bool = False) -> None:
+    def record_changes(self, begins: bool = False) -> None:
         """See ``LoopChanges``."""
 
     def not_restored(self) -> str:
@@ -173,18 +173,18 @@ class LoopChanges:
 
 
 class Feed:
-    """Feed that loads no data. The batch of a piece is the piece itself, the numbers of its microbatches."""
+    """Feed that loads no data. The batch of a group is the group itself, the numbers of its microbatches."""
 
     sizes = None
 
-    def load(self, step: int, pieces: list[range]) -> list[range]:
+    def load(self, step: int, groups: list[range]) -> list[range]:
         """See ``data.feed.Feed``."""
-        return pieces
+        return groups
 
-    def steps(self, start: int, stop: int, pieces: Callable[[int], list[range]]) -> Iterator[list[range]]:
+    def steps(self, start: int, stop: int, groups: Callable[[int], list[range]]) -> Iterator[list[range]]:
         """See ``data.feed.Feed``."""
         for step in range(start, stop):
-            yield pieces(step)
+            yield groups(step)
 
 
 class Simulated(Strategy):
@@ -204,15 +204,15 @@ class Simulated(Strategy):
         self._own = [part for part in every if part % self._world.size == self._world.rank or not self._divides]
         self._synchronized = True
 
-    def pieces(self, step: int) -> list[range]:
+    def groups(self, step: int) -> list[range]:
         """See ``Strategy``."""
         rank, size = self._world.rank, self._world.size
         return [range(rank * MICROBATCHES // size, (rank + 1) * MICROBATCHES // size)]
 
-    def step(self, step: int, pieces: list[Any]) -> StepResult:
+    def step(self, step: int, groups: list[Any]) -> StepResult:
         """See ``Strategy``."""
         self._pause(self._random.uniform(0.01, 0.3))
-        own = [number for piece in pieces for number in piece]
+        own = [number for group in groups for number in group]
         self._synchronized = False
         everyone = self._world.gather([step, own, self._world.notice()], "step")
         fault_points.reach("inside the collective")

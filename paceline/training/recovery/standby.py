@@ -29,8 +29,8 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
     kept = copy.deepcopy(own_values.state(0))
     compute.buffers.begin()
     try:
-        (piece,) = context.feed.load(0, [range(1)])
-        compute.forward_pass(piece, 0).total.backward()
+        (group,) = context.feed.load(0, [range(1)])
+        compute.forward_pass(group, 0).total.backward()
         with updating:
             optimizer.step()
     except Exception as error:  # noqa: BLE001 - the script's functions may use names defined after start() returns

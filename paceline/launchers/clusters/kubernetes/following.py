@@ -17,7 +17,7 @@ from paceline.launchers.clusters.kubernetes.manifests import Kind, Pods, termina
 from paceline.launchers.clusters.kubernetes.state import Pod
 from paceline.launchers.local.launcher import kill_group
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.1
 _LAST_SECONDS = 30.0
 _SHOWN_LINES = 20
@@ -60,7 +60,7 @@ class Following:
         with stop_signals() as signals:
             try:
                 while not signals:
-                    code = self._look()
+                    code = self._poll()
                     if code is not None:
                         return code
                     _pause(signals, 0)
@@ -75,7 +75,7 @@ class Following:
             objects = self._kind.objects(self._pods.name)
             self._kubectl.run("delete", *objects, "--ignore-not-found", "--wait=false")
 
-    def _look(self) -> int | None:
+    def _poll(self) -> int | None:
         """Poll the state of job and pods. Return the exit code if the run has ended, else None."""
         try:
             job = self._kubectl.get(self._kind.resource, self._pods.name)
@@ -182,7 +182,7 @@ class Following:
 
 def _pause(signals: list[int], known: int) -> None:
     """Wait for the polling interval, or until there are more than `known` signals."""
-    for _ in range(math.ceil(LOOK_SECONDS / _SIGNAL_SECONDS)):
+    for _ in range(math.ceil(POLL_SECONDS / _SIGNAL_SECONDS)):
         if len(signals) > known:
             return
         time.sleep(_SIGNAL_SECONDS)

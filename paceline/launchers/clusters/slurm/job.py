@@ -208,7 +208,7 @@ def follow_job(job: Job, grace_seconds: float) -> int:
             elif not cancelled and (len(received) > 1 or time.monotonic() > deadline):
                 cancelled = True
                 _scancel(job)
-            watch.look()
+            watch.poll()
             for output in outputs:
                 output.show()
             time.sleep(_OUTPUT_SECONDS)
@@ -262,7 +262,7 @@ class _Watch:
     def over(self) -> bool:
         return self.state in _ENDED
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll the state if it is due, and print changes."""
         if time.monotonic() < self._next:
             return

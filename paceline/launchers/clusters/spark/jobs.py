@@ -22,7 +22,7 @@ _ATTEMPTS = 4
 """Maximum number of attempts for an agent of an elastic run. Spark itself also retries lost tasks a few times."""
 _SLOT_SECONDS = 120.0
 """Timeout for executors to register."""
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 5.0
 _LONGEST_REASON = 300
@@ -87,7 +87,7 @@ class Stage(threading.Thread):
                     f"once; after {seconds:.0f} s Spark has {slots}. Ask for less, or give the cluster more "
                     f"executors."
                 )
-            self._cancelled.wait(_LOOK_SECONDS)
+            self._cancelled.wait(_POLL_SECONDS)
             if self._cancelled.is_set():
                 raise StartError("The run was stopped while it waited for executors.")
 
@@ -151,7 +151,7 @@ class Slots:
         """Run an agent. If Spark loses its task or the agent is killed, run the agent again on any free executor."""
         slot = partial(run_slot, agent, str(Path.cwd()))
         while not listens(port):
-            if self._closed.wait(_LOOK_SECONDS):
+            if self._closed.wait(_POLL_SECONDS):
                 return
         for _ in range(_ATTEMPTS):
             if self._closed.is_set():
@@ -159,7 +159,7 @@ class Slots:
             try:
                 ((machine, code, last),) = self._run(number, slot)
             except Exception as error:  # noqa: BLE001 - from py4j, from pyspark, or from a driver that has stopped
-                if self._closed.wait(_LOOK_SECONDS):
+                if self._closed.wait(_POLL_SECONDS):
                     return
                 say(f"Spark has lost task {number}: {_of_python(str(error)) or reason_of(error)}")
                 continue

@@ -38,7 +38,7 @@ from paceline.launchers.machine import choose_port
 _ATTEMPTS = 4
 """Same as the default of spark.stage.maxConsecutiveAttempts."""
 _ANSWER_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _LAST_SECONDS = 10.0
 _QUIET = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
 """Settings that silence Spark in the driver, which reports errors itself. Executors still write their logs."""
@@ -144,7 +144,7 @@ def _follow(stage: Stage, driver: Driver, received: list[int], grace_seconds: fl
     while stage.is_alive() and len(received) < 2 and time.monotonic() < deadline:
         if received and deadline == math.inf:
             deadline = time.monotonic() + (grace_seconds + _LAST_SECONDS if driver.stop() else 0.0)
-        stage.join(_LOOK_SECONDS)
+        stage.join(_POLL_SECONDS)
     if stage.is_alive():
         stage.cancel()
         return 128 + received[0]

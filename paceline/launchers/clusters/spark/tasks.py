@@ -34,7 +34,7 @@ _LISTENS = "listens"
 _PURPOSE = "spark driver"
 _LONGEST_HELLO = 1024
 _ANSWER_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _LAST_SECONDS = 10.0
 _OF_SPARK = {"OMP_NUM_THREADS"}
 """Variables that Spark sets to the CPUs of a task, which an agent divides among its workers instead."""
@@ -229,13 +229,13 @@ def _comes_up(agent: subprocess.Popen[bytes], address: tuple[str, int]) -> bool:
             socket.create_connection(address, _ANSWER_SECONDS).close()
             return True
         except OSError:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return False
 
 
 def _wait(agent: subprocess.Popen[bytes], output: Connection[Any, Any]) -> int:
     """Wait for an agent to end. Ask it to end if the driver closes its side of the connection."""
-    while (code := agent.poll()) is None and not output.poll(_LOOK_SECONDS):
+    while (code := agent.poll()) is None and not output.poll(_POLL_SECONDS):
         pass
     if code is None:
         agent.terminate()

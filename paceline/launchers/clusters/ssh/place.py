@@ -164,7 +164,7 @@ class _Growth:
         self._new: list[Client] = []
         self._told: set[str] = set()
         self.over = threading.Event()
-        self._discovery = Discovery(script, self.over.is_set, self._look)
+        self._discovery = Discovery(script, self.over.is_set, self._poll)
 
     def take(self) -> list[Client]:
         """Return the clients to start that were added since the last call."""
@@ -180,7 +180,7 @@ class _Growth:
             self._have.pop(host, None)
         return False
 
-    def _look(self, hosts: Slots) -> None:
+    def _poll(self, hosts: Slots) -> None:
         for host, slots in _by_host(hosts).items():
             with self._lock:
                 room = (self._request.most or 0) - sum(self._have.values())
