@@ -337,7 +337,7 @@ class Settings(BaseModel):
 
 STRATEGIES = (
     *("allreduce", "auto", "backup", "hogwild", "local-sgd"),
-    *("parameter-server", "pipeline", "single", "stealing"),
+    *("parameter-server", "pipeline", "sharded", "single", "stealing"),
 )
 """Strategy names in :mod:`paceline.strategies.registry`, for code that does not import torch."""
 ONE_MACHINE = frozenset({"hogwild"})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
 from paceline.comm.transport.base import Message
+from paceline.schedule.slices import slice_name, split_name
 from paceline.step.context import TrainingContext
 
 _TAG = (1 << 26) - 1
@@ -19,8 +20,9 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
 
     Args:
         context: training context.
-        owned: for each worker, the parameters and buffers of which it has the newest values. None means all. Together
-            the workers must have all of them. If several workers have a tensor, the lowest rank sends it.
+        owned: for each worker, the parameters and buffers of which it has the newest values, or slices of parameters
+            (``schedule.slices``). None means all. Together the workers must have all of them. If several workers have a
+            tensor or the same slice of it, the lowest rank sends it.
 
     Raises:
         CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
@@ -32,7 +34,7 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
     everything = frozenset(map(_bare, state))
     held = [everything if part is None else part for part in owned]
     own = held[world.rank].difference(*held[: world.rank])
-    mine = {name: value for name, value in state.items() if _bare(name) in own}
+    mine = _parts_of(state, own, {name: value.numel() for name, value in context.compute.model.named_parameters()})
     parts: list[Kinds] = world.gather(kinds_of(mine), "synchronizing")
     world.await_process_group()
     flats = [torch.empty(room_of(part), dtype=torch.uint8, device=world.device) for part in parts]
@@ -47,12 +49,38 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
     gathered: dict[str, torch.Tensor] = {}
     for flat, part in zip(flats, parts, strict=True):
         gathered.update(views_of(flat, part))
+    shapes = {name: value.shape for name, value in context.compute.model.named_parameters()}
+    optimizer: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for name, value in state.items():
-            if name in gathered and name not in mine and not name.startswith("optimizer/"):
-                value.copy_(gathered[name])
-    optimizer = {name: value for name, value in gathered.items() if name.startswith("optimizer/")}
+        for one, value in gathered.items():
+            name, part_of = split_name(one)
+            if name.startswith("optimizer/"):
+                if part_of is None:
+                    optimizer[name] = value
+                    continue
+                whole = optimizer.setdefault(name, value.new_empty(shapes[_bare(name)]))
+            else:
+                whole = state[name]
+            if one not in mine or part_of is not None:
+                (whole if part_of is None else whole.view(-1)[part_of]).copy_(value)
     load_optimizer_state(context.compute.model, context.update.optimizer, optimizer)
+
+
+def _parts_of(state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return the tensors of owned parameters and buffers, and the owned slices of tensors of their sizes."""
+    slices: dict[str, list[slice]] = {}
+    for one in sorted(own):
+        name, part = split_name(one)
+        slices.setdefault(name, []).extend([part] if part else [])
+    found = {}
+    for full, value in state.items():
+        name = _bare(full)
+        for part in slices.get(name, ()):
+            if value.numel() == sizes[name]:
+                found[slice_name(full, part.start, part.stop)] = value.reshape(-1)[part]
+        if name in slices and (not slices[name] or value.numel() != sizes[name]):
+            found[full] = value  # a number of a sliced parameter, such as its step, is the same on all its owners
+    return found
 
 
 def _bare(name: str) -> str:

@@ -23,6 +23,7 @@ from paceline.strategies.parameter_server import strategy as parameter_server
 from paceline.strategies.parameter_server.final_drain import FinalDrain
 from paceline.strategies.phases import Phases
 from paceline.strategies.pipeline import strategy as pipeline
+from paceline.strategies.sharded import strategy as sharded
 from paceline.strategies.single import Single
 
 
@@ -83,6 +84,7 @@ _ENTRIES: dict[str, Entry] = {
         validate=pipeline.validate,
         supports=pipeline.supports,
     ),
+    "sharded": Entry(sharded.Sharded, capabilities=sharded.capabilities),
     "single": Entry(Single, capabilities=single.capabilities, validate=single.validate),
     "stealing": Entry(work_stealing.WorkStealing, capabilities=work_stealing.capabilities),
 }

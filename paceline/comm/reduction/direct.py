@@ -103,6 +103,17 @@ class DirectExchange:
         receives = [Message(mean[bucket.chunk(peer)], peer, tag) for peer in self._givers]
         return [([Message(mine, peer, tag) for peer in self._takers], receives)]
 
+    def spread(self, bucket: Bucket) -> Iterable[Messages]:
+        """See :class:`OwnerExchange`."""
+        assert bucket.home is not None
+        flat, tag = bucket.flats[0], self._tags + bucket.index * TAGS + TAGS - 2
+        if bucket.home == self._rank:
+            return [([Message(flat, peer, tag) for peer in self._peers], [])]
+        return [([], [Message(flat, bucket.home, tag)])]
+
+    def await_spread(self, bucket: Bucket) -> None:
+        """See :class:`OwnerExchange`."""
+
     def _received(self, bucket: Bucket, rank: int, index: int) -> torch.Tensor:
         """Return the buffer for this worker's chunk of a node of another rank."""
         return bucket.inbox[index * self._size + rank]

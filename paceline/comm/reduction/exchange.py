@@ -7,7 +7,7 @@ between which workers, and does not depend on the executor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 
@@ -63,6 +63,19 @@ class Exchange(Protocol):
 
     def deliver(self, bucket: Bucket) -> Iterable[Messages] | None:
         """Distribute the means of this worker's chunks to all workers that need them."""
+        ...
+
+
+@runtime_checkable
+class OwnerExchange(Exchange, Protocol):
+    """Exchange whose buckets have servers, which keep the means and later spread other values of the same shapes."""
+
+    def spread(self, bucket: Bucket) -> Iterable[Messages] | None:
+        """Send a bucket from its server to all other workers, after the means of all buckets have been reduced."""
+        ...
+
+    def await_spread(self, bucket: Bucket) -> None:
+        """Wait until the bucket of another worker is in ``bucket.flats[0]``, if messages do not show it."""
         ...
 
 

@@ -25,7 +25,7 @@ import torch
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.buckets import Bucket, pack
 from paceline.comm.reduction.division import Divisor, divide
-from paceline.comm.reduction.exchange import Exchange, Messages, Phase
+from paceline.comm.reduction.exchange import Exchange, Messages, OwnerExchange, Phase
 from paceline.comm.transport.base import Message
 from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
@@ -144,6 +144,26 @@ class Reduction:
         """Return the mean of a tensor over all workers, after :meth:`finish`. The next step overwrites it."""
         bucket, at = self._at[member]
         return bucket.views[0][at]
+
+    def spread(self) -> None:
+        """Give all workers the tensors that their servers have written into :meth:`mean`, after :meth:`finish`.
+
+        Raises:
+            WorkerLost: another worker was lost, or sent nothing before the timeout.
+        """
+        begin, exchange = perf_counter(), self._exchange
+        assert isinstance(exchange, OwnerExchange)
+        for bucket in self._buckets:
+            bucket.sent = 0
+            for sends, receives in exchange.spread(bucket) or ():
+                self._start(bucket, sends, receives)
+        with self._world.awaiting(f"for the {self._name} of the others"):
+            for bucket in self._buckets:
+                _wait(bucket.receives)
+                _wait(bucket.sends)
+                exchange.await_spread(bucket)
+        sent = sum(bucket.sent for bucket in self._buckets)
+        self._events.mark("spread", what=self._name, bytes=sent, seconds=perf_counter() - begin)
 
     def _send_full(self) -> None:
         """Send the buckets whose tensors are all written, in order."""

@@ -35,7 +35,7 @@ class SharedBuckets:
 
     def begin(self, count: int) -> None:
         """Start a step, and make room in each bucket for ``count`` nodes of each worker."""
-        self._steps += 1
+        self._steps += 2  # means are announced with the first number of a step, spread values with the second
         while len(self._buckets[0].flats) < count:
             sizes = [bucket.cuts[-1] * bucket.examples[0].element_size() for bucket in self._buckets]
             blocks = self._memory.share(sum(map(aligned, sizes)))
@@ -55,14 +55,19 @@ class SharedBuckets:
         """Wait until all workers of this machine have announced their sums."""
         self._memory.wait(self._flag + 2 * bucket.index, self._steps)
 
-    def announce_means(self, bucket: Bucket) -> None:
-        """Announce that this worker has read the parts that it adds up, and has written its means for the others."""
-        self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
+    def announce_means(self, bucket: Bucket, spread: bool = False) -> None:
+        """Announce that this worker has read the parts that it adds up, and has written its means for the others.
 
-    def await_means(self, bucket: Bucket) -> None:
+        Args:
+            bucket: the bucket.
+            spread: whether the server has spread other values after the means.
+        """
+        self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps + spread)
+
+    def await_means(self, bucket: Bucket, spread: bool = False) -> None:
         """Wait until all workers of this machine, or the bucket's server alone, have announced the means."""
         places = None if bucket.home is None else (bucket.home,)
-        self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps, places)
+        self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps + spread, places)
 
 
 class SharedMemoryExchange:
@@ -116,3 +121,17 @@ class SharedMemoryExchange:
                     bucket.sent += mine.nbytes
         if bucket.home in (None, self._rank):
             self._shared.announce_means(bucket)
+
+    def spread(self, bucket: Bucket) -> None:
+        """See :class:`OwnerExchange`. The flats of the others are free, because the server has read their parts."""
+        if bucket.home == self._rank:
+            mine = bucket.flats[0]
+            for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
+                if rank != self._rank:
+                    flat.copy_(mine)
+                    bucket.sent += mine.nbytes
+            self._shared.announce_means(bucket, spread=True)
+
+    def await_spread(self, bucket: Bucket) -> None:
+        """See :class:`OwnerExchange`."""
+        self._shared.await_means(bucket, spread=True)

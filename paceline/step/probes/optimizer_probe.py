@@ -29,7 +29,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.optimizers.several import parts_of
 
 _log = logging.getLogger("paceline")
-_SCALES = 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0
+PROBE_SCALES = 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0
 """Scale of the gradients in each step: an optimizer may treat large gradients, or later steps, differently."""
 _CURE = "Use strategy 'allreduce', or another optimizer; clip_norm clips by the norm of all."
 _LARGEST = 2
@@ -100,7 +100,7 @@ def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     what = f"A step hook of the optimizer {type(optimizer).__name__}"
     with preserve_generators(), _left_as_it_is(optimizer, hooks), redirect_stdout(io.StringIO()):
-        for scale in sorted(set(_SCALES)):
+        for scale in sorted(set(PROBE_SCALES)):
             try:
                 together, drew = _after_hooks(optimizer, hooks, range(count), scale)
             except Exception as error:  # noqa: BLE001 - a hook may reject random gradients in any way
@@ -211,15 +211,15 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _probe_steps(optimizer: Optimizer, places: Sequence[int]) -> _ProbeSteps:
     """Return the result of probe steps in which only the small parameters at ``places`` have gradients."""
-    small, parameters = _small(optimizer)
+    small, parameters = copy_small(optimizer, _corner)
     drew = False
-    for step, scale in enumerate(_SCALES):
+    for step, scale in enumerate(PROBE_SCALES):
         for place, parameter in enumerate(parameters):
             seed_torch(step * len(parameters) + place)
             gradient = scale * torch.randn_like(parameter)
             parameter.grad = gradient if place in places and parameter.requires_grad else None
         before = generator_states()
-        _step_of(small)(small)
+        step_of(small)(small)
         drew = drew or not same_states(before, generator_states())
     shared = dict(vars(small)) | {
         f"{key} of group {number}": value
@@ -229,7 +229,7 @@ def _probe_steps(optimizer: Optimizer, places: Sequence[int]) -> _ProbeSteps:
     return _ProbeSteps([parameter.detach() for parameter in parameters], shared, drew)
 
 
-def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
+def step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
     """Return ``step`` of the optimizer's class, without the hooks for all optimizers that torch calls around it."""
     step: Callable[[Optimizer], Any] = inspect.unwrap(
         type(small).step, stop=lambda one: not getattr(one, "hooked", False)
@@ -237,17 +237,24 @@ def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
     return step
 
 
-def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
+def copy_small(
+    optimizer: Optimizer, shrink: Callable[[torch.Tensor], torch.Tensor], state: bool = True
+) -> tuple[Optimizer, list[nn.Parameter]]:
     """Copy an optimizer for small parameters, without its hooks, which are for training steps.
 
     Its ``step`` is not copied: a schedule may have replaced it, and would step the original optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        shrink: returns a tensor of the small size for a parameter or a state of its shape.
+        state: whether the small parameters get the state of the parameters.
     """
     memo: dict[int, Any] = {}
     parameters: list[nn.Parameter] = []
     for group in optimizer.param_groups:
         for value in group["params"]:
             seed_torch(len(parameters))
-            small = nn.Parameter(torch.randn_like(_corner(value)), requires_grad=value.requires_grad)
+            small = nn.Parameter(torch.randn_like(shrink(value)), requires_grad=value.requires_grad)
             memo[id(value)] = small
             parameters.append(small)
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("step", "state")}
@@ -256,10 +263,10 @@ def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy(kept, memo))
     made.state = defaultdict(dict)
-    for value, state in optimizer.state.items():
-        for key, entry in state.items() if id(value) in memo else ():  # optimizers may share their state
+    for value, states in optimizer.state.items() if state else ():
+        for key, entry in states.items() if id(value) in memo else ():  # optimizers may share their state
             alike = isinstance(entry, torch.Tensor) and entry.shape == value.shape
-            made.state[memo[id(value)]][key] = _corner(entry).clone() if alike else copy.deepcopy(entry, memo)
+            made.state[memo[id(value)]][key] = shrink(entry).clone() if alike else copy.deepcopy(entry, memo)
     for group in made.param_groups:
         group["lr"] = group.get("lr") or 0.01  # a warm-up may begin with 0
     return made, parameters

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 
@@ -27,6 +27,7 @@ from paceline.comm.reduction.executor import Reduction
 from paceline.comm.world import World
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
+from paceline.schedule.slices import Slice
 from paceline.schedule.tree import Node, total
 from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
@@ -52,6 +53,8 @@ class Reducer:
         reduction: reduction of the gradients, last parameter first. Defaults to a reduction that fits the workers.
         overlap: whether ``push`` and ``last`` will be used.
         any_order: whether each worker has at most one sum, and the sums may be added in any order.
+        slices: slices of the parameters that ``reduction`` reduces, in its order. :meth:`finish` then leaves each mean
+            in the reduction, on its owner. Defaults to whole parameters.
 
     With ``exact="fixed-point"`` the sums are integers (``step.gradients.fixed_point``).
     """
@@ -64,6 +67,7 @@ class Reducer:
         reduction: Reduction | None = None,
         overlap: bool = True,
         any_order: bool = False,
+        slices: Sequence[Slice] | None = None,
     ) -> None:
         named = context.update.parameters if parameters is None else parameters
         self._context = context
@@ -78,6 +82,11 @@ class Reducer:
         self._norms: AllGather | None = None
         self._means: Values = []
         self._armed = False
+        self._sliced = slices is not None
+        backwards = [Slice(place, 0, one.numel(), 0) for place, one in enumerate(self._parameters)][::-1]
+        self._members: list[list[tuple[int, slice]]] = [[] for _ in self._parameters]
+        for member, (place, start, stop, _) in enumerate(backwards if slices is None else slices):
+            self._members[place].append((member, slice(start, stop)))
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
             for place, parameter in enumerate(self._parameters if overlap else ())
@@ -143,7 +152,7 @@ class Reducer:
         """Reduce this worker's chunk of the others' gradients in a step for which it has no microbatch."""
         assert self._reduction is not None
         self._begin(self._nodes, header.count)
-        for member in range(len(self._parameters)):
+        for member in range(self._reduction.members):
             self._written(member)
 
     def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
@@ -196,18 +205,16 @@ class Reducer:
     def _write(self, place: int, gradient: torch.Tensor | None) -> None:
         """Add the gradient of the last microbatch to the earlier sums, and pass all sums to the reduction."""
         assert self._reduction is not None
-        slots = self._reduction.slots(self._member(place))
-        for slot, values in zip(slots, self._kept, strict=False):
-            _put(slot, values[place])
         for values in self._nearest[:-1]:
             before = values[place]
             gradient = gradient if before is None else add_one(before, gradient, before)
         before = self._nearest[-1][place] if self._nearest else None
-        _put(slots[-1], before, gradient)
-        self._written(self._member(place))
-
-    def _member(self, place: int) -> int:
-        return len(self._parameters) - 1 - place
+        for member, part in self._members[place]:
+            slots = self._reduction.slots(member)
+            for slot, values in zip(slots, self._kept, strict=False):
+                _put(slot, _part_of(values[place], part, slot))
+            _put(slots[-1], _part_of(before, part, slots[-1]), _part_of(gradient, part, slots[-1]))
+            self._written(member)
 
     # When the sums are complete.
 
@@ -245,7 +252,11 @@ class Reducer:
             if self._reduction.divisor is None:
                 self._reduction.divide_by(self._divisor())
             self._reduction.finish(self._context.update.measure if measure and self._fixed is None else None)
-            means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]
+            if self._sliced:
+                for parameter in self._parameters:
+                    parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit drops unused ones
+                return True
+            means = [self._reduction.mean(member) for ((member, _),) in self._members]
         if self._fixed is not None:
             if not self._fixed.fits():
                 return False
@@ -309,26 +320,43 @@ class Reducer:
         Args:
             own: names of the parameters whose ``.grad`` this worker contributes. No two workers share a name.
         """
-        parameters, world = self._context.update.parameters, self._context.world
-        if self._norms is None:
-            self._norms = AllGather(world, NORMS_TAG, 8 * len(parameters))
-        here = torch.full((len(parameters),), _NOT_HERE, dtype=torch.float64)
+        parameters = self._context.update.parameters
         given = {
             place: parameter.grad
             for place, (name, parameter) in enumerate(parameters.items())
             if name in own and parameter.grad is not None
         }
-        norms = torch._foreach_norm([*given.values()]) if given else []
-        for place, norm in zip(given, norms, strict=True):
-            here[place] = norm
+        return self.norm_of(given, [value.dtype for value in parameters.values()])
+
+    def norm_of(self, own: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+        """Return the global norm of tensors that are spread over the workers, from the norm of each tensor.
+
+        Args:
+            own: tensors that this worker contributes, by index. No two workers contribute the same index.
+            dtypes: type of the tensor at each index.
+        """
+        world = self._context.world
+        if self._norms is None:
+            self._norms = AllGather(world, NORMS_TAG, 8 * len(dtypes))
+        here = torch.full((len(dtypes),), _NOT_HERE, dtype=torch.float64)
+        norms = torch._foreach_norm([*own.values()]) if own else []
+        for index, norm in zip(own, norms, strict=True):
+            here[index] = norm
         everyone = self._norms.start(here.to(world.device)).wait().cpu().amax(0)
         known = everyone != _NOT_HERE
         if not known.any():
             return torch.zeros(())
-        types = [value.dtype.to_real() for value, one in zip(parameters.values(), known, strict=True) if one]
+        types = [dtype.to_real() for dtype, one in zip(dtypes, known, strict=True) if one]
         norms_of_all = everyone[known].to(reduce(torch.promote_types, types))
         result: torch.Tensor = torch.linalg.vector_norm(norms_of_all).to(world.device)
         return result
+
+
+def _part_of(value: torch.Tensor | None, part: slice, slot: torch.Tensor) -> torch.Tensor | None:
+    """Return the part of a gradient that belongs into a slot: all of it, or elements of the flattened gradient."""
+    if value is None or value.shape == slot.shape:
+        return value
+    return value.reshape(-1)[part]
 
 
 def _put(slot: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None = None) -> None:

@@ -8,6 +8,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
+from paceline.schedule.slices import not_owned
 from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import TrainingContext
 from paceline.strategies import registry
@@ -45,8 +46,9 @@ def missing(context: TrainingContext, everyone: Sequence[Progress | None]) -> li
     held = [one.owned for one in everyone if one is not None]
     if None in held:
         return []
-    names = {name for name, _ in [*context.compute.model.named_parameters(), *context.compute.model.named_buffers()]}
-    return sorted(names.difference(*(one for one in held if one is not None)))
+    model = context.compute.model
+    sizes = {name: value.numel() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    return not_owned(sizes, [name for one in held if one is not None for name in one])
 
 
 def go_back(

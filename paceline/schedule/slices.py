@@ -1,0 +1,133 @@
+"""Slices of the parameters, each owned by one worker, which keeps its optimizer state and makes its update.
+
+::
+
+    bucket of 3 parameters on 3 workers    [ p7 ──────── | p6 ─────────────── | p5 ── ]
+    slices                                 [ rank 0      | rank 1      | rank 2      ]
+                                             p7, p6[0:64]  p6[64:1088]   p6[1088:], p5
+
+Cuts lie at multiples of :data:`BLOCK` elements from the start of a parameter. An update of torch's element-wise
+optimizers gives a block the same bits wherever the slice begins, because no vectorized loop treats it as a remainder.
+A parameter that must stay whole has one owner.
+
+The state that a worker owns is named by parameters and buffers, or by slices: ``name[start:stop]``. A slice also stands
+for the same slice of each optimizer state that has the parameter's shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+BLOCK = 64
+"""Number of elements in a block. With torch 2.13, slices of 32 gave the same bits, shorter ones did not."""
+
+_SLICE = re.compile(r"(.*)\[(\d+):(\d+)\]")
+
+
+class Slice(NamedTuple):
+    """Elements ``start`` to ``stop`` of the flattened parameter at index ``parameter``, owned by a rank."""
+
+    parameter: int
+    start: int
+    stop: int
+    owner: int
+
+
+def whole(sizes: Sequence[int], workers: int) -> list[Slice]:
+    """Give each parameter to one worker, largest first, each to the worker with the fewest elements.
+
+    >>> whole([10, 40, 30], 2)
+    [Slice(parameter=0, start=0, stop=10, owner=1), Slice(parameter=1, start=0, stop=40, owner=0), \
+Slice(parameter=2, start=0, stop=30, owner=1)]
+    """
+    loads, owner = [0] * workers, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        owner[index] = loads.index(min(loads))
+        loads[owner[index]] += max(sizes[index], 1)
+    return [Slice(index, 0, size, owner[index]) for index, size in enumerate(sizes)]
+
+
+def even(sizes: Sequence[int], runs: Sequence[Sequence[int]], workers: int) -> list[Slice]:
+    """Cut each run of parameters into one part for each worker, of equal size up to a block.
+
+    Args:
+        sizes: number of elements of each parameter.
+        runs: indices of the parameters that are reduced together, in the order in which their gradients are computed.
+        workers: number of workers.
+
+    Returns:
+        slices in the order of the runs.
+
+    >>> even([1000, 64], [[0, 1]], 2)
+    [Slice(parameter=0, start=0, stop=512, owner=0), Slice(parameter=0, start=512, stop=1000, owner=1), \
+Slice(parameter=1, start=0, stop=64, owner=1)]
+    """
+    slices = []
+    for run in runs:
+        total, before = sum(sizes[index] for index in run), 0
+        for index in run:
+            ends = [_block(total * (rank + 1) // workers - before, sizes[index]) for rank in range(workers - 1)]
+            cuts = [0, *ends, sizes[index]]
+            found = [Slice(index, cuts[rank], cuts[rank + 1], rank) for rank in range(workers)]
+            slices += [one for one in found if one.start < one.stop]
+            before += sizes[index]
+    return slices
+
+
+def _block(at: int, size: int) -> int:
+    """Round a cut to the nearest block boundary within a parameter."""
+    return min(max(round(at / BLOCK), 0) * BLOCK, size)
+
+
+def covers(ranges: Sequence[tuple[int, int]], size: int) -> bool:
+    """Return whether ranges cover all elements of a parameter."""
+    end = 0
+    for start, stop in sorted(ranges):
+        if start > end:
+            return False
+        end = max(end, stop)
+    return end >= size
+
+
+def slice_name(name: str, start: int, stop: int) -> str:
+    """Return the name of a slice.
+
+    >>> slice_name("head.weight", 0, 64)
+    'head.weight[0:64]'
+    """
+    return f"{name}[{start}:{stop}]"
+
+
+def split_name(owned: str) -> tuple[str, slice | None]:
+    """Return the name of the parameter or buffer, and the slice of its elements. None stands for all of them.
+
+    >>> split_name("head.weight[0:64]"), split_name("head.bias")
+    (('head.weight', slice(0, 64, None)), ('head.bias', None))
+    """
+    found = _SLICE.fullmatch(owned)
+    return (found[1], slice(int(found[2]), int(found[3]))) if found else (owned, None)
+
+
+def not_owned(sizes: Mapping[str, int], owned: Iterable[str]) -> list[str]:
+    """Return the sorted names of parameters and buffers that are not owned, or not in all their elements.
+
+    Args:
+        sizes: number of elements by name.
+        owned: names and slices owned by any worker.
+    """
+    ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    complete = set()
+    for one in owned:
+        name, part = split_name(one)
+        if part is None:
+            complete.add(name)
+        else:
+            ranges[name].append((part.start, part.stop))
+    return sorted(
+        name
+        for name, size in sizes.items()
+        if name not in complete and not (ranges[name] and covers(ranges[name], size))
+    )

@@ -1,0 +1,75 @@
+"""Probe whether an optimizer gives a slice of a parameter the bits that it gives the same elements of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.data.keys import preserve_generators, seed_torch
+from paceline.schedule.slices import BLOCK
+from paceline.step.optimizers.several import parts_of
+from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_of
+
+_SIZES = 4096 + BLOCK, 4096, 4096 - BLOCK
+"""Sizes of the slices: optimizers with quantized states quantize from 4,096 elements on, in blocks of 256 or more."""
+
+
+def updates_slices_alike(optimizer: Optimizer) -> bool:
+    """Return whether slices of whole blocks get the same update as the whole parameter, bit by bit.
+
+    A copy of the optimizer takes some steps on parameters of 12,288 elements, and on three slices of each. Returns
+    False also if the optimizer cannot be tried, or has step hooks, which may look at the model's parameters.
+    """
+    return all(map(_alike, parts_of(optimizer)))
+
+
+def _alike(optimizer: Optimizer) -> bool:
+    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    if any(hook for kind in hooks for hook in getattr(optimizer, kind, {}).values() if not _is_ours(hook)):
+        return False
+    with preserve_generators():
+        try:
+            return all(map(torch.equal, _updated(optimizer, sliced=False), _updated(optimizer, sliced=True)))
+        except Exception:  # noqa: BLE001 - an optimizer may reject small parameters or slices in any way
+            return False
+
+
+def _is_ours(hook: object) -> bool:
+    return getattr(hook, "__module__", "").startswith("paceline.")
+
+
+def _updated(optimizer: Optimizer, *, sliced: bool) -> Iterator[torch.Tensor]:
+    """Yield each small parameter, flattened, after the steps."""
+    small, parameters = copy_small(optimizer, _example, state=False)
+    kinds: dict[object, nn.Parameter] = {}  # one parameter of each kind is enough
+    for number, group in enumerate(small.param_groups):
+        for value in group["params"]:
+            kinds.setdefault((number, value.dtype, value.device, value.ndim), value)
+    parameters = [*kinds.values()]
+    values = [_slices(value) if sliced else [value] for value in parameters]
+    of = dict(zip(parameters, values, strict=True))
+    for group in small.param_groups:
+        group["params"] = [part for value in group["params"] for part in of.get(value, ())]
+    step: Callable[[Optimizer], object] = step_of(small)
+    for number, scale in enumerate(PROBE_SCALES):
+        for place, (value, parts) in enumerate(zip(parameters, values, strict=True)):
+            seed_torch(number * len(parameters) + place)
+            gradient = scale * torch.randn_like(value)
+            for part, grad in zip(parts, _slices(gradient) if sliced else [gradient], strict=True):
+                part.grad = grad.detach()
+        step(small)
+    for value in parameters:
+        yield value.detach().reshape(-1)
+
+
+def _slices(value: torch.Tensor) -> list[nn.Parameter]:
+    return [nn.Parameter(part) for part in value.detach().view(-1).split(_SIZES)]
+
+
+def _example(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 12,288 elements with as many dimensions as a parameter."""
+    shape = [sum(_SIZES)] if value.ndim <= 1 else [1] * (value.ndim - 2) + [96, sum(_SIZES) // 96]
+    return value.detach().new_empty(shape)

@@ -1,0 +1,1 @@
+"""Data-parallel strategies whose workers divide the training state."""

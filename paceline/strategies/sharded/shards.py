@@ -1,0 +1,137 @@
+"""Shards of an optimizer: each worker keeps the state of the slices that it owns, and updates only these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.reduction.buckets import full, split
+from paceline.schedule import slices
+from paceline.schedule.slices import Slice, slice_name
+from paceline.step.context import TrainingContext
+from paceline.step.optimizers.several import parts_of
+from paceline.step.probes.slice_probe import updates_slices_alike
+
+
+def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
+    """Return the slices of the trained parameters, last parameter first, each with its owner.
+
+    A parameter is cut only if that leaves the bits of its update as they are: the optimizer works element by element,
+    and neither a norm of the whole gradient nor an average of the weights is needed.
+    """
+    update, settings = context.update, context.settings
+    parameters = [value.detach() for value in update.parameters.values()]
+    sizes = [value.numel() for value in parameters]
+    alike = settings.clip_norm is None and settings.average.kind is None and not update.names
+    able = alike and all(map(_can_be_cut, parameters)) and updates_slices_alike(update.optimizer)
+    if not all(context.world.gather(able, "start")):
+        return slices.whole(sizes, workers)[::-1]
+    last = len(parameters) - 1
+    runs = split(parameters[::-1], full(workers))
+    return slices.even(sizes, [[last - place for place in run] for run in runs], workers)
+
+
+def _can_be_cut(value: torch.Tensor) -> bool:
+    """Return whether elements next to each other in the flattened parameter are so in memory.
+
+    Types with 16 bits are not cut: torch's threads divide their updates at places that depend on the tensor's size.
+    """
+    return value.is_contiguous() and value.dtype in (torch.float32, torch.float64)
+
+
+class OptimizerShard:
+    """This worker's shard of an optimizer, whose parameters are the owned slices while the state is divided.
+
+    Args:
+        context: training context.
+        every: slices of all workers.
+
+    Attributes:
+        own: index of each owned slice, with the parameter that the optimizer updates: a slice that shares the memory of
+            its parameter, or the parameter itself.
+        divided: whether the optimizer has only its shard.
+    """
+
+    def __init__(self, context: TrainingContext, every: Sequence[Slice]) -> None:
+        self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
+        self._parameters = list(context.update.parameters.values())
+        self._every, rank = every, context.world.rank
+        self._groups: list[list[nn.Parameter]] = []
+        self.divided = False
+        self.own = {index: self._slice(one) for index, one in enumerate(every) if one.owner == rank}
+
+    def _slice(self, one: Slice) -> nn.Parameter:
+        parameter = self._parameters[one.parameter]
+        if one.stop - one.start == parameter.numel():
+            return parameter
+        return nn.Parameter(parameter.detach().view(-1)[one.start : one.stop], requires_grad=parameter.requires_grad)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the owned parameters and slices, see ``schedule.slices``."""
+        return frozenset(self._name(self._every[index]) for index in self.own)
+
+    def _name(self, one: Slice) -> str:
+        name, parameter = self._names[one.parameter], self._parameters[one.parameter]
+        return name if one.stop - one.start == parameter.numel() else slice_name(name, one.start, one.stop)
+
+    def divide(self) -> None:
+        """Keep only the shard of the optimizer: its parameters are the owned slices, with their part of the state."""
+        if self.divided:
+            return
+        self.divided = True
+        held: dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]] = {}
+        for index, value in self.own.items():
+            one = self._every[index]
+            held.setdefault(self._parameters[one.parameter], []).append((one, value))
+        for optimizer in parts_of(self._optimizer):
+            self._divide(optimizer, held)
+
+    def _divide(self, optimizer: Optimizer, held: dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]]) -> None:
+        for group in optimizer.param_groups:
+            self._groups.append(group["params"])
+            group["params"] = [value for parameter in group["params"] for _, value in held.get(parameter, ())]
+            for parameter in self._groups[-1]:
+                state = optimizer.state.pop(parameter, None)
+                for one, value in held.get(parameter, ()) if state else ():
+                    optimizer.state[value] = {key: _cut(entry, parameter, one) for key, entry in state.items()}
+
+    def unite(self) -> None:
+        """Give the optimizer its parameters back. Of a sliced parameter's state, only the owned slices are valid."""
+        if not self.divided:
+            return
+        self.divided = False
+        groups = iter(self._groups)
+        for optimizer in parts_of(self._optimizer):
+            for group in optimizer.param_groups:
+                group["params"] = next(groups)
+            for index, value in self.own.items():
+                one = self._every[index]
+                parameter = self._parameters[one.parameter]
+                if value is not parameter and value in optimizer.state:
+                    whole = optimizer.state[parameter]
+                    for key, entry in optimizer.state.pop(value).items():
+                        _put(whole, key, entry, parameter, one)
+        self._groups = []
+
+
+def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
+    if one.stop - one.start == parameter.numel():
+        return entry
+    if isinstance(entry, torch.Tensor):
+        alike = entry.shape == parameter.shape
+        return entry.reshape(-1)[one.start : one.stop].clone() if alike else entry.clone()
+    return entry
+
+
+def _put(state: dict[str, Any], key: str, entry: Any, parameter: nn.Parameter, one: Slice) -> None:
+    if not isinstance(entry, torch.Tensor) or entry.numel() != one.stop - one.start:
+        state[key] = entry
+        return
+    if key not in state:
+        state[key] = torch.zeros(parameter.shape, dtype=entry.dtype, device=entry.device)
+    state[key].view(-1)[one.start : one.stop] = entry

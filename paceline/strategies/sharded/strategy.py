@@ -1,0 +1,138 @@
+"""Sharded data parallel training: the optimizer's state is divided among the workers (ZeRO stage 1).
+
+::
+
+    worker 0   F0 B0 F1 B1 ┐                 ┌ update slice 0 ┐
+    worker 1   F2 B2       ┼ reduce-scatter ─┼ update slice 1 ┼ all-gather of the weights
+    worker 2   F3 B3       ┘                 └ update slice 2 ┘
+
+After Rajbhandari et al. 2020 (arXiv 1910.02054). The step is that of ``strategies.data_parallel.allreduce``, with the
+same shares and the same sums. An all-reduce leaves the mean of a chunk on one worker before it sends the means to all.
+Here that worker updates its chunk of the parameters first, and the weights are sent in place of the means: as many
+bytes, and the same bits. With N workers and AdamW in float32, a worker holds 8 + 8/N bytes a parameter in place of 16.
+Synchronizing gives every worker the whole state for as long as it is saved or evaluated.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.exchange import Exchange
+from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.shared_memory import SharedMemoryExchange
+from paceline.data.feed import MicrobatchGroup
+from paceline.settings import Settings
+from paceline.step.consolidate import consolidate_state_dict
+from paceline.step.context import StepResult, TrainingContext
+from paceline.step.probes.optimizer_probe import check_draws
+from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.sharded.shards import OptimizerShard, slices_of
+
+_TAGS = 1 << 12
+"""First tag of the gradients, the same as in all-reduce."""
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """Return the capabilities of sharded training."""
+    return Capabilities(replicated=False, divides_update=workers > 1, scales_loss=True, reads=("bucket_megabytes",))
+
+
+class Sharded(Strategy):
+    """Strategy in which each worker updates its slices of the parameters, and sends the weights to all others."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        world, parameters = context.world, list(context.update.parameters.values())
+        self._slices = slices_of(context, world.size)
+        self._parts = [_part(parameters[place].detach(), start, stop) for place, start, stop, _ in self._slices]
+        self._shard = OptimizerShard(context, self._slices)
+        homes = [one.owner for one in self._slices]
+        exchange: Exchange
+        if world.shared_memory is None:
+            exchange = DirectExchange(world, _TAGS, homes=homes, copies={})
+        else:
+            exchange = SharedMemoryExchange(world.shared_memory, homes)
+        megabytes = context.settings.bucket_megabytes
+        size = None if megabytes is None else int(megabytes * 1e6)
+        self._reduction = Reduction(world, exchange, self._parts, context.events, "gradients", size)
+        context.events.mark("reduction", what="gradients", **self._reduction.describe())
+        self._reducer = Reducer(context, reduction=self._reduction, slices=self._slices)
+        self._workers = AllReduce(context, self._reducer, apply=self._apply)
+        self._updating = False
+        self._first = True
+
+    def groups(self, step: int) -> list[range]:
+        return self._workers.groups(step)
+
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        result = self._workers.step(step, groups)
+        if self._first and result.applied:
+            self._first = False
+            check_draws(self._context)
+        if result.notice:  # a worker that leaves has the only copy of its shard
+            self.synchronize(step + 1)
+        return result
+
+    def _apply(self, step: int) -> tuple[torch.Tensor, float]:
+        """Update the owned slices from their mean gradients, and exchange the weights."""
+        update, reduction = self._context.update, self._reduction
+        parameters = list(update.parameters.values())
+        used = [parameter.grad is not None for parameter in parameters]
+        self._reducer.clear()
+        gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
+        norm = self._norm(gradients)
+        self._updating = True
+        self._shard.divide()
+        for index, value in self._shard.own.items():
+            value.grad = gradients.get(index)
+        _, rate = update.apply(step, norm=norm, here=bool(self._shard.own))
+        with torch.no_grad():
+            for index, value in self._shard.own.items():
+                value.grad = None
+                reduction.mean(index).copy_(value)
+            reduction.spread()
+            for index, part in enumerate(self._parts):
+                if index not in self._shard.own:
+                    part.copy_(reduction.mean(index))
+        self._updating = False
+        return norm, rate
+
+    def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Return the global norm of the gradients; no worker returns before all have reduced their slices.
+
+        It has the bits of one process if no parameter is cut, because the norms are then taken in the same order.
+        """
+        last = len(self._slices) - 1
+        dtypes = [part.dtype for part in self._parts][::-1]
+        if len({one.parameter for one in self._slices}) == len(self._slices):
+            of = {index: self._slices[index].parameter for index in gradients}
+            dtypes = [value.dtype for value in self._context.update.parameters.values()]
+        else:
+            of = {index: last - index for index in gradients}
+        return self._reducer.norm_of({of[index]: value for index, value in gradients.items()}, dtypes)
+
+    @property
+    def _owned(self) -> frozenset[str]:
+        buffers = (name for name, _ in self._context.compute.model.named_buffers())
+        frozen = {name for name, _ in self._context.compute.model.named_parameters()}
+        return self._shard.names.union(buffers, frozen.difference(self._context.update.parameters))
+
+    def synchronize(self, steps: int) -> None:
+        if self._shard.divided:
+            self._shard.unite()
+            consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))
+
+    def close(self) -> frozenset[str] | None:
+        self._workers.close()
+        divided = self._shard.divided
+        self._shard.unite()
+        if self._updating:  # some slices may be a step ahead of the others
+            return frozenset()
+        return self._owned if divided else None
+
+
+def _part(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return parameter if stop - start == parameter.numel() else parameter.view(-1)[start:stop]

@@ -1,0 +1,175 @@
+"""Sharded training has the bits of one process, divides the optimizer's state, and composes with the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional
+import paceline
+from subjects import CASES, classes, mlp, tell
+from odd_optimizers import NOISY, NORMED
+
+exec(NORMED + NOISY)
+optim = torch.optim
+strategy = "sharded" if int(os.environ["WORLD_SIZE"]) > 1 else "single"
+
+def start(**more):
+    given = {"model": mlp(12, 4), "loss": functional.cross_entropy, "data": classes(200), "batch": 48, "exact": True}
+    return paceline.start(**given | {"strategy": strategy, "optimizer": partial(optim.AdamW, lr=1e-2)} | more)
+
+def steps(session, count=4):
+    losses = [session.step(batch).loss.hex() for batch in session.batches(steps=count)]
+    return [session.fingerprint(), losses[-1]]
+
+def muon_and_adamw(named_parameters):
+    named = list(named_parameters)
+    matrices = [pair for pair in named if pair[1].ndim == 2]
+    rest = [pair for pair in named if pair[1].ndim != 2]
+    return {"muon": optim.Muon(matrices, lr=0.02), "adamw": optim.AdamW(rest, lr=1e-2)}
+
+def groups(model):
+    weights = [value for value in model.parameters() if value.ndim > 1]
+    biases = [value for value in model.parameters() if value.ndim == 1]
+    return optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.03}], lr=1e-2)
+
+class Lamb(optim.Optimizer):
+    # the step of each tensor is scaled by its norm
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    mean = self.state[value].setdefault("mean", torch.zeros_like(value))
+                    mean.lerp_(value.grad, 0.1)
+                    with torch.no_grad():
+                        value.sub_(mean, alpha=group["lr"] * float(value.norm() / (mean.norm() + 1e-6)))
+
+def frozen():
+    session = start()
+    for batch in session.batches(steps=6):
+        session._context.compute.model[0].requires_grad_(batch.step % 3 != 1)
+        session.step(batch)
+    return session.fingerprint()
+
+def changed():
+    session = start()
+    model = session._context.compute.model
+    for batch in session.batches(steps=6):
+        session.step(batch)
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.2, 0.2)
+        for group in session._context.update.optimizer.param_groups:
+            group["lr"] *= 0.9
+    return session.fingerprint()
+
+def evaluated():
+    session, found = start(), []
+    for batch in session.batches(steps=6):
+        session.step(batch)
+        if batch.step % 2:
+            found.append(session.evaluate(classes(50)).hex())
+    return [session.fingerprint(), *found]
+
+def elements(optimizer):
+    return sum(value.numel() for state in optimizer.state.values() for key, value in state.items() if key == "exp_avg")
+
+def size():
+    torch.manual_seed(0)
+    session = start(model=nn.Sequential(nn.Linear(12, 300), nn.ReLU(), nn.Linear(300, 70), nn.Linear(70, 4)))
+    for batch in session.batches(steps=2):
+        session.step(batch)
+        held = elements(session._context.update.optimizer)
+    session.fingerprint()
+    tell(held=held, whole=elements(session._context.update.optimizer))
+    return session.fingerprint()
+
+def moved():
+    kept = {"checkpoint": {"directory": os.environ["SAVED"]}}
+    session = start(**kept)
+    steps(session, 3)
+    session.save()
+    found = []
+    for other in ("sharded", "allreduce", "pipeline", "sharded"):
+        cut = {"pipeline": {"stages": 2}} if other == "pipeline" and strategy == "sharded" else {}
+        again = start(**kept, **cut, resume="auto", strategy=other if strategy == "sharded" else "single")
+        found.append(steps(again, 5)[0])
+    assert len(set(found)) == 1, found
+    return found[0]
+
+ways = {
+    "AdamW": lambda: steps(start()),
+    "fused": lambda: steps(start(optimizer=partial(optim.AdamW, lr=1e-2, fused=True))),
+    "groups": lambda: steps(start(optimizer=groups)),
+    "SGD": lambda: steps(start(optimizer=partial(optim.SGD, lr=0.1, momentum=0.9))),
+    "Adafactor": lambda: steps(start(optimizer=partial(optim.Adafactor, lr=1e-2))),
+    "Muon": lambda: steps(start(optimizer=muon_and_adamw)),
+    "Lamb": lambda: steps(start(optimizer=Lamb)),
+    "clipped": lambda: steps(start(clip_norm=0.1)),
+    "average": lambda: steps(start(average={"kind": "ema", "decay": 0.9})),
+    "float16": lambda: steps(start(autocast="float16")),
+    "bfloat16 weights": lambda: steps(start(model=mlp(12, 4).bfloat16(), data=classes(200, dtype=torch.bfloat16))),
+    "frozen in between": frozen,
+    "changed by the loop": changed,
+    "evaluated": evaluated,
+    "size": size,
+    "moved": moved,
+    **{
+        name: lambda name=name: steps(paceline.start(**CASES[name]() | {"exact": True, "strategy": strategy}), 5)
+        for name in CASES if not name.startswith("mlp")
+    },
+}
+if "REFUSED" in os.environ:
+    ways = {
+        "Normed": lambda: steps(start(optimizer=partial(Normed, lr=0.1))),
+        "Noisy": lambda: steps(start(optimizer=partial(Noisy, lr=0.1))),
+        "LBFGS": lambda: steps(start(optimizer=optim.LBFGS)),
+        "fixed": lambda: steps(start(exact="fixed-point")),
+    }
+for name, way in ways.items():
+    try:
+        tell(**{name: way()})
+    except paceline.PacelineError as error:
+        tell(**{name: f"{type(error).__name__}: {error}"})
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("alone")
+    return printed(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved")})[0]
+
+
+@pytest.mark.parametrize(("workers", "one_machine"), [(2, True), (3, False), (4, True)])
+def test_the_bits_are_those_of_one_process(
+    printed: Printed, alone: dict[str, Any], tmp_path: Path, workers: int, one_machine: bool
+) -> None:
+    environment = {"SAVED": str(tmp_path / "saved")}
+    everyone = printed(SCRIPT, workers, tmp_path, one_machine=one_machine, environment=environment)
+    sizes = [(one.pop("held"), one.pop("whole")) for one in everyone]
+    total = alone["whole"]
+    assert sum(held for held, _ in sizes) == total and {whole for _, whole in sizes} == {total}
+    assert max(held for held, _ in sizes) <= total / workers + 64
+    wanted = {name: value for name, value in alone.items() if name not in ("held", "whole")}
+    for one in everyone:
+        assert one == wanted
+    assert not [value for value in wanted.values() if "Error" in str(value)]
+
+
+def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> None:
+    for found in printed(SCRIPT, 2, tmp_path, environment={"REFUSED": "1"}):
+        assert "Normed updates a parameter in another way when the others have no gradients" in found["Normed"]
+        assert "Noisy draws random numbers" in found["Noisy"] and "'allreduce'" in found["Noisy"]
+        assert "LBFGS" in found["LBFGS"] and "allreduce" in found["LBFGS"]
+        assert found["fixed"].startswith("ConfigError: strategy 'sharded' cannot add up gradients in fixed point")
