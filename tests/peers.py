@@ -21,9 +21,14 @@ def await_all(folder: Path, workers: int) -> None:
 
 
 def await_end(folder: Path, ranks: Sequence[int]) -> None:
-    """Until the processes of these ranks, which have said it, have ended."""
-    processes = [int(_file(folder, rank).read_text()) for rank in ranks]
-    until(lambda: not any(map(_runs, processes)))
+    """Until the processes of these ranks have said it and have ended."""
+    until(lambda: have_ended(folder, ranks))
+
+
+def have_ended(folder: Path, ranks: Sequence[int]) -> bool:
+    """Whether the processes of these ranks have ended; those that have not said it yet have not."""
+    files = [_file(folder, rank) for rank in ranks]
+    return all(file.exists() and not _runs(int(file.read_text())) for file in files)
 
 
 def _file(folder: Path, rank: int) -> Path:

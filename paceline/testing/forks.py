@@ -36,6 +36,8 @@ def fork(call: Callable[[], None], workers: list[Worker]) -> Sequence[Process]:
     """Fork this process for each worker, without its other threads, and call a function in the fork."""
     started = []
     for worker in workers:
+        for path in (worker.out, worker.err):  # the process may be killed before it opens them
+            path.write_bytes(b"")
         with warnings.catch_warnings():  # Python warns about forks with threads; the caller asked for a fork
             warnings.simplefilter("ignore", DeprecationWarning)
             process = multiprocessing.get_context("fork").Process(target=_be, args=(worker, call))

@@ -8,14 +8,16 @@ import sys
 import threading
 import time
 import unittest
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peers
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.testing import Worker, decorator, faults, processes
+from paceline.testing import Worker, decorator, faults, forks, processes, ranks, worker_main
 from paceline.testing.decorator import WorkersFailed
 
 HERE = os.getpid()
@@ -104,7 +106,9 @@ def test_all_that_failed_are_told_in_the_order_of_time(tmp_path: Path, monkeypat
 
 
 @processes(2, deadline=6, start="fork")
-def one_hangs(worker: Worker) -> None:
+def one_hangs(worker: Worker, folder: Path) -> None:
+    (folder / f"errors-{worker.rank}").write_text(os.readlink("/proc/self/fd/2"))
+    peers.note(folder, worker.rank)
     if worker.rank == 1:
         wait_for_nobody()
 
@@ -114,10 +118,28 @@ def wait_for_nobody() -> None:
 
 
 @pytest.mark.slow
-def test_the_deadline_shows_where_it_hangs() -> None:
+def test_the_deadline_shows_where_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline passes when rank 0 has ended and rank 1 has shown its stack, however long they take."""
+    begin = time.monotonic()
+
+    def now() -> float:
+        given = tmp_path / "errors-1"
+        shown = given.exists() and "in wait_for_nobody" in Path(given.read_text() or os.devnull).read_text()
+        return begin + 7 if shown and peers.have_ended(tmp_path, [0]) else begin
+
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    for module in (decorator, worker_main):  # a worker has its 5 s until it shows the stack from its own start
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: begin, time=time.time))
     with pytest.raises(TimeoutError, match=r"Still running after 6 s: ranks 1\.") as caught:
-        one_hangs()
+        one_hangs(folder=tmp_path)
     assert "in wait_for_nobody" in str(caught.value)
+
+
+def test_an_output_is_there_before_the_process_has_opened_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be killed at its deadline before it has done anything."""
+    monkeypatch.setattr(forks, "_be", lambda worker, call: threading.Event().wait())
+    with pytest.raises(TimeoutError, match=r"Still running after 0 s: ranks 0, 1\."):
+        ranks.run("", 2, tmp_path, deadline=0.0, start=partial(forks.fork, wait_for_nobody))
 
 
 @processes(2, ends={1: "SIGKILL"})
