@@ -18,10 +18,13 @@ Printed = Callable[..., list[dict[str, Any]]]
 HEAD = """
 import os, sys, threading, time
 from datetime import timedelta
+from pathlib import Path
+import peers
 import torch
 import torch.distributed as dist
 from torch.distributed import all_reduce as summed
 import paceline
+from paceline.comm.desync.board import SharedMemoryBoard, StoreBoard
 from subjects import *
 
 RANK = int(os.environ["RANK"])
@@ -29,10 +32,26 @@ given = CASES["mlp, momentum"]() | {"timeout_seconds": 30}
 session = paceline.start(**given)
 SIZE = session.workers
 
-def hurry(*groups):  # over the network some differences are found only when a worker gives up
-    session._context.world.timeout = 3.0
-    for group in (dist.group.WORLD, *groups):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), group)
+def patient():  # who has found a difference waits for all others, who may be late, before it names their calls
+    for board in (SharedMemoryBoard, StoreBoard):
+        def wait(own, number, seconds, barrier=board.barrier):
+            barrier(own, number, 60.0)
+        board.barrier = wait
+
+def hurry(calls=1, group=dist.group.WORLD, ranks=range(SIZE)):
+    # over the network some differences are found only when a worker gives up: soon after all have told this call
+    name, numbers = "publish" if group is dist.group.WORLD else "publish_in_group", []
+    publish, files = getattr(StoreBoard, name), [Path(__file__).with_name(f"told-{rank}") for rank in ranks]
+    def noted(*record):
+        publish(*record)
+        numbers.append(record[1])
+        if len(numbers) == calls:
+            files[ranks.index(RANK)].touch()
+            peers.until(lambda: all(file.exists() for file in files))
+            session._context.world.timeout = 3.0
+            for one in (dist.group.WORLD, group):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), one)
+    setattr(StoreBoard, name, noted)
 
 def go(during, steps=6):
     for batch in session.batches(steps=steps):
@@ -136,29 +155,28 @@ def _line(body: str, part: str) -> int:
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_calls_on_one_machine(ranks: Run, tmp_path: Path, name: str) -> None:
     differs = DIFFERENT[name]
-    check(ranks(HEAD + differs.body + "go(metric)", 3, tmp_path, deadline=60), differs)
+    check(ranks(HEAD + differs.body + "patient(); go(metric)", 3, tmp_path, deadline=60), differs)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "a call that only one makes"])
 def test_different_calls_over_the_network(ranks: Run, tmp_path: Path, name: str) -> None:
     differs = DIFFERENT[name]
-    script = HEAD + differs.body + "hurry(); go(metric)"
-    check(ranks(script, 3, tmp_path, deadline=60, one_machine=False), differs)
+    end = "go(lambda: [hurry(), metric()])" if name == "roots" else "patient(); go(metric)"
+    check(ranks(HEAD + differs.body + end, 3, tmp_path, deadline=60, one_machine=False), differs)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_equal_calls_in_another_order(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
-    script = HEAD + SWAPPED.body + "go(metric)"
+    script = HEAD + SWAPPED.body + "patient(); go(metric)"
     check(ranks(script, 3, tmp_path, deadline=60, one_machine=one_machine), SWAPPED)
 
 
 @pytest.mark.slow
 def test_a_call_that_only_one_makes_over_the_network(ranks: Run, tmp_path: Path) -> None:
-    """Nobody can look while all wait; the first that gives up finds out."""
     differs = DIFFERENT["a call that only one makes"]
-    script = HEAD + differs.body + "hurry(); go(metric)"
+    script = HEAD + differs.body + "patient(); go(metric)"
     check(ranks(script, 3, tmp_path, deadline=60, one_machine=False), differs)
 
 
@@ -214,7 +232,7 @@ go(metric)
 def test_in_a_smaller_group(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     script = HEAD + IN_A_GROUP
     if not one_machine:
-        script = script.replace("go(metric)", "hurry() if RANK == 1 else hurry(pair)\ngo(metric)")
+        script = script.replace("go(metric)", "go(lambda: [RANK == 1 or hurry(3, pair, [0, 2]), metric()])")
     ended = ranks(script, 3, tmp_path, deadline=60, one_machine=one_machine)
     said = [one for one in failures(ended) if "in the group of ranks 0, 2" in one]
     assert said
@@ -339,9 +357,12 @@ def test_compiled_calls(printed: Printed, tmp_path: Path) -> None:
 
 
 LOST = """
+here = Path(__file__).with_name("here")
 def metric():
     if RANK == 1:
+        peers.until(here.exists)
         os._exit(7)
+    here.touch()
     dist.all_reduce(torch.ones(3))
 go(metric)
 """
