@@ -100,7 +100,12 @@ class ForkServer:
             for path in (command.out, command.err):
                 path.write_bytes(b"")
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(asked).encode() + b"\n")
+        try:
+            left = json.dumps(asked).encode() + b"\n"
+            while left:  # a write without a buffer may take a part, as when this process is stopped meanwhile
+                left = left[self._server.stdin.write(left) :]
+        except BrokenPipeError:
+            raise AssertionError(self._ended()) from None
         codes: dict[int, int] = {}
         return [Forked(self, int(self.line()), codes) for _ in commands]
 
@@ -118,6 +123,10 @@ class ForkServer:
             process.wait()
             raise
 
+    def _ended(self) -> str:
+        """What a failed test says of a server that has ended, which nothing here does to it."""
+        return f"the process that forks ({self._server.pid}) has ended with exit code {self._server.wait()}"
+
     def line(self, seconds: float | None = None) -> str:
         """The next line of the server, without reading ahead."""
         assert self._server.stdout is not None
@@ -127,7 +136,7 @@ class ForkServer:
             if until is not None and not select.select([stream], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise TimeoutError
             byte = os.read(stream, 1)
-            assert byte, "the process that forks has ended"
+            assert byte, self._ended()
             self._read += byte  # kept if the time is up in the middle of a line
         read, self._read = self._read, b""
         return read.decode().strip()
