@@ -543,8 +543,18 @@ def test_a_worker_is_lost_in_the_middle_of_a_step(
 def test_a_worker_stays_silent_in_the_middle_of_a_step(
     ranks: Run, tmp_path: Path, schedule: str, one_machine: bool
 ) -> None:
-    """Rank 1 says nothing until the others have ended."""
-    noted = "import peers\nfrom pathlib import Path\nfolder = Path(__file__).parent\npeers.note(folder, RANK)\n"
+    """Rank 1 says nothing until the others have ended. It waits longer than they do, who begin when all are there."""
+    noted = """
+from pathlib import Path
+import peers
+from paceline.comm.world import World
+
+begin, folder = World.__init__, Path(__file__).parent
+if RANK == 1:
+    World.__init__ = lambda own, who, timeout, *more, **named: begin(own, who, 120.0, *more, **named)
+peers.note(folder, RANK)
+peers.await_all(folder, 3)
+"""
     script = script_of("peers.await_end(folder, [0, 2])", schedule, 6).replace(HEAD, HEAD + noted)
     ended = ranks(script, 3, tmp_path, deadline=120, one_machine=one_machine)
     assert all(one.code in (5, 124) for one in ended) and 124 in [one.code for one in ended]
