@@ -259,6 +259,10 @@ class Launcher(ABC):
             OSError: the worker could not be started.
         """
 
+    def ended(self, worker: WorkerProcess) -> None:
+        """Forget a worker that has ended and whose process group has been killed."""
+        return None
+
     def ran_out_of_memory(self) -> bool:
         """Return whether the worker that has just failed was killed for lack of memory. False if unknown."""
         return False

@@ -235,6 +235,7 @@ class Workers:
             if code is None:
                 continue
             worker.kill()  # processes that the worker started
+            self._launcher.ended(worker)
             del self._running[number], self._local_ranks[number]
             if number in self._handles:
                 os.close(self._handles.pop(number))

@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import StartError
 from paceline.launchers import prepare as preparation
 from paceline.launchers.base import Launch, Request, RunResult
+from paceline.launchers.local import launcher as local_launcher
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.launcher import ChildProcess
 from paceline.launchers.workers import AllOrNothing, Workers
@@ -240,6 +241,29 @@ def test_a_second_notice_does_not_hasten(launcher: Callable[[str], "subprocess.P
 def test_nothing_outlives_a_killed_launcher(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
     with launcher("") as process:
         process.kill()  # the fixture looks for what is left
+
+
+def test_a_killed_launcher_ends_no_group_of_an_ended_worker() -> None:
+    """Its id may be that of another program by then, which leads a group as well."""
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    ended, runs, later = [subprocess.Popen(sleeps, start_new_session=True) for _ in range(3)]
+    lines = f"{ended.pid}\n{runs.pid}\n-{ended.pid}\n{later.pid}\n"
+    subprocess.run(["/bin/sh", "-c", local_launcher._REAPER], input=lines, text=True, check=True, timeout=60)
+    assert [process.wait(60) for process in (runs, later)] == [-signal.SIGKILL] * 2
+    assert ended.poll() is None
+    ended.kill()
+    ended.wait()
+
+
+def test_the_reaper_is_told_of_workers_that_have_ended(
+    prepare: Callable[..., Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_launcher, "_REAPER", f"cat > '{tmp_path}/told'")
+    result, _ = run(prepare("pass"))
+    numbers = [one.pid for one in result.exits]
+    *told, last = (tmp_path / "told").read_text().splitlines()
+    assert last == "done"
+    assert sorted(map(int, told)) == sorted([*numbers, *(-number for number in numbers)])
 
 
 STARTS = """

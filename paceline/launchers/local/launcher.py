@@ -24,11 +24,15 @@ from paceline.launchers.local.unsafe import needs_libraries
 
 _REAPER = """
 while read -r line; do
-  [ "$line" = done ] && exit
-  groups="$groups $line"
+  case $line in
+    done) exit ;;
+    -*) left=; for group in $groups; do [ "-$group" = "$line" ] || left="$left $group"; done; groups=$left ;;
+    *) groups="$groups $line" ;;
+  esac
 done
 for group in $groups; do kill -KILL "-$group"; done
 """
+"""Reads a worker's id when it starts, and its negative when it has ended: the id may then belong to another program."""
 
 
 class LocalLauncher(Launcher):
@@ -97,11 +101,17 @@ class LocalLauncher(Launcher):
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Start a worker and register it with the reaper."""
         process = self.spawn(worker, stdout, stderr)
+        self._tell_reaper(f"{process.pid}")
+        return process
+
+    def ended(self, worker: WorkerProcess) -> None:
+        self._tell_reaper(f"-{worker.pid}")
+
+    def _tell_reaper(self, line: str) -> None:
         if self._reaper is not None and self._reaper.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
-                self._reaper.stdin.write(f"{process.pid}\n".encode())
+                self._reaper.stdin.write(f"{line}\n".encode())
                 self._reaper.stdin.flush()
-        return process
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Fork or start the worker's process."""
