@@ -50,6 +50,13 @@ class Layers(ABC):
         """Whether the stages can run the model in its current mode (``train()``, ``eval()``)."""
         return True
 
+    def check(self) -> None:  # noqa: B027 - for layers that do not notice it when they are called
+        """Raise if the script has changed what the stages would have to compute.
+
+        Raises:
+            InputError: names the layer.
+        """
+
     def prepare(self) -> None:  # noqa: B027 - for layers that depend on the mode
         """Prepare for the model's current mode. This needs all parameters of the model."""
 

@@ -42,6 +42,7 @@ class SequentialCut(Layers):
         found = _blocks_of(model, "")
         self.names = [name for name, _ in found]
         self._blocks = [block for _, block in found]
+        self._model, self._modules = model, _modules_of(model, "")
         self._tensor_names = tensor_names(model)
         with preserved(model), torch.no_grad():
             self._boundaries = self._record_boundaries(example)
@@ -49,6 +50,21 @@ class SequentialCut(Layers):
     def stage(self, begin: int, end: int) -> Stage:
         after = self._boundaries[end] if end < len(self._blocks) else None
         return _SequentialStage(self, begin, end, self._boundaries[begin] if begin else None, after)
+
+    def check(self) -> None:
+        now = _modules_of(self._model, "")
+        if now == self._modules:
+            return
+        name = next(one for one in [*self._modules, *now] if self._modules.get(one) != now.get(one))
+        before, after = self._modules.get(name), now.get(name)
+        happened = "got another hook or another forward"
+        if before is None or after is None or before[0] is not after[0]:
+            happened = "was added" if before is None else "was removed" if after is None else "was replaced"
+        raise InputError(
+            f"{f'The layer {name!r} of the model' if name else 'The model'} {happened} after paceline.start, but a "
+            f"pipeline computes with the layers of the start. Make the change before paceline.start or inside of a "
+            f"layer, or use strategy 'allreduce'."
+        )
 
     def _record_boundaries(self, values: Any) -> list[_Boundary]:
         boundaries = []
@@ -155,4 +171,15 @@ def _blocks_of(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     for name, block in model._modules.items():  # named_children drops a module that occurs twice
         assert block is not None
         found += _blocks_of(block, f"{prefix}{name}.") if is_sequential(block) else [(prefix + name, block)]
+    return found
+
+
+def _modules_of(model: nn.Module, name: str) -> dict[str, tuple[object, ...]]:
+    """Return the blocks, and the containers with what their own calls would add, by name."""
+    if not is_sequential(model):
+        return {name: (model,)}
+    found = {name: (model, vars(model).get("forward"), *model._forward_hooks, *model._forward_pre_hooks)}
+    for key, block in model._modules.items():
+        assert block is not None
+        found |= _modules_of(block, f"{name}.{key}" if name else key)
     return found

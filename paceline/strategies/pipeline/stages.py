@@ -249,7 +249,12 @@ class Stages:
         return [range(microbatch, microbatch + 1) for microbatch in sorted(mine) if microbatch >= 0]
 
     def prepare(self) -> None:
-        """Prepare for the model's current mode, if it is new. All workers call this together."""
+        """Prepare for the model's current mode, if it is new. All workers call this together.
+
+        Raises:
+            InputError: the script has changed the layers of the model.
+        """
+        self._layers.check()
         if not self._layers.is_ready:
             self.synchronize()
             self._layers.prepare()
