@@ -24,8 +24,9 @@ from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
 from paceline.settings import Arguments
 from paceline.step.context import Batch
+from paceline.step.loss import described
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
-from paceline.system.by_name import by_name
+from paceline.system.usage import explained, with_usage
 from paceline.training.batches import Batches
 from paceline.training.build import Components, phase_of
 from paceline.training.evaluations import Evaluations
@@ -45,7 +46,7 @@ def _count_in(call: str, value: object) -> int:
     return int(value)
 
 
-@by_name("paceline.start", "paceline.start(model=..., optimizer=..., loss=..., data=..., batch=...)")
+@with_usage("paceline.start", "paceline.start(model=..., optimizer=..., loss=..., data=..., batch=...)")
 def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     *,
     model: nn.Module,
@@ -95,6 +96,7 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     return Session(set_up(given, settings), by_loss=loss is not None)
 
 
+@explained
 class Session:
     """This worker's handle on a training run. Created by :func:`paceline.start`."""
 
@@ -169,7 +171,6 @@ class Session:
         count = _count_in("epochs(..., ", end) - _count_in("epochs(", first)
         return (first + epoch for epoch in self._batches.epochs(max(0, count)))
 
-    @by_name("session.batches", "session.batches(steps={}) or session.batches(epochs={})", own=1)
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """Return an iterator over batches: the rest of the current epoch, or the next ``epochs`` or ``steps``.
 
@@ -313,6 +314,11 @@ class Session:
             InputError: the function raised (rank 0 raises the error itself), or its result has an unsupported type.
             WorkerLost: not enough workers are left.
         """
+        if not callable(act):
+            raise InputError(
+                f"session.once takes a function, which rank 0 calls, and not what it returns, but it got "
+                f"{described(act)}. Write session.once(function, its, arguments)."
+            )
         return cast("_T", self._evaluations.once(partial(act, *args, **kwargs)))
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:

@@ -172,3 +172,80 @@ def test_a_setting_as_an_option(words: list[str], hint: str, capsys: pytest.Capt
 def test_arguments_by_position(act: Callable[[], object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         act()
+
+
+CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "nothing": (
+        lambda one: one.epochs(),
+        r"session\.epochs: the argument 'first' is missing\. Write session\.epochs\(10",
+    ),
+    "another name": (
+        lambda one: one.batches(epoch=10),
+        r"\.batches\(epoch=\.\.\.\): it has no argument 'epoch'\. Did you mean epochs=\? Write session\.batches\(steps",
+    ),
+    "one too many": (
+        lambda one: one.evaluate(pairs(), squared, squared),
+        r"evaluate\(TensorDataset, function, function\): arguments after 'metric' are given by .* forward=\.\.\.\)",
+    ),
+    "a flag by position": (
+        lambda one: one.model_state(True),
+        r"model_state\(bool\): .* session.model_state\(everywhere=False\)",
+    ),
+    "values by name": (
+        lambda one: one.log(loss=1.0),
+        r"session\.log\(loss=\.\.\.\): .* Write session\.log\(\{'accuracy'",
+    ),
+    "a name and a value": (lambda one: one.log("loss", 1.0), r"log\(str, float\): arguments after 'values' are"),
+    "a value without a name": (
+        lambda one: one.register([1]),
+        r"register\(list\): .* Write session\.register\(name=value",
+    ),
+    "a path": (lambda one: one.save("x.pt"), r"session\.save\(str\): it takes no arguments\. Write .* session\.export"),
+    "a file to print to": (lambda one: one.print(1, file=2), "print.*it has no argument 'file'"),
+    "a session from its class": (lambda one: type(one)(1), r"Session: .* Write session = paceline\.start"),
+    "no optimizer": (
+        lambda one: paceline.start(model=torch.nn.Linear(4, 3), data=pairs(), batch=8),  # type: ignore[call-arg]
+        r"paceline\.start: the argument 'optimizer' is missing\. Write paceline\.start\(model=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_call(name: str) -> None:
+    act, says = CALLS[name]
+    with pytest.raises(ConfigError, match=says):
+        act(start())
+
+
+def test_a_type_error_of_the_users_own_function_stays() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        start().once(lambda: 1 + "")  # type: ignore[operator]
+
+
+def test_once_without_a_function() -> None:
+    with pytest.raises(InputError, match=r"and not what it returns, but it got an int\. Write session\.once\(function"):
+        start().once(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("model", "A session has no 'model': it is the object that the script gave"),
+        ("close", "a session ends with the script"),
+        ("backward", r"write `for batch in session\.batches\(\): session\.step\(batch\)`"),
+        ("fingerprnt", r"did you mean session\.fingerprint\?"),
+    ],
+)
+def test_attributes_of_other_libraries(name: str, says: str) -> None:
+    session = start()
+    assert not hasattr(session, name)
+    with pytest.raises(AttributeError, match=says):
+        getattr(session, name)
+
+
+def test_a_session_is_no_loop_and_no_context() -> None:
+    session: Any = start()
+    with pytest.raises(InputError, match=r"no loop over batches: write `for batch in session\.batches"):
+        iter(session)
+    with pytest.raises(InputError, match=r"write session = paceline\.start"), session:
+        pass
