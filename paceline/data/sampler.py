@@ -17,6 +17,7 @@ from torch.utils.data import DistributedSampler, Sampler
 from paceline.data.keys import ORDER, preserve_generators, seed_all, seed_of
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
+from paceline.system.usage import does_not_take
 
 SampleNumbers: TypeAlias = Callable[[int, int], Iterable[int]]
 _CURE = (
@@ -193,6 +194,8 @@ def function_of(sampler: Any) -> SampleNumbers:
         return lambda seed, epoch: _of_torch(sampler, epoch)
     if not callable(sampler):
         raise InputError(f"sampler is a {type(sampler).__name__}: {_CURE}.")
+    if why := does_not_take(sampler, "seed", "epoch"):
+        raise InputError(f"The sampler cannot be called: {why}. The {_CURE}.")
     called: SampleNumbers = sampler
     return called
 

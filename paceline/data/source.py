@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sized
+from types import FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -116,6 +117,11 @@ def _stream(data: Any, settings: Settings, batch: int, parts: int) -> StreamOrde
 def _no_data_set(data: Any) -> InputError:
     if isinstance(data, type):
         return InputError(f"data is the class {data.__name__}: give an object of it, {data.__name__}(...).")
+    if isinstance(data, FunctionType):
+        return InputError(
+            f"data is the function {data.__name__}: give the data set that it returns, or if it yields samples, an "
+            f"object of a class whose __iter__ yields them."
+        )
     writer = writer_of(data)
     cure = "Give it __len__ and __getitem__, or __iter__ for a stream."
     if writer is not None:

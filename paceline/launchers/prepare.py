@@ -22,6 +22,7 @@ from paceline.settings import Settings
 from paceline.system.number_kinds import LONGEST_SECONDS
 
 _PYTHON = re.compile(r"python[\d.]*")
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "horovodrun", "mpiexec", "mpirun", "srun", "paceline")
 """Names of the interpreter, which other launchers want before the script."""
 _MOST_HERE = 512
 """Maximum number of workers per machine. Each machine has a range of numbers for its replacement workers."""
@@ -79,17 +80,22 @@ def check(request: Request) -> None:
 def _check_script(script: Path, arguments: tuple[str, ...]) -> None:
     if str(script).startswith("-"):
         raise ConfigError(f"There is no option {quoted(str(script))}; options of paceline go before the script.")
+    own = shlex.join([*itertools.dropwhile(lambda word: not word.endswith(".py"), arguments)] or ["train.py"])
     if _PYTHON.fullmatch(script.name):
-        own = [*itertools.dropwhile(lambda word: not word.endswith(".py"), arguments)] or ["train.py"]
         raise ConfigError(
             f"{script} is in the place of the script. Paceline starts Python itself: leave {script} and its options "
-            f"out, as in paceline run -n 2 {shlex.join(own)}."
+            f"out, as in paceline run -n 2 {own}."
         )
     try:
         is_there, is_file = script.exists(), script.is_file()
     except (OSError, ValueError) as error:  # a name with thousands of characters, or with a null character
         raise ConfigError(f"The script {quoted(str(script))} cannot be looked for: {error}.") from None
     if not is_there:
+        if str(script) in _LAUNCHERS:
+            raise ConfigError(
+                f"{script} is in the place of the script, but it starts workers, as paceline run does. Leave {script} "
+                f"and its options out, as in paceline run -n 2 {own}, or write {script} without paceline run."
+            )
         raise ConfigError(f"There is no script {script} (looked in {script.absolute().parent}).")
     if script.is_dir():
         raise ConfigError(f"{script} is a directory; name the script inside it.")

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.adapters.keras import loss as keras_loss
 from paceline.errors import InputError
+from paceline.system.usage import does_not_take
 
 Forward = Callable[[nn.Module, Any], Any]
 _OF_LOSS = "_paceline_of_loss"
@@ -158,14 +159,19 @@ def described(value: Any) -> str:
     return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
 
 
-def check_function(argument: str, value: Any, example: str) -> None:
-    """Raise if an argument of ``start`` is not a function.
+def check_function(argument: str, value: Any, example: str, *takes: str) -> None:
+    """Raise if an argument of ``start`` is not a function, or takes other arguments than ``takes``.
 
     Raises:
         InputError: says what the argument is, and what to write.
     """
     if value is not None and not callable(value):
         raise InputError(f"{argument} must be a function, but it is {described(value)}. Write, for example, {example}.")
+    if value is not None and not isinstance(value, type) and (why := does_not_take(value, *takes)):
+        raise InputError(
+            f"{argument} must be a function of ({', '.join(takes)}), but this call would fail: {why}. Write, for "
+            f"example, {example}."
+        )
 
 
 def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:

@@ -102,6 +102,19 @@ def with_usage(call: str, cure: str, own: int = 0) -> Callable[[Callable[_P, _T]
     return decorate
 
 
+def does_not_take(function: Callable[..., Any], *arguments: str) -> str:
+    """Return why a function cannot be called with arguments by position; empty if it can, or if that is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function in C, for example
+        return ""
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
 def _message(
     call: str, cure: str, parameters: Sequence[Parameter], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str:

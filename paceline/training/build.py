@@ -265,11 +265,13 @@ def _forward(given: Components) -> Forward:
     if (given.loss is None) == (given.forward is None):
         got = "neither is" if given.loss is None else "both are"
         raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} given.")
-    check_function("loss", given.loss, "loss=torch.nn.functional.cross_entropy")
-    check_function("collate", given.collate, "collate=torch.utils.data.default_collate")
+    check_function("loss", given.loss, "loss=torch.nn.functional.cross_entropy", "output", "target")
+    check_function("collate", given.collate, "collate=torch.utils.data.default_collate", "samples")
     if isinstance(given.forward, Mapping):
         return _no_forward
-    check_function("forward", given.forward, "def forward(model, microbatch): return model(microbatch).mean()")
+    example = "def forward(model, microbatch): return model(microbatch).mean()"
+    arguments = ("model", "microbatch", "state") if takes_state(given.forward) else ("model", "microbatch")
+    check_function("forward", given.forward, example, *arguments)
     if given.forward is not None:
         return given.forward
     assert given.loss is not None

@@ -50,6 +50,20 @@ WARNED: dict[str, tuple[Callable[[], object], str]] = {
 REGRESSION = Dataset(pairs().tensors[0], torch.linspace(0, 1, 16))
 
 
+def backward_by_hand(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    loss = torch.nn.functional.cross_entropy(output, target)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+class Remembers(torch.nn.Linear):
+    last: torch.Tensor | float = 0.0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(values) + self.last
+        return self.last
+
+
 def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
@@ -67,6 +81,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "text for the forward pass": (lambda: start(loss=None, forward="x"), "forward must be a function, but it is a str"),
     "a number for collate": (lambda: start(collate=3), "collate must be a function, but it is an int. Write"),
     "a class for the data": (lambda: start(data=Dataset), r"data is the class TensorDataset: give an object of it"),
+    "a generator function": (
+        lambda: start(data=lambda: iter(pairs())),
+        "data is the function <lambda>: give the data set that it returns, .* a class whose __iter__ yields them",
+    ),
     "columns by name": (
         lambda: start(data={"x": [1, 2], "y": [1, 2]}),
         "a dict with the keys 'x', 'y', and samples have",
@@ -74,6 +92,34 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a class for the schedule": (
         lambda: start(schedule=torch.optim.lr_scheduler.StepLR),
         "The schedule factory could not be called with the optimizer: .* missing 1 required .* 'step_size'",
+    ),
+    "a loss of one argument": (
+        lambda: start(loss=lambda output: output.mean()),
+        r"loss must be a function of \(output, target\), but this call would fail: too many .* Write",
+    ),
+    "a forward without the model": (
+        lambda: start(loss=None, forward=lambda batch: batch),
+        r"forward must be a function of \(model, microbatch\), but .* Write, for example, def forward\(model",
+    ),
+    "collate without samples": (
+        lambda: start(collate=lambda: 0),
+        r"collate must be a function of \(samples\), but this",
+    ),
+    "a sampler without an epoch": (
+        lambda: start(sampler=lambda seed: [0, 1]),
+        r"The sampler cannot be called: .* The sampler must be a pure function of \(seed, epoch\)",
+    ),
+    "an optimizer factory without parameters": (
+        lambda: start(optimizer=lambda: None),
+        r"could not be called with the parameters: .* Write, for example, optimizer=partial\(",
+    ),
+    "backward in the loss": (
+        lambda: train(loss=backward_by_hand),
+        r"The loss, or forward, calls backward\(\) itself: the parameter 'weight' .* Leave backward\(\) out, and",
+    ),
+    "a kept graph": (
+        lambda: train(model=Remembers(4, 3)),
+        r"a tensor that an earlier forward pass has kept with its graph, .* forward\(model, microbatch, state\)",
     ),
     "less than a batch": (lambda: start(batch=20, drop_last=True), r"Give a smaller batch, or leave drop_last out\."),
 }
@@ -249,3 +295,24 @@ def test_a_session_is_no_loop_and_no_context() -> None:
         iter(session)
     with pytest.raises(InputError, match=r"write session = paceline\.start"), session:
         pass
+
+
+@pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), partial(torch.nn.functional.cross_entropy, weight=None)])
+def test_functions_of_any_kind(loss: Any) -> None:
+    assert (
+        train(
+            loss=loss,
+            sampler=lambda seed, epoch=0, *more: range(16),
+            collate=lambda items, extra=1: (
+                items and (torch.stack([one[0] for one in items]), torch.stack([one[1] for one in items]))
+            ),
+        ).position
+        == 2
+    )
+
+
+def test_a_launcher_in_the_place_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "torchrun", "--nproc-per-node", "2", "mine.py"])
+    assert ended.value.code == 2
+    assert "as in paceline run -n 2 mine.py, or write torchrun without paceline run." in capsys.readouterr().err

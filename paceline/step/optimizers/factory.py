@@ -20,6 +20,7 @@ OptimizerFactory = Callable[..., Any]
 
 It returns an optimizer, or several as a dictionary or in order."""
 ScheduleFactory = Callable[[Optimizer], LRScheduler]
+_WRITE = "Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4)."
 
 
 def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
@@ -31,14 +32,14 @@ def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
     if isinstance(factory, Optimizer) or not callable(factory):
         raise InputError(
             f"optimizer must be a factory, something that is called with the parameters, but it is "
-            f"{_kind(factory)}. Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4)."
+            f"{_kind(factory)}. {_WRITE}"
         )
     first = _first_parameter(factory)
     try:
         made: Any = factory(_argument(first, model))
     except TypeError as error:
         given = {"model": "the model", "named_parameters": "pairs of names and parameters"}.get(first, "the parameters")
-        raise InputError(f"The optimizer factory could not be called with {given}: {error}.") from error
+        raise InputError(f"The optimizer factory could not be called with {given}: {error}. {_WRITE}") from error
     made = keras_optimizer.adapted(made, model)
     if isinstance(made, list | tuple) and all(isinstance(one, Optimizer) for one in made):
         made = {str(place): one for place, one in enumerate(made)}

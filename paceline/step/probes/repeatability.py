@@ -37,8 +37,19 @@ _CHANGED = (
 )
 
 
-class _WeightsChanged(Exception):
-    """The backward pass has changed weights."""
+_OWN_BACKWARD = (
+    "The loss, or forward, calls backward() itself: the parameter {name!r} has a gradient after the forward pass, and "
+    "session.step would add the same gradient again. Leave backward() out, and return the loss."
+)
+_KEPT_GRAPH = (
+    "The loss depends on a tensor that an earlier forward pass has kept with its graph, such as a hidden state. Each "
+    "worker computes other microbatches, so the result would depend on the number of workers. Carry it as the state of "
+    "forward(model, microbatch, state), or compute it anew in each forward pass."
+)
+
+
+class _Refused(Exception):
+    """A microbatch computes what no step may: the text says what, and the cure."""
 
 
 def check_repeatable(context: TrainingContext, group: MicrobatchGroup, step: int) -> bool:
@@ -46,11 +57,11 @@ def check_repeatable(context: TrainingContext, group: MicrobatchGroup, step: int
 
     Raises:
         InputError: the results differ, and the run is to stop; otherwise the probe warns. Or the backward pass changes
-            weights.
+            weights, or is called by the forward pass, or needs the graph of an earlier one.
     """
     try:
         text, grows = _probe(context, group, step)
-    except _WeightsChanged as error:
+    except _Refused as error:
         raise InputError(str(error)) from None
     except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("a microbatch could not be computed twice: %s", error)
@@ -128,10 +139,18 @@ def _computed(context: TrainingContext, group: MicrobatchGroup, step: int) -> di
     for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value
     versions = {name: parameter._version for name, parameter in context.update.parameters.items()}
-    result.total.backward()
+    for name, parameter in context.update.parameters.items():
+        if parameter.grad is not None:
+            raise _Refused(_OWN_BACKWARD.format(name=name))
+    try:
+        result.total.backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise _Refused(_KEPT_GRAPH) from None
+        raise
     for name, parameter in context.update.parameters.items():
         if parameter._version != versions[name]:
-            raise _WeightsChanged(_CHANGED.format(name=name, microbatches=context.order.microbatches))
+            raise _Refused(_CHANGED.format(name=name, microbatches=context.order.microbatches))
     for name, parameter in context.update.parameters.items():
         found[f"the gradient of {name!r}"] = parameter.grad
     return found
