@@ -354,7 +354,7 @@ class KeyedDataset(Dataset[Any]):
             text = (
                 f"The data set gives another sample {sample} when it is read again: {because}. Each worker reads other "
                 f"samples, so the result depends on the number of workers. Draw from the global generators of torch, "
-                f"random or numpy: they are keyed by (seed, epoch, sample)."
+                f"random or numpy, which are keyed by (seed, epoch, sample), and do not change samples in place."
             )
         elif keeps:
             grown = [name for name, size in before.sizes.items() if size > sizes.get(name, 0)]

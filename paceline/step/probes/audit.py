@@ -306,10 +306,11 @@ def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
     if name == DATA:
         return (
             f"{audit}, loaded {by}, does not have the same data. The data set or the collate function depends on what "
-            f"it was asked for before, or keeps what it drew, or the loop has changed more of it than numbers, texts, "
-            f"flags and small arrays. Each worker reads other samples, so the result depends on the number of workers. "
-            f"Draw from the global generators of torch, random or numpy each time a sample is read: they are keyed by "
-            f"(seed, epoch, sample). Or draw for all samples in __init__."
+            f"it was asked for before, or keeps what it drew; or the forward pass or collate changes samples in place; "
+            f"or the loop has changed more of the data set than numbers, texts, flags and small arrays. Each worker "
+            f"reads other samples, so the result depends on the number of workers. Draw from the global generators of "
+            f"torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, sample). Or draw for "
+            f"all samples in __init__."
         )
     because = f": the forward pass changes {cause}" if cause else ""
     return f"{audit}, computed {by}, does not give the same: {name} differs{because}. {CURE}"

@@ -30,6 +30,7 @@ from paceline.step.loss import is_of_loss, loss_of_result, pair_of
 from paceline.step.probes.draws import RecordedDraws
 from paceline.step.probes.loss_reduction import has_rows
 from paceline.step.probes.probe import warn, without_trace
+from paceline.step.probes.repeatability import differing_text
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -60,7 +61,7 @@ def check_coupling(context: TrainingContext, groups: Sequence[MicrobatchGroup], 
             _log.debug("the loss of several microbatches at once could not be computed: %s", error)
             text = ""
     if text:
-        warn(context, text + _broadcast(context, data))
+        warn(context, text + ("" if False in context.probe_results.told else _broadcast(context, data)))
 
 
 def _broadcast(context: TrainingContext, data: Any) -> str:
@@ -86,24 +87,32 @@ def _broadcast(context: TrainingContext, data: Any) -> str:
 def _probe(context: TrainingContext, data: Any, cuts: tuple[int, int, int], step: int) -> str:
     start, middle, stop = cuts
     draws = RecordedDraws()
-    pairs = []
     eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
     with without_trace(context) as probe, eager, _learned_statistics(context):
-        for first, last in ((start, stop), (start, middle), (middle, stop)):
+
+        def loss_and_count(first: int, last: int) -> list[float]:
             context.compute.buffers.put_back()
             seed_all(context.compute.seed(STEP, step, 0))
             part = map_tensors(torch.clone, rows(data, first, last))  # the forward pass may change it
             with context.compute.precision(), draws.pass_of(partial(_part, start=first, stop=last)):
                 value = context.compute.forward(context.compute.model, part)
-            pairs.append([float(one) for one in loss_of_result(value, last - first).pair()[:2]])
+            found = [float(one) for one in loss_of_result(value, last - first).pair()[:2]]
             probe.restore_weights()
-    (total, count), *halves = pairs
-    if draws.unknown or not count or not all(one[1] for one in halves):
-        return ""
-    whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
-    size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))
-    if abs(whole - mean) <= _tolerance(context) * size:
-        return ""
+            return found
+
+        (total, count), *halves = [loss_and_count(*cut) for cut in ((start, stop), (start, middle), (middle, stop))]
+        if draws.unknown or not count or not all(one[1] for one in halves):
+            return ""
+        whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
+        size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))
+        if abs(whole - mean) <= _tolerance(context) * size:
+            return ""
+        again = loss_and_count(start, stop)
+    if again[1] and abs(again[0] / again[1] - whole) > _tolerance(context) * size:  # differs without other samples, too
+        if False in context.probe_results.told:
+            return ""
+        context.probe_results.told.add(False)
+        return differing_text("the loss", [])
     return _TEXT.format(samples=stop, whole=whole, halves=mean, microbatches=context.order.microbatches)
 
 

@@ -24,7 +24,8 @@ _log = logging.getLogger("paceline")
 CURE = (
     "Each worker computes other microbatches, so the result depends on the number of workers. Draw random numbers from "
     "the global generators of torch, random or numpy, which are keyed, and do not keep them; keep what the forward "
-    "pass changes in buffers of the model (register_buffer); count steps in the loop."
+    "pass changes in buffers of the model (register_buffer); count steps in the loop, and read neither the rank nor "
+    "the clock."
 )
 _GROWS = (
     "The forward pass puts more into {name} each time. Each worker computes other microbatches: if the loss, or what "
@@ -104,7 +105,7 @@ def differing_text(what: str, changed: list[str]) -> str:
 
 def _differing(what: str, changed: list[str]) -> str:
     named = ", ".join(changed[:3])
-    because = f": it changes {named}" if changed else ", as it keeps something of its own from pass to pass"
+    because = f": it changes {named}" if changed else ", as it keeps something from pass to pass, or reads the clock"
     return f"The same microbatch computed twice does not give the same: {what} differs{because}"
 
 
