@@ -5,16 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
+from torch.distributed import distributed_c10d as c10d
 
 import paceline
 from paceline import config
 from paceline.cli.main import COMMANDS, _application
 from paceline.settings import Arguments
+from paceline.system import torch_internals
 
 PACKAGE = Path(paceline.__file__).parent
 LONGEST_FILE = 400
@@ -163,10 +167,22 @@ def test_the_contracts_hold(lint: Callable[[str, str], str]) -> None:
         ("errors.py", f"{TYPES}from paceline.session import Session", "Imports point down only"),
         ("comm/world.py", "import paceline.testing", "Training reaches no code for tests"),
         ("launchers/base.py", "import torch", "Torch is not imported before training starts"),
+        (
+            "cli/run.py",
+            "import paceline.system.torch_internals",
+            "Torch is not imported before training starts",
+        ),
     ],
 )
 def test_a_contract_breaks(lint: Callable[[str, str], str], file: str, line: str, contract: str) -> None:
     assert f"{contract} BROKEN" in lint(file, line)
+
+
+def test_the_contract_about_torch_names_the_modules_of_system() -> None:
+    contracts = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (named,) = (set(one["source_modules"]) for one in contracts if one["id"] == "light")
+    modules = {f"paceline.system.{path.stem}" for path in (PACKAGE / "system").glob("[!_]*.py")}
+    assert modules - named == {"paceline.system.torch_internals"}
 
 
 @pytest.mark.parametrize(
@@ -276,3 +292,121 @@ def test_who_communicates_asks_what_the_transport_can_do_and_not_for_the_device(
     }
     asking = {one for one in asking if not one.startswith(("diagnostics/doctor/", "observe/"))}
     assert asking == set(ABOUT_TENSORS)
+
+
+INTERNALS = "system/torch_internals.py"
+OF_OTHERS = {
+    *("_asdict", "_current_frames", "_exit", "_getframe", "_replace", "_set_native_id"),  # Python
+    *("_Hash", "_NamedFuncPointer"),  # types that only stubs of Python have
+    *("_inst", "_rand"),  # the generators of random and NumPy
+    *("_active_spark_context", "_ensure_initialized", "_jrdd", "_jsc"),  # Spark
+    *("_flatten_layers", "_learning_rate"),  # Keras
+    "_get_file_writer",  # TensorBoard
+}
+"""Private names of Python and of other libraries than torch."""
+TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+SOURCES = (
+    *("distributed/distributed_c10d", "overrides", "optim/optimizer", "optim/sgd", "optim/lr_scheduler", "_ops"),
+    *("autograd/grad_mode", "nn/modules/batchnorm", "utils/data/dataloader", "utils/_python_dispatch"),
+)
+PRIVATE = re.compile(r"_(_?[A-Za-z]\w*)(?<!__)")
+
+
+def _imports(tree: ast.AST) -> dict[str, str]:
+    """What a file imports, by the names that it has there."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            found.update({one.asname or one.name: f"{node.module}.{one.name}" for one in node.names})
+        elif isinstance(node, ast.Import):
+            found.update({one.asname or one.name.partition(".")[0]: one.name for one in node.names})
+    return found
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """The names that a file gives to functions, classes, variables, and attributes of its own objects."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def _overrides(tree: ast.AST) -> set[str]:
+    """The methods of classes that inherit from what is imported from torch."""
+    imports, found = _imports(tree), set()
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        bases = [imports.get(ast.unparse(one).partition(".")[0], "") for one in kind.bases]
+        if any("torch" in base for base in bases):
+            found |= {one.name for one in kind.body if isinstance(one, ast.FunctionDef)}
+    return found
+
+
+def _texts(tree: ast.AST) -> set[str]:
+    return {one.value for one in ast.walk(tree) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+
+
+def _names_of_torch() -> set[str]:
+    """The private names in the file that may use them."""
+    nodes = [*ast.walk(TREES[INTERNALS])]
+    names = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+    names |= _texts(TREES[INTERNALS]) | {one.name for one in nodes if isinstance(one, ast.FunctionDef)}
+    return {*filter(PRIVATE.fullmatch, names)} - {one.id for one in nodes if isinstance(one, ast.Name)}
+
+
+def _misused(tree: ast.AST, of_torch: set[str], known: set[str]) -> set[str]:
+    """The private names in a file that are torch's, or that are neither this package's nor of ``OF_OTHERS``."""
+    imports, own = _imports(tree), _defined(tree)
+    found = {whole for whole in imports.values() if whole.startswith("torch.") and "._" in whole}
+    found |= {text for text in _texts(tree) - own if text in of_torch or re.fullmatch(r"torch\.[\w.]*\b_\w+", text)}
+    found |= _overrides(tree) & of_torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            code = ast.unparse(node)
+            first = code.partition(".")[0]
+            from_torch = imports.get(first, "").partition(".")[0] == "torch"
+            is_own = first in ("self", "cls") and node.attr in own
+            if from_torch or (node.attr in of_torch and not is_own) or node.attr not in known:
+                found.add(code)
+    return found
+
+
+def test_one_file_uses_private_names_of_torch() -> None:
+    of_torch, known = _names_of_torch(), set().union(*map(_defined, TREES.values()), OF_OTHERS)
+    others = {path: _misused(tree, of_torch, known) for path, tree in TREES.items() if path != INTERNALS}
+    assert {path: names for path, names in others.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch.utils._pytree import tree_map",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
+        "view._base",
+        "getattr(tensor, '_version')",
+        "importlib.import_module('torch._dynamo')",
+        "class Module(nn.Module):\n    def keep(self):\n        return self._buffers",
+        "from torch import nn\nclass Module(nn.Module):\n    def _apply(self, function):\n        pass",
+    ],
+)
+def test_a_private_name_of_torch_is_found(code: str) -> None:
+    assert _misused(ast.parse(code), _names_of_torch(), set(OF_OTHERS))
+
+
+def test_torch_has_the_private_names() -> None:
+    """Names in C or of classes from these objects; others, such as those that a step sets, from torch's sources."""
+    objects = (torch, torch._C, torch.Tensor, torch.UntypedStorage, torch.nn.Module(), c10d.ProcessGroup, c10d.Work)
+    found = {name for one in objects for name in dir(one)}
+    for source in SOURCES:
+        found |= {*re.findall(r"\w+", (Path(torch.__file__).parent / f"{source}.py").read_text())}
+    names = _names_of_torch()
+    assert {"_version", "_foreach_norm", "_apply"} <= names
+    assert names - found == {torch_internals.HOOKS_PREFIX}
+    assert [name for name in found if name.startswith(torch_internals.HOOKS_PREFIX)]
+    assert torch_internals.storage_info("file", 0, 1).length == 1

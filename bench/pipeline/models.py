@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from paceline.errors import PacelineError
 from paceline.partition.backward import backward
 from paceline.partition.cut import layers_of
+from paceline.system.torch_internals import tree_leaves
 
 Made = tuple[nn.Module, Callable[[], Any]]
 

@@ -22,6 +22,7 @@ import torch
 
 from paceline.checkpoint.manifest import EARLIER, METADATA, DamagedError, Manifest, dtype_of
 from paceline.checkpoint.tensors import begin_hash, hash_of
+from paceline.system.torch_internals import storage_info
 
 Create = Callable[[str], AbstractContextManager[BinaryIO]]
 Open = Callable[[str], AbstractContextManager[BinaryIO]]
@@ -112,12 +113,11 @@ def write_index(
     """Write the index of torch.distributed.checkpoint. Return its size and hash."""
     # A top-level import would take a large part of a worker's start-up time.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
-    places = {full: _StorageInfo(part.name, *record) for part in parts for full, record in part.records.items()}
+    places = {full: storage_info(part.name, *record) for part in parts for full, record in part.records.items()}
     metadata.storage_data = {item.index: places[item.index.fqn] for item in plan.items}
     text = pickle.dumps(metadata)
     with create(METADATA) as file:

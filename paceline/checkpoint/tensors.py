@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import CheckpointError
+from paceline.system.torch_internals import tree_map_only
 
 _SAVABLE = torch.Tensor, int, float, bool, type(None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.comm.desync import patch
 from paceline.comm.desync.board import Board, SharedMemoryBoard, StoreBoard
@@ -32,6 +32,7 @@ from paceline.errors import (
     DisagreementError,
     WorkerLost,
 )
+from paceline.system.torch_internals import default_store
 
 PENDING, LEAVING = 1, 2
 """Notices in step headers: the membership is about to change; this worker is about to leave."""
@@ -87,7 +88,7 @@ class World(Waiting):
         if self.size > 1 and not dist.is_initialized():
             EnvRendezvous(self._who, self.timeout).join(lambda *at: self._agree(*at).backend)
         elif self.size > 1:  # the script or an earlier session has made a group
-            self._agree(dist.distributed_c10d._get_default_store(), self.rank, self.size)
+            self._agree(default_store(), self.rank, self.size)
         if self.size > 1:
             self.transport.open()
             seats = self.gather(tuple(seat_of(self._who)), "start")
@@ -229,7 +230,7 @@ class World(Waiting):
         if self.shared_memory is not None:
             board: Board = SharedMemoryBoard(self.shared_memory, self.rank)
         else:
-            board = StoreBoard(dist.distributed_c10d._get_default_store(), self.rank, self.size)
+            board = StoreBoard(default_store(), self.rank, self.size)
         recorder = CallRecorder(self.rank, board, weakref.WeakMethod(self.lost))
         patch.record_in(recorder, self.await_process_group)
         return recorder

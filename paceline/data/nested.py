@@ -13,8 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from paceline.system.torch_internals import collate, default_collate_fn_map, tree_map
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:

@@ -8,7 +8,6 @@ from types import FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from paceline.data.order import BatchOrder, Order
 from paceline.data.sampler import SampledOrder, SampleNumbers
@@ -17,6 +16,7 @@ from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, InputError
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import Settings
+from paceline.system.torch_internals import StreamSampler
 
 
 def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch: int) -> BatchOrder:
@@ -143,9 +143,7 @@ def _loader_given(loader: DataLoader[Any]) -> InputError:
     collate = loader.collate_fn
     if not getattr(collate, "__module__", "").startswith("torch.utils.data"):
         given.append(f"collate={getattr(collate, '__name__', type(collate).__name__)}")
-    if not isinstance(
-        loader.sampler, RandomSampler | SequentialSampler | DistributedSampler | _InfiniteConstantSampler
-    ):
+    if not isinstance(loader.sampler, RandomSampler | SequentialSampler | DistributedSampler | StreamSampler):
         given.append(f"sampler=loader.sampler ({type(loader.sampler).__name__})")
     return InputError(
         f"data is a DataLoader, but Paceline loads the samples itself, so that each worker gets its share of each "

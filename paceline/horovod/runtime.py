@@ -24,6 +24,7 @@ from paceline.horovod.engine.requests import GLOBAL, Request
 from paceline.horovod.errors import HorovodInternalError, NotInitialized
 from paceline.horovod.process_sets import ProcessSet, fill_in, forget
 from paceline.horovod.settings import HorovodSettings, read_settings
+from paceline.system.torch_internals import default_store
 from paceline.training.recovery.generations import Generations
 
 _LONGEST_TEXT = 1000
@@ -161,9 +162,8 @@ def _meet(seconds: float) -> None:
 def _store(size: int) -> Any:
     if size == 1:
         return None
-    c10d = dist.distributed_c10d
     number = _times if _generations is None else _generations.number  # joining workers know the generation number, too
-    return c10d.PrefixStore(f"paceline/horovod/{number}", c10d._get_default_store())
+    return dist.distributed_c10d.PrefixStore(f"paceline/horovod/{number}", default_store())
 
 
 def shutdown() -> None:

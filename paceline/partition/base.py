@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from paceline.system.torch_internals import tree_leaves
 
 Activations = tuple[torch.Tensor, ...]
 """Tensors that one stage passes to the next."""

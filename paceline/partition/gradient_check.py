@@ -27,6 +27,7 @@ from paceline.settings import Exact
 from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of, sum_and_count
 from paceline.step.probes.repeatability import differing_text, moved
+from paceline.system.torch_internals import gradient_hooks
 
 _log = logging.getLogger("paceline")
 Gradients = dict[str, torch.Tensor | None]
@@ -214,7 +215,7 @@ def _in_layers(
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return bool(gradient_hooks(parameter))
 
 
 def _copy(data: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from paceline.system.torch_internals import has_backward_hooks, own_modules
+
 
 def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that can be layers, by name, including those inside other layers."""
@@ -31,10 +33,10 @@ def _containers(model: nn.Module) -> set[str]:
     found = {""}
 
     def visit(module: nn.Module, path: str, is_wrapper: bool) -> None:
-        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        children = [(name, child) for name, child in own_modules(module).items() if child is not None]
         is_wrapper = is_wrapper and len(children) == 1
         for name, child in children:
-            if _is_open(child) and (_is_container(child) or _has_blocks(child) or (is_wrapper and child._modules)):
+            if _is_open(child) and (_is_container(child) or _has_blocks(child) or (is_wrapper and own_modules(child))):
                 child_path = f"{path}.{name}" if path else name
                 found.add(child_path)
                 visit(child, child_path, is_wrapper)
@@ -45,7 +47,7 @@ def _containers(model: nn.Module) -> set[str]:
 
 def _is_open(module: nn.Module) -> bool:
     """Return whether a module may span several stages. Backward hooks would see the gradients of one stage only."""
-    return not (module._backward_hooks or module._backward_pre_hooks)
+    return not has_backward_hooks(module)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -56,8 +58,6 @@ def _has_blocks(module: nn.Module) -> bool:
     """Return whether a module holds a list of modules with submodules, as a transformer holds its blocks."""
     if is_parametrized(module):  # torch keeps its parametrizations in such a list
         return False
-    children = [child for child in module._modules.values() if child is not None]
-    blocks = [
-        block for child in children if _is_container(child) for block in child._modules.values() if block is not None
-    ]
-    return any(block._modules for block in blocks) or any(map(_has_blocks, children))
+    children = [child for child in own_modules(module).values() if child is not None]
+    held = [block for child in children if _is_container(child) for block in own_modules(child).values()]
+    return any(block is not None and own_modules(block) for block in held) or any(map(_has_blocks, children))

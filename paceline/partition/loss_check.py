@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
 from paceline.partition.preserve import preserved
 from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of
+from paceline.system.torch_internals import tree_leaves, tree_map_only
 
 
 def check_loss(compute: ForwardRunner, group: MicrobatchGroup) -> None:

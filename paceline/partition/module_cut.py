@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.data.nested import map_leaves, tensors_in
 from paceline.errors import InputError
@@ -27,6 +26,7 @@ from paceline.partition.layers import layer_modules
 from paceline.partition.preserve import preserved
 from paceline.partition.recording import Record, Recorder
 from paceline.partition.replay import Replay, Section
+from paceline.system.torch_internals import has_backward_hooks, tree_leaves
 
 
 class ModuleCut(Layers):
@@ -49,7 +49,7 @@ class ModuleCut(Layers):
         return self._training.current() in self._records
 
     def prepare(self) -> None:
-        if self.model._backward_hooks or self.model._backward_pre_hooks:
+        if has_backward_hooks(self.model):
             raise InputError(
                 f"The model {type(self.model).__name__!r} has a backward hook, which would see the gradients of one "
                 f"stage at a time: register it on a layer of it."

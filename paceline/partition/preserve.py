@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from paceline.data.keys import preserve_generators
+from paceline.system.torch_internals import own_buffers
 
 
 @contextmanager
@@ -17,7 +18,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     before = [
         (module, key, buffer, buffer.detach().clone())
         for module in model.modules()
-        for key, buffer in module._buffers.items()
+        for key, buffer in own_buffers(module).items()
         if buffer is not None
     ]
     plain = [(module, plain_attributes(module)) for module in model.modules()]
@@ -29,7 +30,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
         for module, key, buffer, value in before:
             buffer.data.copy_(value)
-            module._buffers[key] = buffer
+            own_buffers(module)[key] = buffer
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:

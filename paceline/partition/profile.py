@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from paceline.data.feed import MicrobatchGroup
 from paceline.partition.base import Activations, Layers, Stage
@@ -19,6 +18,7 @@ from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
 from paceline.step.forward import ForwardRunner
 from paceline.step.loss import pair_of, sum_and_count
+from paceline.system.torch_internals import tree_leaves
 
 REPEATS = 9
 

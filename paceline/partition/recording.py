@@ -16,14 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.data.nested import map_leaves, tensors_in
 from paceline.errors import InputError
 from paceline.partition.preserve import plain_attributes
 from paceline.partition.watch import Watch
+from paceline.system.torch_internals import (
+    UncompiledMode,
+    mutated_arguments,
+    own_buffers,
+    own_parameters,
+    storage_id,
+    tree_leaves,
+)
 
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
@@ -146,7 +152,7 @@ class Recorder(Watch):
         self._slots = {
             (id(module), key): self._names[id(tensor)]
             for module in model.modules()
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
             if tensor is not None
         }
         self._changing = {*changing, *(name for name, _ in model.named_parameters())}
@@ -215,7 +221,7 @@ class Recorder(Watch):
         self.record.uses[self._place] |= {
             self._slots[id(one), key]
             for one in module.modules()
-            for key in (*one._parameters, *one._buffers)
+            for key in (*own_parameters(one), *own_buffers(one))
             if (id(one), key) in self._slots
         }
         result = call(*args, **kwargs)
@@ -305,12 +311,10 @@ class Recorder(Watch):
         """Record the effects of an operation that was run."""
         self._dispatched += 1
         self._drew |= torch.Tag.nondeterministic_seeded in function.tags
-        for place, argument in enumerate(function._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write and place < len(args):
-                for tensor in tensors_in(args[place]):
-                    storage = _storage(tensor)
-                    self.record.mutated[storage] = self._place
-                    self._storages.append(tensor.untyped_storage())  # keeps its id from being reused
+        for place in mutated_arguments(function):
+            for tensor in tensors_in(args[place]) if place < len(args) else ():
+                self.record.mutated[_storage(tensor)] = self._place
+                self._storages.append(tensor.untyped_storage())  # keeps its id from being reused
         hidden = self._in_layer or any(self._is_value(one) or one in self._hidden for one in tensors_in((args, kwargs)))
         for tensor in tensors_in(result) if hidden else ():
             if id(tensor) not in self._numbers and id(tensor) not in self._names:
@@ -352,11 +356,7 @@ class Recorder(Watch):
             self.record.forbidden.add(len(self.record.calls))
 
 
-class _Dispatch(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # it would import the compiler, which takes seconds
-
+class _Dispatch(UncompiledMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
@@ -392,6 +392,6 @@ def _python_values(model: nn.Module) -> dict[int, dict[str, Any]]:
 
 def _storage(tensor: torch.Tensor) -> int:
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return storage_id(tensor)
     except (NotImplementedError, RuntimeError):  # sparse, or batched by vmap
         return id(tensor)

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from paceline.data.nested import map_leaves, tensors_in
 from paceline.errors import InputError
 from paceline.partition.layers import outermost
 from paceline.partition.recording import Argument, Kind, Own, Record, Ref
 from paceline.partition.watch import Watch
+from paceline.system.torch_internals import no_torch_function, own_buffers, tree_leaves, wrapper_tensor
 
 _VALUE = "_paceline_value"
 """Attribute that marks a tensor as a value, or as computed from a value."""
@@ -34,9 +34,9 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool = False) -> Placeholder:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        return wrapper_tensor(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -92,7 +92,7 @@ class Replay(Watch):
         self._section = section
         self._record = section.record
         self._shape_of = shape_of
-        self._buffers = [(module, key, module._buffers[key]) for module, key in section.buffers.values()]
+        self._buffers = [(module, key, own_buffers(module)[key]) for module, key in section.buffers.values()]
         self._follows = section.follows | {id(buffer) for _, _, buffer in self._buffers}
         self._objects: dict[int, torch.Tensor] = {}
         self._calls = 0
@@ -136,7 +136,7 @@ class Replay(Watch):
         result = self._record.calls[place].result
         if place == self._section.begin:
             for module, key, buffer in self._buffers:  # code before the stage may have assigned other buffers
-                module._buffers[key] = buffer
+                own_buffers(module)[key] = buffer
         if place < self._section.begin:
             given = tree_leaves((args, kwargs))
             return map_leaves(lambda leaf: given[leaf] if isinstance(leaf, Argument) else self._rebuild(leaf), result)

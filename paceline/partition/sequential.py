@@ -11,11 +11,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from paceline.errors import InputError
 from paceline.partition.base import Activations, Layers, Stage, dataclass_remedy, select_names, tensor_names
 from paceline.partition.preserve import preserved
+from paceline.system.torch_internals import TreeSpec, own_modules, tree_flatten, tree_leaves, tree_unflatten, version_of
 
 
 @dataclass
@@ -72,7 +72,7 @@ class SequentialCut(Layers):
         for name, block in zip(self.names, self._blocks, strict=True):
             boundary = _boundary(values)
             boundaries.append(boundary)
-            versions = [tensor._version for tensor in boundary.tensors]
+            versions = [version_of(tensor) for tensor in boundary.tensors]
             values = block(values)
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values)):
                 remedy = dataclass_remedy(values) or (
@@ -81,7 +81,7 @@ class SequentialCut(Layers):
                 raise InputError(
                     f"Layer {name!r} ({type(block).__name__}) returns no tensor but {type(values).__name__}. {remedy}"
                 )
-            now = [tensor._version for tensor in boundary.tensors]
+            now = [version_of(tensor) for tensor in boundary.tensors]
             changed = zip(boundary.tensors, versions, now, strict=True)
             mutated.append({_storage(tensor) for tensor, before, after in changed if before != after})
         for place, boundary in enumerate(boundaries[1:], 1):
@@ -168,7 +168,7 @@ def is_sequential(model: nn.Module) -> TypeGuard[nn.Sequential]:
 
 def _blocks_of(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     found = []
-    for name, block in model._modules.items():  # named_children drops a module that occurs twice
+    for name, block in own_modules(model).items():  # named_children drops a module that occurs twice
         assert block is not None
         found += _blocks_of(block, f"{prefix}{name}.") if is_sequential(block) else [(prefix + name, block)]
     return found

@@ -1,6 +1,6 @@
 """Interception of a forward pass: the calls of layers, and the operations between them.
 
-A layer is intercepted at ``_compiled_call_impl``, which a module runs in place of itself and its hooks; an operation in
+A layer is intercepted at ``COMPILED_CALL``, which a module runs in place of itself and its hooks; an operation in
 a ``TorchFunctionMode``; a custom ``autograd.Function``, which no mode sees, at a method put below its ``apply``. Calls
 inside a layer are not intercepted.
 """
@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import nn
 from torch.autograd.function import Function
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
+
+from paceline.system.torch_internals import COMPILED_CALL, call_of, current_function_mode, without_innermost_mode
 
 _BELOW = Function.__mro__[1]
-_CALL = "_compiled_call_impl"
 
 
 class Watch(ABC):
@@ -39,9 +40,9 @@ class Watch(ABC):
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
         """Intercept the forward pass that runs in the context."""
-        before = {name: module.__dict__.get(_CALL) for name, module in layers.items()}
+        before = {name: module.__dict__.get(COMPILED_CALL) for name, module in layers.items()}
         for name, module in layers.items():
-            module.__dict__[_CALL] = partial(self._layer, name, before[name] or module._call_impl)
+            module.__dict__[COMPILED_CALL] = partial(self._layer, name, before[name] or call_of(module))
         _BELOW.apply = classmethod(partial(_apply, self))  # type: ignore[attr-defined]
         self._mode = _Mode(self)
         try:
@@ -51,16 +52,16 @@ class Watch(ABC):
             self._mode = None  # a reference cycle would keep the tensors of the pass alive until garbage collection
             del _BELOW.apply  # type: ignore[attr-defined]
             for name, module in layers.items():
-                module.__dict__[_CALL] = before[name]
+                module.__dict__[COMPILED_CALL] = before[name]
                 if before[name] is None:
-                    del module.__dict__[_CALL]
+                    del module.__dict__[COMPILED_CALL]
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         self._inside = True
         try:
-            if _get_current_function_mode() is self._mode:
-                with _pop_mode_temporarily():
+            if current_function_mode() is self._mode:
+                with without_innermost_mode():
                     yield
             else:
                 yield

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.errors import InputError
+from paceline.system.torch_internals import AnyNorm, own_buffers, version_of
 
 
 @dataclass
@@ -23,11 +23,11 @@ class _Buffer:
     version: int
 
     def now(self) -> torch.Tensor:
-        current = self.module._buffers[self.key]
+        current = own_buffers(self.module)[self.key]
         return self.tensor if current is None else current
 
     def touched(self) -> bool:
-        return self.now() is not self.tensor or self.tensor._version != self.version
+        return self.now() is not self.tensor or version_of(self.tensor) != self.version
 
     def take(self) -> None:
         """Save the current buffer as its value at the start of the step."""
@@ -36,15 +36,15 @@ class _Buffer:
             self.start.copy_(self.tensor)
         else:
             self.start = self.tensor.detach().clone()
-        self.version = self.tensor._version
+        self.version = version_of(self.tensor)
 
     def put_back(self) -> None:
         if self.tensor.shape == self.start.shape:
             self.tensor.data.copy_(self.start)
         else:  # a quantization observer sets the size on first use
             self.tensor.data = self.start.clone()
-        self.module._buffers[self.key] = self.tensor
-        self.version = self.tensor._version
+        own_buffers(self.module)[self.key] = self.tensor
+        self.version = version_of(self.tensor)
 
 
 class Buffers:
@@ -234,7 +234,7 @@ def _found(model: nn.Module) -> dict[str, _Buffer]:
     found = {}
     for name, tensor in model.named_buffers():
         path, _, key = name.rpartition(".")
-        found[name] = _Buffer(model.get_submodule(path), key, tensor, tensor.detach().clone(), tensor._version)
+        found[name] = _Buffer(model.get_submodule(path), key, tensor, tensor.detach().clone(), version_of(tensor))
     return found
 
 
@@ -250,6 +250,6 @@ def _statistics(model: nn.Module) -> list[str]:
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.track_running_stats
+        if isinstance(module, AnyNorm) and module.track_running_stats
         for name, _ in module.named_buffers(recurse=False)
     ]

@@ -30,6 +30,7 @@ from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import Buffers
 from paceline.step.loss import Forward, check_names, is_counted, loss_of_result
 from paceline.step.optimizers.loss_scale import LossScale
+from paceline.system.torch_internals import own_buffers
 from paceline.system.user_code import in_user_call
 
 NO_GRADIENT = (
@@ -268,13 +269,13 @@ class _Again:
 
     def __enter__(self) -> None:
         self._drawing.__enter__()
-        self._now = [module._buffers[key] for module, key, _ in self._buffers]
+        self._now = [own_buffers(module)[key] for module, key, _ in self._buffers]
         for module, key, before in self._buffers:
-            module._buffers[key] = before.clone()
+            own_buffers(module)[key] = before.clone()
 
     def __exit__(self, *error: Any) -> None:
         for (module, key, _), now in zip(self._buffers, self._now, strict=True):
-            module._buffers[key] = now
+            own_buffers(module)[key] = now
         self._drawing.__exit__(*error)
 
 

@@ -27,6 +27,7 @@ from paceline.step.optimizers.own_values import OwnValues, refuse_change
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.step.optimizers.structure import Structure
 from paceline.system import fault_points
+from paceline.system.torch_internals import foreach_norm, version_of
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Measured(NamedTuple):
 
     def holds(self) -> bool:
         """Return whether the gradient has not changed since."""
-        return self.gradient._version == self.version
+        return version_of(self.gradient) == self.version
 
 
 class OptimizerStep:
@@ -318,8 +319,8 @@ class OptimizerStep:
 
     def measure(self, gradients: list[torch.Tensor]) -> None:
         """Compute norms of some gradients while others are in flight. :meth:`norm` computes the remaining norms."""
-        for gradient, norm in zip(gradients, torch._foreach_norm(gradients), strict=True):
-            self._measured[id(gradient)] = Measured(gradient, gradient._version, norm)
+        for gradient, norm in zip(gradients, foreach_norm(gradients), strict=True):
+            self._measured[id(gradient)] = Measured(gradient, version_of(gradient), norm)
 
     def norm(self, without: Container[int] = ()) -> torch.Tensor:
         """Return the global 2-norm of the gradients as a scalar tensor, except parameters at indices in ``without``."""
@@ -335,7 +336,7 @@ class OptimizerStep:
         known = [measured.get(id(one)) for one in given]
         norms = [one.norm if one is not None and one.holds() else None for one in known]
         left = [_elements(one) for one, norm in zip(given, norms, strict=True) if norm is None]
-        rest = iter(torch._foreach_norm(left) if left else ())
+        rest = iter(foreach_norm(left) if left else ())
         total: torch.Tensor = torch.linalg.vector_norm(
             torch.stack([next(rest) if one is None else one for one in norms])
         )

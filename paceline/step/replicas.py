@@ -28,6 +28,7 @@ from paceline.data.objects.attributes import Attributes
 from paceline.errors import DisagreementError
 from paceline.step.context import TrainingContext
 from paceline.step.numerics import numerics
+from paceline.system.torch_internals import COMPILED
 
 _log = logging.getLogger("paceline")
 _SHARE = 0.003
@@ -241,7 +242,7 @@ def _text_of(value: Any) -> str:
 
 def _held_text(everyone: Sequence[dict[str, str]]) -> str:
     """Name the held values that differ among ranks, as the loop may have used them. Empty if none differs."""
-    names = sorted({name for found in everyone for name in found if "._torch" not in name})
+    names = sorted({name for found in everyone for name in found if COMPILED not in name})
     differing = [name for name in names if len({found.get(name) for found in everyone}) > 1]
     shown = [*dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in differing)][:2]
     if not shown:

@@ -34,11 +34,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.transport import choice
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started
+from paceline.system.torch_internals import TorchDispatchMode, storage_id, tree_leaves
 
 _LATE_SECONDS = 2e-4
 """Extra delay of each operation after its turn has come, so that a premature read sees garbage."""
@@ -279,6 +278,6 @@ def _memory_of(leaf: object) -> list[int]:
     if not isinstance(leaf, torch.Tensor):
         return []
     try:
-        return [leaf.untyped_storage()._cdata]
+        return [storage_id(leaf)]
     except (NotImplementedError, RuntimeError):
         return []

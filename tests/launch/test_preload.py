@@ -398,7 +398,7 @@ def test_processes_of_the_user_are_not_adopted(folder: Path, forking: LocalLaunc
 
 
 IMPORTS = """
-import importlib, os, sys
+import os
 import torch
 
 def refuse(*given):
@@ -414,11 +414,10 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         calls.append(str(function))
         return function(*given, **(named or {}))
 
-from paceline.launchers.local.parent import MODULES
+from paceline.launchers.local.parent import import_modules
 
 with Mode():
-    for name in MODULES:
-        importlib.import_module(name)
+    import_modules()
 print(calls, len(os.listdir("/proc/self/task")))
 """
 

@@ -41,7 +41,7 @@ def test_a_rendezvous_groups_ranks_that_were_dealt_round_robin(monkeypatch: pyte
         sent.append(arguments[2])
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(worlds, "default_store", lambda: None)
     monkeypatch.setattr(World, "gather", gather)
     monkeypatch.setattr(World, "_agree", lambda *_: None)
     monkeypatch.setattr(World, "_record_calls", lambda _: None)

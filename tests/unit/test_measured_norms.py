@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.step import optimizer
 from paceline.step.optimizer import OptimizerStep, Scaling
 
 
@@ -29,13 +30,13 @@ def test_the_bits_are_the_same_and_no_norm_is_taken_twice(
     update: OptimizerStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, taken = update.norm(), list[int]()
-    take: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = torch._foreach_norm
+    take: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = optimizer.foreach_norm
 
     def counted(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         taken.append(len(values))
         return take(values)
 
-    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    monkeypatch.setattr(optimizer, "foreach_norm", counted)
     everyone = gradients(update)
     update.measure(everyone[4:])
     update.measure(everyone[1:4])

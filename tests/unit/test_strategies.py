@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
+from paceline.comm.assignment import store as stores
 from paceline.config import Resolved
 from paceline.environments.start import Identity
 from paceline.events import EventLog
@@ -96,7 +97,7 @@ def no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
     """What workers on several machines read and write, which torch's process group would have."""
     made = dist.HashStore()
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(stores, "default_store", lambda: made)
 
 
 @pytest.fixture(scope="module")

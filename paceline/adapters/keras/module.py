@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.adapters.keras.kinds import is_keras
 from paceline.errors import InputError
+from paceline.system.torch_internals import apply_to_tensors, called_by_torch, own_buffers
 
 
 def adapted(model: Any) -> Any:
@@ -37,6 +38,7 @@ def adapted(model: Any) -> Any:
     return KerasModule(model)
 
 
+@called_by_torch
 class KerasModule(nn.Module):
     """Module that calls a Keras model with ``training`` set by the mode of this module.
 
@@ -81,15 +83,15 @@ class KerasModule(nn.Module):
         except AttributeError:
             return getattr(self.keras_model, name)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KerasModule:
+    def apply_to_tensors(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KerasModule:
         """Apply ``fn`` in place, because the Keras variables hold the same tensors."""
-        kept = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        kept = dict(own_buffers(self))
+        apply_to_tensors(self, fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in kept.items():
-            moved = self._buffers[name]
+            moved = own_buffers(self)[name]
             if tensor is not None and moved is not None and moved is not tensor:
                 tensor.data = moved.data
-                self._buffers[name] = tensor
+                own_buffers(self)[name] = tensor
         return self
 
 

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
 from paceline.settings import AverageSettings
+from paceline.system.torch_internals import foreach_lerp_
 
 KEY = "averaged"
 """Name of the average in the state of a parameter."""
@@ -130,7 +131,7 @@ class Averages:
                 self._optimizer.state[value][KEY] = _copy(value)
         if averages:
             weight = 1 - settings.decay if settings.kind == "ema" else 1 / number
-            torch._foreach_lerp_(averages, values, weight)
+            foreach_lerp_(averages, values, weight)
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from paceline.comm.world import World
+from paceline.system.torch_internals import default_store
 
 _T = TypeVar("_T")
 
@@ -24,7 +25,7 @@ class Store:
 
     def __init__(self, world: World, purpose: str, where: str) -> None:
         self._world = world
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._purpose = purpose
         self._where = where
         self._token = ""

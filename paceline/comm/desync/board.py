@@ -17,7 +17,7 @@ import torch.distributed as dist
 from paceline.comm.desync.compare import Record
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed.distributed_c10d import Store
 
     from paceline.comm.shm.arena import SharedMemory
 

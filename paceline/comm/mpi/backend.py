@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.mpi.buffers import Move, Operator, Reduction, mpi_type
 from paceline.comm.mpi.communicators import at_store, of_ranks
 from paceline.comm.mpi.library import initialized, survives
 from paceline.comm.mpi.presence import TAGS, Presence
 from paceline.comm.mpi.progress import MpiWork, progress
+from paceline.system.torch_internals import called_by_torch, set_mpi_backend
 
 REGISTERED = "mpi4py"
 """Name of the back end for groups that have a store."""
@@ -38,10 +38,10 @@ def register() -> None:
     if REGISTERED not in dist.Backend.backend_list:
         dist.Backend.register_backend(REGISTERED, _with_store, extended_api=True, devices=["cpu"])
     if not dist.is_mpi_available():
-        c10d.ProcessGroupMPI = _WithoutStore  # type: ignore[misc]
-        c10d._MPI_AVAILABLE = True
+        set_mpi_backend(_WithoutStore)
 
 
+@called_by_torch
 class MpiBackend(dist.ProcessGroup):
     """Process group of the workers of a communicator.
 
@@ -73,8 +73,6 @@ class MpiBackend(dist.ProcessGroup):
     def setGroupName(self, name: str) -> None:
         self._name = name
 
-    _set_group_name = setGroupName
-
     @property
     def group_name(self) -> str:
         return self._name
@@ -84,8 +82,6 @@ class MpiBackend(dist.ProcessGroup):
 
     def setGroupDesc(self, description: str) -> None:
         self._description = description
-
-    _set_group_desc = setGroupDesc
 
     @property
     def group_desc(self) -> str:
@@ -185,8 +181,6 @@ class MpiBackend(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    _reduce_scatter_base = reduce_scatter_single
-
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
@@ -230,8 +224,6 @@ class MpiBackend(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
         return self.all_gather_single_coalesced([output], [input], opts)
-
-    _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -324,7 +316,7 @@ class _WithoutStore:
     @staticmethod
     def create(ranks: Sequence[int]) -> MpiBackend:
         """Create the group of these MPI ranks, or of all ranks if none are given."""
-        return MpiBackend(of_ranks(ranks), c10d.default_pg_timeout, ranks)
+        return MpiBackend(of_ranks(ranks), dist.distributed_c10d.default_pg_timeout, ranks)
 
 
 def _with_store(options: Any, _: object) -> MpiBackend:

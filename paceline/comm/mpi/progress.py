@@ -17,10 +17,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 from paceline.comm.mpi.library import initialized, leave_open
 from paceline.comm.mpi.presence import Presence
+from paceline.system.torch_internals import called_by_torch
 
 _EAGER_LOOKS = 200
 """Number of polls without a pause, after which the thread leaves the core to others."""
@@ -33,6 +34,7 @@ _FAILURES = (RuntimeError, ValueError, TypeError, OverflowError, BufferError)
 """Errors of mpi4py (RuntimeError) and of tensors that mpi4py cannot read. The waiting thread raises them."""
 
 
+@called_by_torch
 class MpiWork(Work):
     """Operation in progress.
 
@@ -116,8 +118,6 @@ class MpiWork(Work):
     def source_rank(self) -> int:
         """Return the sender of a receive from any rank, as a rank of the group."""
         return int(self.statuses[0].Get_source())
-
-    _source_rank = source_rank
 
 
 class Progress:

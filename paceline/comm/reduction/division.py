@@ -6,6 +6,8 @@ from typing import TypeAlias
 
 import torch
 
+from paceline.system.torch_internals import foreach_div_
+
 Divisor: TypeAlias = "torch.Tensor | float"
 
 
@@ -30,7 +32,7 @@ def divide_all(values: list[torch.Tensor], divisor: Divisor) -> None:
             divide(one, divisor, out=one)
         values = [one for one in values if not _is_half(one)]
     if values:
-        torch._foreach_div_(values, divisor)
+        foreach_div_(values, divisor)
 
 
 def _is_half(value: torch.Tensor) -> bool:

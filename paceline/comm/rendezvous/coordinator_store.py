@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
 from paceline.coordinator.types import Message

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.environments import env
 from paceline.environments.start import Identity

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not exported explicitly
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from paceline.comm.rendezvous.address import Address, find_address, listen, within
 from paceline.comm.rendezvous.networks import interface_towards

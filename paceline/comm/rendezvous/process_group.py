@@ -16,12 +16,13 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
 from paceline.comm.transport.base import Transport
 from paceline.environments import env
+from paceline.system.torch_internals import restart_group_count
 
 _POLL_SECONDS = 0.01
 _END_SECONDS = 5.0
@@ -63,7 +64,7 @@ class ProcessGroup:
         """
         assert self._store is not None
         transport = self._agree(self._store, self._rank, self._size)
-        dist.distributed_c10d._world.group_count = 0  # torch's keys contain it, and a failed join does not reset it
+        restart_group_count()
         if "nccl" in transport.backend:
             env.disable_nccl_error_handling()
         dist.init_process_group(

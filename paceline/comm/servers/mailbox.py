@@ -11,6 +11,7 @@ import torch
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned, view_of
 from paceline.comm.values import decode, encode
+from paceline.system.torch_internals import foreach_copy_
 
 _LENGTH = struct.Struct("<q")
 _ANSWER = struct.Struct("<qqd")
@@ -54,7 +55,7 @@ class Mailbox:
         """Write gradients and a message into the slot of a worker. A gradient may be None."""
         given = [(view, value) for view, value in zip(self._views[rank], gradients, strict=True) if value is not None]
         if given:
-            torch._foreach_copy_([view for view, _ in given], [value for _, value in given])
+            foreach_copy_([view for view, _ in given], [value for _, value in given])
         written = encode((words, [value is not None for value in gradients]))
         assert len(written) <= self._room - _LENGTH.size, f"{len(written)} bytes beside the gradients"
         _LENGTH.pack_into(self._blocks[rank], 0, len(written))

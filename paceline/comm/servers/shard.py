@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.shm.tensors import aligned, view_of
 from paceline.comm.values import decode, encode, sendable
 from paceline.errors import InputError
+from paceline.system.torch_internals import foreach_copy_
 
 _HEADER = struct.Struct("<qq")
 _NOTES_AT = 64
@@ -126,13 +127,13 @@ class Shard:
     def write(self, copy: int) -> None:
         """Write this worker's parameters, buffers, optimizer states and schedule to a copy."""
         with torch.no_grad():
-            torch._foreach_copy_(self._fixed[copy], self._tensors())
+            foreach_copy_(self._fixed[copy], self._tensors())
         self.write_states(copy)
 
     def read(self, copy: int, states: bool = True) -> None:
         """Load a copy. Without ``states``, load only the parameters and buffers, which suffice for a gradient."""
         with torch.no_grad():
-            torch._foreach_copy_(self._tensors(), self._fixed[copy])
+            foreach_copy_(self._tensors(), self._fixed[copy])
         if states:
             self.read_states(copy)
 
@@ -169,7 +170,7 @@ class Shard:
     def _copy_buffers(self, to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if to:
             with torch.no_grad():
-                torch._foreach_copy_(to, values)
+                foreach_copy_(to, values)
 
     def _tensors(self) -> list[torch.Tensor]:
         held = dict(self._model.named_buffers()) if self._buffers else {}
@@ -202,7 +203,7 @@ class Shard:
         self._block[start + _NOTES_AT : start + _NOTES_AT + len(written)] = written
         if values:
             with torch.no_grad():
-                torch._foreach_copy_(self._state_views(copy, notes.entries), values)
+                foreach_copy_(self._state_views(copy, notes.entries), values)
         self._taken = number
 
     def _packed(self, notes: _Metadata) -> bytes:
@@ -278,7 +279,7 @@ class Shard:
             values.append(view)
         if there:
             with torch.no_grad():
-                torch._foreach_copy_(there, values)
+                foreach_copy_(there, values)
         for owner, key, value in notes.numbers:
             state[self.parameters[owner]][key] = value
         if number != self._taken:

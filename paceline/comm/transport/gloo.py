@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started, TransportError, Work
+from paceline.system.torch_internals import GLOO_ABORT, GLOO_TABLE
 
 INTERRUPTED = "interrupted, as another worker was lost"
 
@@ -213,8 +214,8 @@ def _aborts() -> dict[int | None, Any]:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
         found: dict[int | None, Any] = {}
         for kind in ("SendWork", "RecvWork"):
-            table = ctypes.addressof(ctypes.c_char.in_dll(library, f"_ZTVN4c10d16ProcessGroupGloo8{kind}E"))
-            abort = library[f"_ZN4c10d16ProcessGroupGloo8{kind}5abortEv"]
+            table = ctypes.addressof(ctypes.c_char.in_dll(library, GLOO_TABLE.format(kind)))
+            abort = library[GLOO_ABORT.format(kind)]
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
             found[table + 2 * ctypes.sizeof(ctypes.c_void_p)] = abort
     except (StopIteration, OSError, ValueError, AttributeError):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started, TransportError, Work
+from paceline.system.torch_internals import abort_default_group
 
 _POLL_SECONDS = 5e-5
 
@@ -75,4 +76,4 @@ class Nccl:
 
     def abort(self) -> None:
         if dist.is_initialized():
-            dist.distributed_c10d._abort_process_group()
+            abort_default_group()

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
+from paceline.system.torch_internals import BACKWARD_FLAG, BUFFERS, MODULES, PARAMETERS
 from paceline.system.user_code import is_user_class, is_user_code
 
 Leaf: TypeAlias = (
@@ -41,7 +42,7 @@ _MOST_BYTES = 1 << 28
 PLAIN = (bool, int, float, str)
 _NUMBERS = str, bytes, Number, numpy.generic, Enum
 _SKIPPED = ModuleType, BuiltinFunctionType, torch.optim.Optimizer
-_OF_MODULES = "_parameters", "_buffers", "_modules", "training"
+_OF_MODULES = PARAMETERS, BUFFERS, MODULES, BACKWARD_FLAG, "training"
 
 
 class Attributes:
@@ -136,9 +137,9 @@ class Attributes:
             self.owners.setdefault(name, entries)
             self.objects.setdefault(name, value)
             for key, one in entries.items():
-                if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
+                if not module or key not in _OF_MODULES:
                     yield f"{name}.{key}", one
-            held = ["_modules"] if id(value) in self._trained else ["_modules", "_buffers"]
+            held = [MODULES] if id(value) in self._trained else [MODULES, BUFFERS]
             for part in held if module else ():
                 yield from ((f"{name}.{key}", one) for key, one in (entries.get(part) or {}).items())
         for kind in users:

@@ -25,6 +25,7 @@ import numpy
 import torch
 
 from paceline.data.objects.values import OF_MODULES
+from paceline.system.torch_internals import CALLS, COMPILED_CALL, PARAMETERS
 from paceline.system.user_code import is_user_code, user_line
 
 _ABSENT = object()
@@ -209,11 +210,11 @@ def _may_replace(kind: type, key: str) -> bool:
 
 def _is_computed_weight(one: object, key: str) -> bool:
     """Return whether a hook computes an attribute from parameters, as pruning and weight or spectral norm do."""
-    return any(name.startswith(f"{key}_") for name in vars(one).get("_parameters", ()))
+    return any(name.startswith(f"{key}_") for name in vars(one).get(PARAMETERS, ()))
 
 
 def _is_compiled(one: object) -> bool:
-    return getattr(one, "_compiled_call_impl", None) is not None or type(one).__name__ == "OptimizedModule"
+    return getattr(one, COMPILED_CALL, None) is not None or type(one).__name__ == "OptimizedModule"
 
 
 def _may_depend(value: object) -> bool:
@@ -232,7 +233,7 @@ def _may_depend(value: object) -> bool:
 def _is_in_a_forward_pass(frame: FrameType | None) -> bool:
     """Return whether a module call is on the stack. A read in a forward pass is not a read by the loop."""
     while frame is not None:
-        if frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):
+        if frame.f_code.co_name in CALLS:
             return True
         frame = frame.f_back
     return False

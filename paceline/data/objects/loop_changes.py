@@ -42,6 +42,7 @@ from paceline.data.objects.values import (
     sent,
     versions_of,
 )
+from paceline.system.torch_internals import own_buffers, version_of
 
 _NOT_RESTORED = (
     "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
@@ -131,7 +132,7 @@ class LoopChanges:
                     self.forward_values.find_changed(owner.name, then, values)
         self.forward_values.begin()
         if self._to_watch:
-            self._gradients = [(ref(value), value._version) for value in self._gradients_now()]
+            self._gradients = [(ref(value), version_of(value)) for value in self._gradients_now()]
         if self._digests_of is not None and step & (step - 1) == 0:
             self._digests = self._digests_of(self._tensors())
 
@@ -217,7 +218,7 @@ class LoopChanges:
         if not self._to_watch or not self._gradients:
             return ""
         before, self._gradients = self._gradients, []
-        now = [value for held, version in before if (value := held()) is not None and value._version > version]
+        now = [value for held, version in before if (value := held()) is not None and version_of(value) > version]
         gradients = {id(value) for value in self._gradients_now()}
         changed = any(bool(value.any()) for value in now if id(value) in gradients)  # zero_grad() is harmless
         self._to_watch = 0 if changed else self._to_watch - 1
@@ -342,7 +343,7 @@ def _described(name: str) -> str:
 
 def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
     path, _, key = name.rpartition(".")
-    return model.get_submodule(path)._buffers, key
+    return own_buffers(model.get_submodule(path)), key
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from paceline.data.objects.attributes import PLAIN, Attributes, is_dense, same
+from paceline.system.torch_internals import BUFFERS, HOOKS, MODULES, PARAMETERS, version_of, without_subclasses
 
-OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+OF_MODULES = {PARAMETERS, BUFFERS, MODULES, *HOOKS}
 OF_TORCH = vars(nn.Module()).keys()
 """Attributes that torch itself keeps in each module. The loop may change those in ``OF_MODULES``."""
 _MOST_SEEN = 1000
@@ -96,8 +97,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
     The override of a subclass, as that of parameters of another stage, would take 50 times as long.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        return [0 if value.is_inference() else value._version for value in tensors]
+    with without_subclasses():
+        return [0 if value.is_inference() else version_of(value) for value in tensors]
 
 
 def put_into(now: Any, sent: Any) -> bool:
@@ -192,7 +193,7 @@ def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
     if isinstance(value, dict):
         if not value:
             return _EMPTY
-        return Mark(tuple(map(id, value.values())) if key == "_modules" else (id(value), *value))
+        return Mark(tuple(map(id, value.values())) if key == MODULES else (id(value), *value))
     if value is None or type(value) in PLAIN or isinstance(value, numpy.generic | Enum):
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):

@@ -22,7 +22,7 @@ from paceline.coordinator.wire.messages import Connection, connect, decode, enco
 from paceline.errors import StartError, name_ranks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed.distributed_c10d import Store
 
 _PROOF_SECONDS = 10.0
 _POLL_SECONDS = 0.2

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.horovod.runtime import size
 from paceline.horovod.torch.allreduce import allreduce
 from paceline.horovod.torch.requests import Sum
+from paceline.system.torch_internals import AnyBatchNorm, called_by_torch
 
 
-class SyncBatchNorm(_BatchNorm):
+@called_by_torch
+class SyncBatchNorm(AnyBatchNorm):
     """``torch.nn.BatchNorm`` over the batches of all workers, for inputs of 2 or more dimensions on CPU or GPU.
 
     Batches may differ in size. In evaluation mode and with a single worker this is plain batch norm.
     """
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:
+    def check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm needs an input of 2 or more dimensions, not of shape {list(input.shape)}.")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalized input."""
-        self._check_input_dim(input)
+        self.check_input_dim(input)
         if size() == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)
         axes = [axis for axis in range(input.dim()) if axis != 1]

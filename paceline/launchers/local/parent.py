@@ -34,7 +34,6 @@ from paceline.launchers.local import become, messages, unsafe
 MODULES = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # imported when an optimizer is created
     "torch.distributed.checkpoint",
     "paceline.session",
 )
@@ -72,8 +71,7 @@ class Parent:
         try:
             unsafe.check_binding(self._cores, environment)
             unsafe.check_script(self._script)
-            for name in MODULES:
-                importlib.import_module(name)
+            import_modules()
         except unsafe.Unsafe as error:
             self._refuse(str(error))
         except BaseException as error:  # noqa: BLE001 - workers start as new Pythons, which show the error
@@ -123,6 +121,13 @@ class Parent:
         become.take_over({**request["environment"], **self._added}, request["directory"], out, err)
         for stream, printed in enumerate(self._printed, 1):
             os.write(stream, printed)
+
+
+def import_modules() -> None:
+    """Import what workers import."""
+    for name in MODULES:
+        importlib.import_module(name)
+    importlib.import_module("paceline.system.torch_internals").import_compiler()
 
 
 def _fork_and_end() -> int:

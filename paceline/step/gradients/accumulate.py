@@ -9,6 +9,7 @@ import torch
 from paceline.comm.shm.tensors import CACHE_LINE
 from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
 from paceline.settings import Exact
+from paceline.system.torch_internals import foreach_add_
 
 Values: TypeAlias = "list[torch.Tensor | None]"
 """One tensor for each parameter. None if the microbatch gives no gradient."""
@@ -18,7 +19,7 @@ def add(left: Values, right: Values) -> Values:
     """Add ``right`` into ``left`` in place and return the sum. None counts as a missing summand."""
     both = [(before, now) for before, now in zip(left, right, strict=True) if before is not None and now is not None]
     if both:
-        torch._foreach_add_([before for before, _ in both], [now for _, now in both])
+        foreach_add_([before for before, _ in both], [now for _, now in both])
     return [value if value is not None else right[place] for place, value in enumerate(left)]
 
 

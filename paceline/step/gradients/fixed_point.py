@@ -27,6 +27,7 @@ from paceline.comm.collectives.step_header import LARGEST_TAG
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
+from paceline.system.torch_internals import foreach_div_, foreach_mul_, foreach_norm, foreach_round_
 
 _STATE = "fixed_point"
 _HEADROOM = 2
@@ -83,8 +84,8 @@ class FixedPoint:
         for place, largest in zip(places, _largest(wide), strict=True):
             self._norms[place].append(largest)
         exponents = self._units()
-        torch._foreach_mul_(wide, [2.0 ** -exponents[place] for place in places])
-        torch._foreach_round_(wide)
+        foreach_mul_(wide, [2.0 ** -exponents[place] for place in places])
+        foreach_round_(wide)
         return [value.to(self._types[place]) for place, value in zip(places, wide, strict=True)]
 
     def send(self) -> None:
@@ -120,8 +121,8 @@ class FixedPoint:
                 given.append(mean)
         if given:
             units = [2.0**exponent for exponent, mean in zip(exponents, means, strict=True) if mean is not None]
-            torch._foreach_mul_(given, units)
-            torch._foreach_div_(given, divisor)
+            foreach_mul_(given, units)
+            foreach_div_(given, divisor)
         return [
             None if mean is None else mean.to(parameter.dtype)
             for mean, parameter in zip(means, self._parameters, strict=True)
@@ -165,7 +166,7 @@ def _largest(values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     if values[0].device.type == "cpu":  # the maximum norm takes 20 times as long on a CPU
         ends = [torch.aminmax(value) if value.numel() else (value.sum(), value.sum()) for value in values]
         return [torch.maximum(-low, high) for low, high in ends]
-    return torch._foreach_norm(values, math.inf)
+    return foreach_norm(values, math.inf)
 
 
 def bits_of(kind: torch.dtype, microbatches: int) -> int:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from paceline.errors import InputError
 from paceline.step.optimizers.several import parts_of, with_wrapped
+from paceline.system.torch_internals import STEP_HOOKS
 
 
 class _Updating(threading.local):
@@ -33,7 +34,7 @@ def refuse_other_steps(optimizer: Optimizer) -> None:
     constructor of ``Optimizer`` has no hooks either, but the optimizer that it wraps has.
     """
     for one in (inner for part in parts_of(optimizer) for inner in with_wrapped(part)):
-        if hasattr(one, "_optimizer_step_pre_hooks"):
+        if hasattr(one, STEP_HOOKS[0]):
             one.register_step_pre_hook(_check)
 
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.data.objects.attributes import same
 from paceline.errors import InputError
 from paceline.step.optimizers.several import parts_of
+from paceline.system.torch_internals import SET_LATER
 from paceline.system.user_code import is_user_class
 
 _ABSENT = object()
@@ -45,7 +46,7 @@ def _of_torch() -> frozenset[str]:
     Not computed at import, because a process from which workers are forked must not run torch operations.
     """
     made = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
-    return frozenset({*made, "step", "_opt_called", "_need_device_dtype_check_for_fused"})
+    return frozenset({*made, "step", *SET_LATER})
 
 
 class _NotKeptError(TypeError):

@@ -20,6 +20,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.system.torch_internals import mark_scheduled
+
 
 class SeveralOptimizers(Optimizer):
     """Optimizer that combines several optimizers: the parameter groups of all of them, and one shared state.
@@ -136,6 +138,6 @@ def copied(
         scheduled = [memo[id(optimizer)]] if schedule is not None else []
     for one in scheduled:
         step: Any = partial(type(one).step, one)
-        step._wrapped_by_lr_sched = one._opt_called = True
+        mark_scheduled(one, step)
         one.step = step
     return memo[id(optimizer)], schedules

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.errors import InputError
+from paceline.system.torch_internals import BUFFERS, MODULES, PARAMETERS
 
 _is_none = partial(is_, None)
 _OTHER_NAMES = (
@@ -79,7 +80,7 @@ class Structure:
         return [*chain.from_iterable(self._named), *map(_is_none, chain.from_iterable(map(dict.values, self._buffers)))]
 
     def _remember(self) -> None:
-        parameters, modules, self._buffers = map(self._found, ("_parameters", "_modules", "_buffers"))
+        parameters, modules, self._buffers = map(self._found, (PARAMETERS, MODULES, BUFFERS))
         self._empty = [one for one in (*parameters, *modules, *self._buffers) if not one]  # most stay empty
         parameters, self._buffers = [*filter(None, parameters)], [*filter(None, self._buffers)]
         self._dictionaries = [*parameters, *filter(None, modules)]

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import STEP, seed_all
@@ -31,6 +30,7 @@ from paceline.step.probes.draws import RecordedDraws
 from paceline.step.probes.loss_reduction import has_rows
 from paceline.step.probes.probe import warn, without_trace
 from paceline.step.probes.repeatability import differing_text
+from paceline.system.torch_internals import AnyNorm
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -125,7 +125,7 @@ def _tolerance(context: TrainingContext) -> float:
 @contextmanager
 def _learned_statistics(context: TrainingContext) -> Iterator[None]:
     """Make batch norm use its running statistics in this context."""
-    norms = [one for one in context.compute.model.modules() if isinstance(one, _NormBase) and one.training]
+    norms = [one for one in context.compute.model.modules() if isinstance(one, AnyNorm) and one.training]
     for one in norms:
         one.training = False
     try:

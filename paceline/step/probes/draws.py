@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.nested import tensors_in
+from paceline.system.torch_internals import TorchDispatchMode
 
 Given = Callable[[torch.Tensor, torch.Size], "torch.Tensor | None"]
 """Returns random numbers of the first pass for a tensor of this shape in a later pass, or None if it cannot."""

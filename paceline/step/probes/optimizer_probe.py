@@ -27,6 +27,7 @@ from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.several import parts_of
+from paceline.system.torch_internals import HOOKS_PREFIX, STEP_HOOKS
 
 _log = logging.getLogger("paceline")
 PROBE_SCALES = 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0
@@ -92,8 +93,7 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
 
 def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
     """Raise if step hooks treat a parameter differently when others have no gradients."""
-    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    every = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
+    every = [hook for kind in STEP_HOOKS for hook in getattr(optimizer, kind, {}).values()]
     hooks = [hook for hook in every if not getattr(hook, "__module__", "").startswith("paceline.")]
     if not hooks:
         return
@@ -258,7 +258,7 @@ def copy_small(
             memo[id(value)] = small
             parameters.append(small)
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("step", "state")}
-    hooks = [key for key in kept if key.startswith("_optimizer_") and key.endswith("_hooks")]
+    hooks = [key for key in kept if key.startswith(HOOKS_PREFIX) and key.endswith("_hooks")]
     kept.update((key, OrderedDict()) for key in hooks)
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy(kept, memo))

@@ -12,6 +12,7 @@ import torch
 from paceline.data.keys import preserve_generators
 from paceline.data.objects.attributes import Attributes, same
 from paceline.step.context import TrainingContext
+from paceline.system.torch_internals import gradient_hooks
 
 _log = logging.getLogger("paceline")
 
@@ -66,5 +67,4 @@ def without_trace(context: TrainingContext) -> Iterator[Probe]:
 
 def _hooks_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
     """Return the hooks on gradients, which may keep values such as running norms."""
-    found = [hooks for value in parameters for hooks in (value._backward_hooks, value._post_accumulate_grad_hooks)]
-    return [hook for hooks in found for hook in (hooks or {}).values()]
+    return [hook for value in parameters for hook in gradient_hooks(value)]

@@ -19,6 +19,7 @@ from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.probes.digests import TOLERANCE
 from paceline.step.probes.probe import Probe, warn, without_trace
+from paceline.system.torch_internals import version_of
 
 _log = logging.getLogger("paceline")
 CURE = (
@@ -139,7 +140,7 @@ def _computed(context: TrainingContext, group: MicrobatchGroup, step: int) -> di
     found: dict[str, Any] = {"the loss": result.pair}
     for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value
-    versions = {name: parameter._version for name, parameter in context.update.parameters.items()}
+    versions = {name: version_of(parameter) for name, parameter in context.update.parameters.items()}
     for name, parameter in context.update.parameters.items():
         if parameter.grad is not None:
             raise _Refused(_OWN_BACKWARD.format(name=name))
@@ -150,7 +151,7 @@ def _computed(context: TrainingContext, group: MicrobatchGroup, step: int) -> di
             raise _Refused(_KEPT_GRAPH) from None
         raise
     for name, parameter in context.update.parameters.items():
-        if parameter._version != versions[name]:
+        if version_of(parameter) != versions[name]:
             raise _Refused(_CHANGED.format(name=name, microbatches=context.order.microbatches))
     for name, parameter in context.update.parameters.items():
         found[f"the gradient of {name!r}"] = parameter.grad

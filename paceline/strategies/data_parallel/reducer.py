@@ -33,6 +33,7 @@ from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, Values, add, add_one, align_value
 from paceline.step.gradients.fixed_point import FixedPoint
+from paceline.system.torch_internals import foreach_norm
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
 _NOT_HERE = -1.0
@@ -339,7 +340,7 @@ class Reducer:
         if self._norms is None:
             self._norms = AllGather(world, NORMS_TAG, 8 * len(dtypes))
         here = torch.full((len(dtypes),), _NOT_HERE, dtype=torch.float64)
-        norms = torch._foreach_norm([*own.values()]) if own else []
+        norms = foreach_norm([*own.values()]) if own else []
         for index, norm in zip(own, norms, strict=True):
             here[index] = norm
         everyone = self._norms.start(here.to(world.device)).wait().cpu().amax(0)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import InputError
+from paceline.system.torch_internals import count_users, own_parameters, tree_leaves, tree_map_only, without_subclasses
 
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -72,7 +72,7 @@ class Released:
         self._hooks = [module.register_state_dict_pre_hook(_refuse) for module in self._modules.values()]
         freed = {id(parameter) for parameter in self._freed}
         for name, module in self._modules.items():  # the stages' own passes run no layer of another stage
-            if any(id(parameter) in freed for parameter in module._parameters.values()):
+            if any(id(parameter) in freed for parameter in own_parameters(module).values()):
                 self._hooks.append(module.register_forward_pre_hook(partial(_refuse_call, name)))
 
     def allocate(self) -> None:
@@ -109,8 +109,7 @@ def _refuse_call(name: str, module: nn.Module, inputs: object) -> None:
 def _owns_storage(parameter: nn.Parameter) -> bool:
     """Return whether a parameter uses all of its storage and no other tensor does."""
     storage = parameter.untyped_storage()
-    users: int = torch._C._storage_Use_Count(storage._cdata)  # ``storage`` counts as a user, too
-    return users == 2 and storage.nbytes() == parameter.numel() * parameter.element_size()
+    return count_users(storage) == 2 and storage.nbytes() == parameter.numel() * parameter.element_size()
 
 
 class _Elsewhere(nn.Parameter):
@@ -125,7 +124,7 @@ class _Elsewhere(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             if not _is_called_by_script():
                 return function(*args, **(kwargs or {}))
             return _answer(function, args, dict(kwargs or {}))

@@ -50,6 +50,7 @@ from paceline.strategies.data_parallel.results import metrics_of
 from paceline.strategies.pipeline.executor import Executor, Hooks
 from paceline.strategies.pipeline.rebalance import Rebalance
 from paceline.strategies.pipeline.stages import Partition, Stages
+from paceline.system.torch_internals import version_of
 
 
 class Synchronous(Strategy):
@@ -269,10 +270,10 @@ class _StepGradients(Hooks):
             if not stays:
                 self._parameters[name].grad = None
             elif gradient is not None:
-                if self._versions.get(name) == gradient._version:  # nothing was added
+                if self._versions.get(name) == version_of(gradient):  # nothing was added
                     gradient = None
                 else:
-                    self._versions[name] = gradient._version
+                    self._versions[name] = version_of(gradient)
             if gradient is None:
                 self.missing.setdefault(microbatch, Counter())[name] += 1
             values[name] = None if stays else gradient

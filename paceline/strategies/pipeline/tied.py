@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.links.variable_length import TAGS, VariableLengthReceiver, VariableLengthSender, communicator_of
 from paceline.comm.transport.base import Message
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.step.context import TrainingContext
 from paceline.strategies.pipeline.tied_exact import TiedUses
+from paceline.system.torch_internals import tree_leaves
 
 _TAGS = 1 << 25
 

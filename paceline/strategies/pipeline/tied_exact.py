@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from paceline.errors import InputError
+from paceline.system.torch_internals import gradient_hooks
 
 _CAST = "ToCopyBackward0"
 
@@ -64,7 +65,7 @@ class TiedUses:
             InputError: the parameter has a hook, is an output of the stage, or is cast by autocast.
         """
         parameter = self._parameter
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if gradient_hooks(parameter):
             what = "has a hook, which would get the gradient of each stage separately"
         elif self._is_output:
             what = "is an output of the stage"

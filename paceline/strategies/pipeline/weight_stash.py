@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from paceline.system.torch_internals import preserve_versions
 
 
 class WeightStash:
@@ -55,7 +56,7 @@ class WeightStash:
             self._older[self.newest] = [parameter.data for parameter in self._parameters]
             self._assign([value.clone() for value in self._older[self.newest]])
         self.newest += 1
-        with _unsafe_preserve_version_counter(self._parameters):
+        with preserve_versions(self._parameters):
             yield
 
     def reset(self) -> None:

@@ -321,7 +321,7 @@ class Worker:
         return float(sum(steps for steps, _ in everyone) / len(everyone)), max(notice for _, notice in everyone)
 
     def _context(self, state: State) -> Any:
-        names = [(str(part), None) for part in range(self._parts)]
+        names = [(str(part), SimpleNamespace(numel=lambda: 1)) for part in range(self._parts)]
         model = SimpleNamespace(
             modules=list, parameters=list, named_buffers=list, named_parameters=lambda: names,
         )  # fmt: skip
