@@ -18,7 +18,7 @@ import paceline
 from paceline import config
 from paceline.cli.main import COMMANDS, _application
 from paceline.settings import Arguments
-from paceline.system import torch_internals
+from paceline.system import patches, torch_internals
 
 PACKAGE = Path(paceline.__file__).parent
 LONGEST_FILE = 400
@@ -410,3 +410,18 @@ def test_torch_has_the_private_names() -> None:
     assert names - found == {torch_internals.HOOKS_PREFIX}
     assert [name for name in found if name.startswith(torch_internals.HOOKS_PREFIX)]
     assert torch_internals.storage_info("file", 0, 1).length == 1
+
+
+def test_patches_are_listed() -> None:
+    """Assignments to what is imported from other libraries, and to classes of objects or their dictionaries."""
+    listed = re.findall(r"^([\w/]+\.py)$", str(patches.__doc__), re.MULTILINE)
+    found = set()
+    for path, tree in TREES.items():
+        foreign = {name for name, whole in _imports(tree).items() if whole.partition(".")[0] != "paceline"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                target = ast.unparse(node)
+                is_foreign = target.partition(".")[0] in foreign and not re.search(r"\(|^os.environ", target)
+                found |= {path} if is_foreign or "__dict__" in target or "__class__" in target else set()
+    assert found <= set(listed) <= set(TREES)
+    assert listed == sorted(listed)

@@ -2,7 +2,7 @@
 
 Checked with torch 2.13.0 on the CPU, and with 2.11 for CUDA by its sources in Python (not the symbols of gloo). None
 has a public name that does the same. What is called for each tensor or operation is torch's own function, without a
-function of Python around it.
+function of Python around it. ``patches`` lists what the package replaces in torch and in other libraries.
 
 Processes that must not import torch (the coordinator, launchers, the command line) must not import this file.
 """
