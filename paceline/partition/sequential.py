@@ -15,7 +15,15 @@ from torch import nn
 from paceline.errors import InputError
 from paceline.partition.base import Activations, Layers, Stage, dataclass_remedy, select_names, tensor_names
 from paceline.partition.preserve import preserved
-from paceline.system.torch_internals import TreeSpec, own_modules, tree_flatten, tree_leaves, tree_unflatten, version_of
+from paceline.system.torch_internals import (
+    HOOKS,
+    TreeSpec,
+    own_modules,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version_of,
+)
 
 
 @dataclass
@@ -178,8 +186,8 @@ def _modules_of(model: nn.Module, name: str) -> dict[str, tuple[object, ...]]:
     """Return the blocks, and the containers with what their own calls would add, by name."""
     if not is_sequential(model):
         return {name: (model,)}
-    found = {name: (model, vars(model).get("forward"), *model._forward_hooks, *model._forward_pre_hooks)}
-    for key, block in model._modules.items():
+    found = {name: (model, vars(model).get("forward"), *(one for kind in HOOKS for one in getattr(model, kind)))}
+    for key, block in own_modules(model).items():
         assert block is not None
         found |= _modules_of(block, f"{name}.{key}" if name else key)
     return found

@@ -12,6 +12,7 @@ from paceline.data.keys import preserve_generators, seed_torch
 from paceline.schedule.slices import BLOCK
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_of
+from paceline.system.torch_internals import STEP_HOOKS
 
 _SIZES = 4096 + BLOCK, 4096, 4096 - BLOCK
 """Sizes of the slices: optimizers with quantized states quantize from 4,096 elements on, in blocks of 256 or more."""
@@ -27,8 +28,7 @@ def updates_slices_alike(optimizer: Optimizer) -> bool:
 
 
 def _alike(optimizer: Optimizer) -> bool:
-    hooks = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    if any(hook for kind in hooks for hook in getattr(optimizer, kind, {}).values() if not _is_ours(hook)):
+    if any(hook for kind in STEP_HOOKS for hook in getattr(optimizer, kind, {}).values() if not _is_ours(hook)):
         return False
     with preserve_generators():
         try:
