@@ -225,3 +225,59 @@ def test_tensors_without_plain_memory_are_left_alone(convert: Callable[[torch.Te
     assert not any("adjacency" in values for values in now)
     with plain.set_to(now):
         assert model.scale == 2.0
+
+
+class WithDefaults:
+    """Has a default in its class, which an assignment to the object hides."""
+
+    strength = 0.0
+    shift = numpy.zeros(2)
+
+
+def test_attribute_that_hides_a_default_of_its_class_is_taken_back() -> None:
+    data = WithDefaults()
+    plain = PlainValues(data=data)
+    before = plain.now()
+    data.strength += 0.5
+    data.shift = data.shift + 1
+    data.cache = 3  # type: ignore[attr-defined]
+    with plain.set_to(before):
+        assert data.strength == 0.0
+        assert data.shift.tolist() == [0.0, 0.0]
+        assert data.cache == 3  # type: ignore[attr-defined]
+    assert vars(data).keys() == {"strength", "shift", "cache"}
+    assert data.strength == 0.5
+    later = plain.now()
+    data.strength = 1.0
+    with plain.set_to(later):
+        assert data.strength == 0.5
+
+
+class Optional:
+    """Has a default in its class that each object hides from the start."""
+
+    limit: int | None = 10
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+
+
+@pytest.mark.parametrize(("first", "later"), [(None, None), (None, 3), (5, None), (5, 3)])
+def test_attribute_that_hid_the_default_before_is_set_back_to_its_value(first: int | None, later: int | None) -> None:
+    data = Optional(first)
+    plain = PlainValues(data=data)
+    before = plain.now()
+    data.limit = later
+    with plain.set_to(before):
+        assert data.limit == first
+    assert data.limit == later
+
+
+def test_what_was_removed_stays_removed() -> None:
+    data = Optional(5)
+    plain = PlainValues(data=data)
+    before = plain.now()
+    del data.limit
+    with plain.set_to(before):
+        assert data.limit == 10
+    assert not vars(data)

@@ -23,6 +23,7 @@ OF_TORCH = vars(nn.Module()).keys()
 _MOST_SEEN = 1000
 _MOST_OWNERS = 200
 _SMALL_BYTES = 4096
+_ABSENT = object()
 _MOST_BYTES = 1 << 26
 """Largest tensor or array that is saved when the loop changes it."""
 Values: TypeAlias = list[dict[Any, Any]]
@@ -55,25 +56,26 @@ class PlainValues:
     """
 
     def __init__(self, **objects: Any) -> None:
-        found = Attributes(objects, set(), copies=False).owners
-        self.owners = dict(islice(found.items(), _MOST_OWNERS))
+        found = Attributes(objects, set(), copies=False)
+        self.owners = dict(islice(found.owners.items(), _MOST_OWNERS))
         self._owners = list(self.owners.values())
+        held = [(found.objects.get(name), owner) for name, owner in self.owners.items()]
+        self._objects = [one if getattr(one, "__dict__", None) is owner else None for one, owner in held]
 
     def now(self) -> Values:
-        """Return the current values: numbers, text, flags, and copies of small tensors and arrays."""
-        return [
-            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or is_small(one)}
-            for owner in self._owners
-        ]
+        """Return the current values: numbers, text, flags, None, and copies of small tensors and arrays."""
+        return [{key: _copied(one) for key, one in [*owner.items()] if _is_restored(one)} for owner in self._owners]
 
     @contextmanager
     def set_to(self, values: Values) -> Iterator[None]:
         """Restore values that :meth:`now` returned for the duration of this context."""
         changed = []
-        for owner, before in zip(self._owners, values, strict=True):
+        for owner, held_by, before in zip(self._owners, self._objects, values, strict=True):
+            for key in _hidden(held_by, before):
+                changed.append((owner, key, owner.pop(key)))
             for key, value in before.items():
-                now = owner.get(key)
-                if (type(now) in PLAIN or is_small(now)) and not same(now, value):
+                now = owner.get(key, _ABSENT)
+                if _is_restored(now) and not same(now, value):
                     changed.append((owner, key, now))
                     owner[key] = value
         try:
@@ -81,6 +83,19 @@ class PlainValues:
         finally:
             for owner, key, now in changed:
                 owner[key] = now
+
+
+def _hidden(owner: object, before: dict[Any, Any]) -> list[str]:
+    """Return the attributes of an object that hide plain values of its class, and did not when ``before`` was read.
+
+    The loop has set them since, as by ``train_set.strength = 0.5`` with ``strength = 0.0`` in the class.
+    """
+    added = [key for key, one in getattr(owner, "__dict__", {}).items() if key not in before and _is_restored(one)]
+    return [key for key in added if _is_restored(getattr(type(owner), key, _ABSENT))]
+
+
+def _is_restored(value: Any) -> bool:
+    return value is None or type(value) in PLAIN or is_small(value)
 
 
 def is_array(value: Any) -> TypeGuard[Array]:
