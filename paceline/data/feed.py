@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,16 +46,19 @@ class MicrobatchGroup:
     data: Any
 
 
-def split_group(group: MicrobatchGroup, parts: Sequence[range]) -> list[MicrobatchGroup]:
-    """Split a group into its microbatches. ``parts`` are the positions of all microbatches in the batch."""
-    first = parts[group.microbatches.start].start
-    groups = []
-    for microbatch in group.microbatches:
-        place, samples = parts[microbatch].start - first, len(parts[microbatch])
-        groups.append(
-            MicrobatchGroup(range(microbatch, microbatch + 1), samples, rows(group.data, place, place + samples))
-        )
-    return groups
+def split_group(group: MicrobatchGroup, parts: Sequence[range], at: int | None = None) -> list[MicrobatchGroup]:
+    """Split a group into its microbatches, or only before and after the microbatch ``at``.
+
+    ``parts`` are the positions of all microbatches in the batch.
+    """
+    own = group.microbatches
+    if at is not None and at not in own:
+        return [group]
+    first, found = parts[own.start].start, []
+    for start, stop in pairwise([*own, own.stop] if at is None else sorted({own.start, at, at + 1, own.stop})):
+        begin, end = parts[start].start - first, parts[stop - 1].stop - first
+        found.append(MicrobatchGroup(range(start, stop), end - begin, rows(group.data, begin, end)))
+    return found
 
 
 class _Loaded(NamedTuple):

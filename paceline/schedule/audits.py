@@ -28,6 +28,11 @@ class AuditSchedule:
         self.last: int | None = None
         self._joined: dict[int, int] = {}
 
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are audited at all."""
+        return not self._off
+
     def look_at(self, step: int, ranks: Sequence[int]) -> None:
         """Schedule audits of joined workers, one for each step from ``step`` on. All workers pass the same values."""
         self._joined = {step + number: rank for number, rank in enumerate(ranks)}

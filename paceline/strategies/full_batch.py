@@ -49,9 +49,7 @@ class FullBatch:
 
     def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
-        context, microbatches = self._context, len(self._context.order.parts_of(step))
-        audited = context.audits.microbatch(step, microbatches) if context.audits.is_due(step) else None
-        return self._fusion.groups(range(microbatches) if share is None else share, audited)
+        return self._fusion.groups(range(len(self._context.order.parts_of(step))) if share is None else share)
 
     def gradients(self, step: int, groups: list[MicrobatchGroup]) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         """Compute the mean gradients of a step into ``.grad``.
@@ -60,6 +58,8 @@ class FullBatch:
             Result of each microbatch group, and the means of the buffers that the forward pass changes.
         """
         audited = self._audit is not None and self._audit.begin(step, [[group.microbatches for group in groups]])
+        if self._audit is not None and audited:
+            groups = self._audit.separate(groups)
         self._context.compute.buffers.begin()
         self._context.update.check_structure()
         parts, computed, table = self._means(step, groups)

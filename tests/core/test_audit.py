@@ -17,11 +17,11 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
+from paceline.data.feed import MicrobatchGroup, split_group
 from paceline.errors import InputError
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import ProbeResults
 from paceline.step.forward import ForwardRunner
-from paceline.step.gradients.fusion import Fusion
 from paceline.step.probes.audit import Audit
 from paceline.testing.ranks import Ended
 
@@ -156,15 +156,22 @@ def test_audits_leave_no_trace() -> None:
 
 
 def test_the_audited_microbatch_is_computed_by_itself() -> None:
-    fusion = Fusion.__new__(Fusion)
-    fusion._fused = True
-    assert fusion.groups(range(2, 6)) == fusion.groups(range(2, 6), 7) == [range(2, 6)]
-    assert fusion.groups(range(2, 6), 3) == [range(2, 3), range(3, 4), range(4, 6)]
-    assert fusion.groups(range(2, 6), 2) == [range(2, 3), range(3, 6)]
+    """Whatever the sizes of the microbatches, and on whichever side of it the group has others."""
+    parts = [range(0, 3), range(3, 6), range(6, 8), range(8, 10), range(10, 12)]
+    group = MicrobatchGroup(range(1, 5), 9, torch.arange(3, 12))
+    for microbatch, expected in (
+        (0, [(range(1, 5), [*range(3, 12)])]),
+        (1, [(range(1, 2), [3, 4, 5]), (range(2, 5), [*range(6, 12)])]),
+        (2, [(range(1, 2), [3, 4, 5]), (range(2, 3), [6, 7]), (range(3, 5), [*range(8, 12)])]),
+        (4, [(range(1, 4), [*range(3, 10)]), (range(4, 5), [10, 11])]),
+    ):
+        found = split_group(group, parts, microbatch)
+        assert [(one.microbatches, one.data.tolist()) for one in found] == expected
+        assert [one.samples for one in found] == [len(one.data) for one in found]
 
 
 def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last step, of which no worker knows beforehand that it is the last, computes the microbatch twice.
+    """The last step, which is not known when the groups of a step are loaded, like the others.
 
     What differs from its halves is computed as a whole again: here the cause is not that it was divided.
     """
@@ -179,7 +186,7 @@ def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Late(50.0)
     notes = train(start(model, exact=False), model, 12, 9)
     fused = [(step, True) for step in (1, 2, 4, 8, 11)]
-    assert computed == [(0, False), *fused, (11, False), (11, False)]
+    assert computed == [(0, False), *fused, (11, False)]
     assert any("Audit of step 11: microbatch" in note for note in notes)
     assert not any("several samples" in note for note in notes)
 
@@ -198,8 +205,8 @@ def test_an_audit_computes_one_microbatch_more(monkeypatch: pytest.MonkeyPatch, 
     for batch in (session := start(nn.Linear(4, 2), exact=False, audit=audit)).batches(steps=7):
         now = batch.step
         session.step(batch)
-    audited = {1: {1, 2, 3, 4, 5}, "auto": {1, 2, 4}, "off": set[int]()}[audit]
-    assert [count - 16 for count in samples[1:6]] == [2 * (step in audited) for step in range(1, 6)]
+    audited = {1: {1, 2, 3, 4, 5, 6}, "auto": {1, 2, 4, 6}, "off": set[int]()}[audit]
+    assert [count - 16 for count in samples[1:]] == [2 * (step in audited) for step in range(1, 7)]
 
 
 class Keeps(Dataset[tuple[torch.Tensor, int]]):
@@ -340,3 +347,57 @@ def test_a_data_set_changed_in_the_loop_is_the_same_to_all(printed: Printed, tmp
         for one in printed(script("strength", strategy), workers, tmp_path / f"{strategy}", deadline=60)
     ]
     assert len(set(found)) == 1
+
+
+SET_APART = """
+from functools import partial
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import paceline
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 2))
+        self.read, self.unread = False, 0
+    def forward(self, values):
+        return self.layers(values) * (2.0 if self.read else 1.0)
+
+torch.manual_seed(0)
+model = Model()
+session = paceline.start(
+    model=model, optimizer=partial(torch.optim.AdamW, lr=0.01), loss=nn.functional.cross_entropy, batch=24,
+    data=TensorDataset(torch.randn(48, 4), torch.arange(48) % 2), exact=True, timeout_seconds=30, strategy=STRATEGY
+)
+for batch in session.batches(steps=7):
+    if session.rank == session.workers - 1:
+        READ
+        model.unread = batch.step
+    session.step(batch)
+print('{"fingerprint": "%s"}' % session.fingerprint())
+"""
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "stealing"])
+def test_what_one_rank_sets_between_two_audits_is_found(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    """Steps 2 and 4 are audited. Step 3 is audited because the loops have set different values before it."""
+    text = SET_APART.replace("STRATEGY", repr(strategy)).replace("model.unread = batch.step", "pass")
+    everyone = ranks(text.replace("READ", "model.read = batch.step == 3"), 3, tmp_path, deadline=60)
+    assert [one.code for one in everyone] == [2] * 3
+    for one in everyone:
+        assert "The loop has set model.read to True on rank 2, and not on rank 0, so the workers compute" in one.err
+
+
+def test_what_one_rank_sets_and_no_forward_pass_reads_changes_nothing(printed: Printed, tmp_path: Path) -> None:
+    found = [
+        one["fingerprint"]
+        for workers, strategy in ((1, "single"), (3, "allreduce"), (2, "stealing"))
+        for one in printed(
+            SET_APART.replace("STRATEGY", repr(strategy)).replace("READ", "pass"),
+            workers,
+            tmp_path / strategy,
+            deadline=60,
+        )
+    ]
+    assert len(found) == 6 and len(set(found)) == 1

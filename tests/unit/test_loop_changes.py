@@ -254,3 +254,25 @@ def test_a_large_tensor_from_inference_mode_is_held() -> None:
     model.last = features
     loop.record_changes(begins=True)
     assert list(loop.changed) == ["model.last"]
+
+
+def test_values_that_the_loop_has_set_and_not_set_back() -> None:
+    model, _, loop = made()
+    assert loop.set_apart() == ()
+    model.rate, model.last, model.drop.p = 0.5, torch.zeros(2), 0.2
+    loop.record_changes(begins=True)
+    assert loop.set_apart() == ("model.drop.p = 0.2", "model.rate = 0.5")
+    loop.end_step(4)
+    model.rate, model.drop.p = None, 0.3
+    loop.record_changes(begins=True)
+    assert loop.set_apart() == ("model.drop.p = 0.3",)
+
+
+def test_a_worker_that_has_loaded_what_others_set_is_not_apart() -> None:
+    model, _, loop = made()
+    model.rate = 0.5
+    loop.record_changes(begins=True)
+    loop.end_step(4)
+    other, _, joined = made()
+    joined.load(loop.state(5))
+    assert other.rate == 0.5 and joined.set_apart() == loop.set_apart() == ("model.rate = 0.5",)

@@ -43,6 +43,7 @@ class Headers:
         metrics: names of the metrics that headers have room for.
         own: names of the metrics that this worker computes. None before its first microbatch group.
         audited: whether this worker considers the next step an audited step.
+        set_by_loop: values that this worker's loop has set, by name.
     """
 
     def __init__(self, world: World, groups: int) -> None:
@@ -50,6 +51,7 @@ class Headers:
         self.groups = groups
         self.own: tuple[str, ...] | None = None
         self.audited = False
+        self.set_by_loop: tuple[str, ...] = ()
         self.agree(())
 
     def agree(self, metrics: tuple[str, ...]) -> None:
@@ -101,7 +103,7 @@ class StepHeader:
         step            notice                    seconds of computation
         operations      lines of the script       whether a gradient is missing       (comm.desync.recorder)
         groups          checksum of the state: upper 32 bits, lower 32 bits           (step.replicas)
-        metrics: a hash     whether the step is audited
+        metrics: a hash     whether the step is audited       values set by the loop: a hash
 
     If tensors are not on the host, only the device knows the sums of losses, the counts and its part of the checksum.
     These values travel in a separate message from device to device and stay on the device: :meth:`count` returns the
@@ -119,11 +121,13 @@ class StepHeader:
 
     Attributes:
         notice: highest notice of any worker: the membership is about to change, or a worker leaves. Known after
-            :meth:`check`, as are the next four.
+            :meth:`check`, as are the next six.
         seconds: seconds that each worker has spent computing.
         missing: whether a microbatch group of any worker gave no gradient to a parameter.
         starts: first microbatch of each group that each worker has computed.
         audited: whether any worker considers the step an audited step.
+        apart: two ranks whose loops have set different values; empty if there are none.
+        set_by_loop: hash of the values that the loop of each rank has set.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class StepHeader:
             (step, world.notice(), seconds),
             (*made, missing),
             state,
-            (_hash(headers.own or ()), headers.audited, 0.0),
+            (_hash(headers.own or ()), headers.audited, _hash(headers.set_by_loop)),
         )
         # same size in all steps: workers at different steps must be able to exchange headers and report it
         own = torch.zeros((_ROWS + headers.groups, _COLUMNS + 2 * len(headers.metrics)), dtype=torch.float64)
@@ -174,6 +178,8 @@ class StepHeader:
         self.missing = True
         self.starts: list[list[int]] = []
         self.audited = False
+        self.apart: tuple[int, ...] = ()
+        self.set_by_loop: list[float] = []
 
     def check(self) -> None:
         """Wait for the headers of all workers, and check that all workers are at the same step and made the same calls.
@@ -194,6 +200,8 @@ class StepHeader:
         self.starts = [[int(row[0]) for row in table[_ROWS : _ROWS + int(table[2][0])]] for table in self._tables]
         self._hashes = [header[3][0] for header in headers]
         self.audited = any(header[3][1] for header in headers)
+        self.set_by_loop = [header[3][2] for header in headers]
+        self.apart = next(((0, rank) for rank, one in enumerate(self.set_by_loop) if one != self.set_by_loop[0]), ())
         if self._world.recorder is not None:
             self._world.recorder.check_agreement([(header[1][0], header[1][1]) for header in headers])
 
@@ -302,8 +310,10 @@ def _start_on_device(headers: Headers, pairs: list[torch.Tensor], digest: torch.
 
 def _hash(names: tuple[str, ...]) -> float:
     """Return a whole number below 2**48 that identifies the names, or 0 without names."""
+    if not names:
+        return 0.0
     digest = hashlib.blake2b(repr(names).encode(), digest_size=6).digest()
-    return float(int.from_bytes(digest, "little")) if names else 0.0
+    return float(int.from_bytes(digest, "little"))
 
 
 def agreed_names(known: list[tuple[int, tuple[str, ...]]]) -> tuple[str, ...]:

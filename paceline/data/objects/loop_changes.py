@@ -105,6 +105,7 @@ class LoopChanges:
             if is_array(value)
         }
         self._arrays: dict[str, tuple[Owner, Any]] = {}  # owner and key of each tensor or array that the loop changes
+        self._first_values: dict[str, tuple[Owner, Any, Any]] = {}  # owner, key and first value of changed attributes
         self._large: dict[str, torch.Tensor] = {}  # copies of the large arrays from when the last step returned
         self._lost: dict[str, Mark] = {}  # marks, at load, of values whose change by the loop was not saved
         self._parameters = dict(model.named_parameters())
@@ -175,16 +176,17 @@ class LoopChanges:
             now = zip(self._versions, self._digests or self._versions, strict=True)
             found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
             self.changed.update(dict.fromkeys(found))
-        for owner, keys in self._differences(plain, self._plain):
+        for owner, then, keys in self._differences(plain, self._plain):
             for key in keys:
-                self._note(owner, key)
+                self._note(owner, key, then.get(key))
         if begins:
             self._digests = []
 
-    def _note(self, owner: Owner, key: Any) -> None:
-        """Record that the loop changes an entry."""
+    def _note(self, owner: Owner, key: Any, before: Any) -> None:
+        """Record that the loop changes an entry, with its value before the change."""
         name = f"{owner.name}.{key}"
         self.changed[name] = None
+        self._first_values.setdefault(name, (owner, key, before))
         if is_array(owner.entries.get(key)):
             self._arrays[name] = owner, key
 
@@ -197,20 +199,20 @@ class LoopChanges:
 
     def _differences(
         self, before: list[dict[Any, Any]], after: list[dict[Any, Any]]
-    ) -> Iterator[tuple[Owner, list[Any]]]:
-        """Yield each owner whose values have changed, with the changed keys."""
+    ) -> Iterator[tuple[Owner, dict[Any, Any], list[Any]]]:
+        """Yield each owner whose values have changed, with the values before and the changed keys."""
         if len(before) != len(after) or all(map(is_, before, after)):
             return
         for owner, then, values in zip(self._owners, before, after, strict=True):
             if then is not values and then != values:
-                yield owner, [key for key in then | values if then.get(key) != values.get(key)]
+                yield owner, then, [key for key in then | values if then.get(key) != values.get(key)]
 
     @contextmanager
     def noting_forward(self) -> Iterator[None]:
         """Record the attributes that a probe of the forward pass sets in this context."""
         before = [owner.values() for owner in self._owners]
         yield
-        for owner, keys in self._differences(before, [owner.values() for owner in self._owners]):
+        for owner, _, keys in self._differences(before, [owner.values() for owner in self._owners]):
             self.forward_values.find_left(owner.name, keys)
 
     def without_effect(self, step: int) -> str:
@@ -303,6 +305,17 @@ class LoopChanges:
         """Return the current values of the attributes that the loop changes."""
         return self._changed_of([owner.values() for owner in self._owners])
 
+    def set_apart(self) -> tuple[str, ...]:
+        """Return the numbers, texts and flags that the loop has set and not set back. Sorted, to compare ranks."""
+        values = ((name, owner.entries.get(key), first) for name, (owner, key, first) in self._first_values.items())
+        return tuple(
+            sorted(
+                f"{name} = {value!r}"
+                for name, value, first in values
+                if (value is None or type(value) in PLAIN) and (type(value) is not type(first) or value != first)
+            )
+        )
+
     def _changed_of(self, values: list[dict[Any, Any]]) -> dict[str, dict[Any, Any]]:
         return {
             owner.name: found
@@ -322,7 +335,7 @@ class LoopChanges:
                 now = owner.entries.get(key)
                 if f"{owner.name}.{key}" not in state.get("in_place", ()) or not put_into(now, value):
                     owner.entries[key] = fitted(value, now)
-                self._note(owner, key)
+                self._note(owner, key, now)
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
             group.update(values)
         self.changed.update(dict.fromkeys(state["changed"]))

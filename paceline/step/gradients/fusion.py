@@ -15,7 +15,6 @@ import copy
 import logging
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 
@@ -53,12 +52,10 @@ class Fusion:
         self._open = not single and context.order.microbatches > 1 and known is None
         self._drew = False
 
-    def groups(self, share: range, audited: int | None = None) -> list[range]:
-        """Return the groups in which a share of microbatches is computed. The audited microbatch is its own group."""
+    def groups(self, share: range) -> list[range]:
+        """Return the groups in which a share of microbatches is computed."""
         if self._fused:
-            alone = [] if audited is None or audited not in share else [audited, audited + 1]
-            ends = [share.start, *alone, share.stop]
-            return [range(start, stop) for start, stop in pairwise(ends) if start < stop]
+            return [share] if share else []
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
     def forward(self, group: MicrobatchGroup, step: int) -> ForwardResult:

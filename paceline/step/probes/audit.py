@@ -26,7 +26,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.values import sendable
-from paceline.data.feed import MicrobatchGroup
+from paceline.data.feed import MicrobatchGroup, split_group
 from paceline.data.keys import seed_untouched, was_drawn
 from paceline.data.nested import map_tensors, rows
 from paceline.data.objects.attributes import same
@@ -154,24 +154,30 @@ class Audit:
         if not (context.audits.is_due(step) or context.audits.is_last(step)):
             return False
         self._step, self._microbatch = step, context.audits.microbatch(step, len(context.order.parts_of(step)))
-        holders = [
-            (place, group) for place, groups in enumerate(layout) for group in groups if self._microbatch in group
-        ]
+        holders = [place for place, groups in enumerate(layout) for group in groups if self._microbatch in group]
         if self._alone and not holders:
             return False
-        owner, group = holders[0] if holders else (0, range(1))
+        owner = holders[0] if holders else 0
         others = [rank for rank in range(context.world.size) if rank != owner]
         joined = context.audits.joined(step)
         if self._alone or context.world.rank == (
             joined if joined in others else others[self._microbatch % len(others)]
         ):
             self._compute(halves=bool(context.probe_results.fusible))
-        if len(group) > 1 and (self._alone or context.world.rank == owner):
-            self._compute()  # the step computes it together with other microbatches
         recorder = Recorder(context, step, self._microbatch)
         self._recorders.append(recorder)
         context.compute.recorder = recorder
         return True
+
+    def separate(self, groups: Sequence[MicrobatchGroup]) -> list[MicrobatchGroup]:
+        """Return the groups of an audited step with the audited microbatch in a group of its own.
+
+        Call this after :meth:`begin`. Not every audit is known when the groups are loaded.
+        """
+        if self._context.compute.recorder is None:
+            return [*groups]
+        parts = self._context.order.parts_of(self._step)
+        return [one for group in groups for one in split_group(group, parts, self._microbatch)]
 
     def _compute(self, halves: bool = False) -> None:
         """Load and compute the microbatch, in two halves if that is asked for and possible, and leave no trace."""
@@ -254,6 +260,18 @@ class Audit:
         if any(told for told, *_ in known):
             return
         tell(context, text)
+
+    def compare_apart(self, step: int, ranks: Sequence[int]) -> None:
+        """Compute a microbatch on ranks whose loops have set different values, and :meth:`compare` the digests.
+
+        All workers call this before the update, after the step was computed: only then do they know the difference.
+        """
+        context, self._recorders = self._context, []
+        self._step, self._microbatch = step, context.audits.microbatch(step, len(context.order.parts_of(step)))
+        if context.world.rank in ranks:
+            context.compute.buffers.reset()
+            self._compute()
+        self.compare()
 
     def _gather(self) -> list[list[_Recorded]]:
         """Return what each worker, or this one alone, has recorded of the microbatch."""

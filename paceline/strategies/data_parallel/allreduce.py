@@ -15,6 +15,7 @@ may add these sums in its own order (``comm.reduction.collective``). All workers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
 
@@ -93,9 +94,7 @@ class AllReduce(Strategy):
 
     def _layout(self, step: int) -> list[list[range]]:
         """Return the microbatch groups of each rank."""
-        microbatches = len(self._context.order.parts_of(step))
-        audited = self._context.audits.microbatch(step, microbatches) if self._context.audits.is_due(step) else None
-        return [self._fusion.groups(share, audited) for share in self._shares(microbatches)]
+        return [self._fusion.groups(share) for share in self._shares(len(self._context.order.parts_of(step)))]
 
     def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
         """Return the nodes that each rank sends: nodes of the canonical tree, or one node for its running sum."""
@@ -106,10 +105,10 @@ class AllReduce(Strategy):
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, layout = self._context, self._layout(step)
         shares = self._shares(len(context.order.parts_of(step)))
-        self._results.audit(step, layout)
+        groups = self._results.audit(step, layout, groups)
         context.compute.buffers.begin()
         context.update.check_structure()
-        computed = self._gradients(step, groups, layout, shares)
+        computed = self._gradients(step, groups, shares)
         header = computed.header
         self.seconds = header.seconds
         self._fusion.decide(groups, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
@@ -120,24 +119,19 @@ class AllReduce(Strategy):
         apply = self._results.apply(header)
         result = commit(
             *(context, step, groups, computed.parts, means, header.notice, apply),
-            again=lambda: self._gradients(step, groups, layout, shares, again=True).parts,
+            again=lambda: self._gradients(step, groups, shares, again=True).parts,
         )
         self._reducer.accept()
         return result
 
     def _gradients(
-        self,
-        step: int,
-        groups: list[MicrobatchGroup],
-        layout: list[list[range]],
-        shares: Sequence[range],
-        again: bool = False,
+        self, step: int, groups: list[MicrobatchGroup], shares: Sequence[range], again: bool = False
     ) -> _Computed:
         """Compute the mean gradients into ``.grad``; ``again`` marks a repetition within the step."""
         context, reducer = self._context, self._reducer
         nodes = self._nodes(shares, context.settings.along_tree)
         statistics, pairs = Accumulator(context.settings.exact), list[torch.Tensor]()
-        starts = [group.start for group in layout[context.world.rank]]
+        starts = [group.microbatches.start for group in groups]
         begin = perf_counter()
         reducer.begin(nodes, context.settings.along_tree)
         for group in groups:
@@ -156,6 +150,7 @@ class AllReduce(Strategy):
             reducer.nothing(header)
         without = reducer.written()
         header.check()  # a worker at another step may send tensors of other sizes
+        layout = [_groups_of(share, own) for share, own in zip(shares, header.starts, strict=True)]
         missing = self._results.send_missing(layout, without)
         while not reducer.finish(measure=self._results.whole_update):
             reducer.again(step, groups, nodes, header)
@@ -163,3 +158,8 @@ class AllReduce(Strategy):
 
     def close(self) -> None:
         self._reducer.close()
+
+
+def _groups_of(share: range, starts: Sequence[int]) -> list[range]:
+    """Return the groups of a share that begin at these microbatches."""
+    return [range(start, stop) for start, stop in pairwise([*starts, share.stop])]

@@ -8,6 +8,7 @@ import torch
 
 from paceline.comm.collectives.all_gather import AllGather, PendingGather
 from paceline.comm.collectives.step_header import MISSING_TAG, Headers, StepHeader
+from paceline.data.feed import MicrobatchGroup
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, with_norm
 from paceline.step.context import TrainingContext
@@ -31,11 +32,24 @@ class Results:
         self._headers = Headers(context.world, most)
         self._replicas = Replicas(context)
         self._audit = Audit(context)
+        self._step = self._times_apart = 0
+        self._set_before: list[float] = []
         self._missing = AllGather(context.world, MISSING_TAG, (most + 1) * len(context.update.parameters), host=True)
 
-    def audit(self, step: int, layout: Sequence[Sequence[range]]) -> None:
-        """Begin a step; ``layout`` has the groups that each rank will compute, as far as they are known."""
+    def audit(
+        self, step: int, layout: Sequence[Sequence[range]], groups: Sequence[MicrobatchGroup] = ()
+    ) -> list[MicrobatchGroup]:
+        """Begin a step, and return the groups of this worker, with an audited microbatch in a group of its own.
+
+        Args:
+            step: step number.
+            layout: groups that each rank will compute, as far as they are known.
+            groups: loaded groups of this worker.
+        """
+        self._step = step
         self._headers.audited = self._audit.begin(step, layout)
+        self._headers.set_by_loop = self._context.loop.set_apart() if self._context.audits.enabled else ()
+        return self._audit.separate(groups)
 
     def send(
         self,
@@ -52,6 +66,7 @@ class Results:
         """
         self._headers.own = self._context.compute.metrics
         self._headers.audited = self._headers.audited and not again
+        self._headers.set_by_loop = () if again else self._headers.set_by_loop
         digest = None if again else self._replicas.digest(step)
         return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
 
@@ -89,10 +104,8 @@ class Results:
             header.read(self._norm)
         self._replicas.check(header.state_digests(), header.seconds)
         unequal = frozenset[int]().union(*without) - frozenset.intersection(*without)
-        if header.audited and not (
-            unequal and self._context.settings.missing_gradient == "stop"
-        ):  # commit reports these
-            self._audit.compare()
+        if not (unequal and self._context.settings.missing_gradient == "stop"):  # commit reports these
+            self._compare(header)
         owned = [(group, rank) for rank, held in enumerate(layout) for group in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
         metrics = metrics_of(self._context, header)
@@ -100,6 +113,19 @@ class Results:
             MicrobatchResult(group, rank, loss, count, places, metrics=metrics.get(start, ()))
             for ((group, rank), places), (start, _, loss, count) in zip(known, header.losses(), strict=True)
         ]
+
+    def _compare(self, header: StepHeader) -> None:
+        """Compare the digests of an audited step, and audit a step before which the loops have set different values.
+
+        A value that differs in each step, such as a time, is audited the 1st, 2nd, 4th, 8th time and so on.
+        """
+        if header.audited:
+            self._audit.compare()
+        before, self._set_before = self._set_before, header.set_by_loop
+        if header.apart and header.set_by_loop != before:
+            self._times_apart += 1
+            if self._times_apart & (self._times_apart - 1) == 0:
+                self._audit.compare_apart(self._step, header.apart)
 
     @property
     def whole_update(self) -> bool:
