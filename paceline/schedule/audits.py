@@ -2,11 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+
+_MOST_VALUES = 4
+"""Number of values of a name that are audited: with that of the first steps."""
+_MOST_LATE, _STEPS = 5, 1000
+"""Number of audits that changes by the loop may cause in the first steps, and number of steps for one more."""
+
+
+class NewValues:
+    """Values that the loop has set and that no audited step has had.
+
+    A step is audited if a name has such a value for the first time, or keeps it after several changes in a row. So a
+    value that changes in each step, as a schedule or a counter does, is audited once; the audits of steps 1, 2, 4 and
+    so on follow it from then on. With at most 5 such audits in 1,000 steps, and one in each 1,000 steps after them,
+    all audits together compute at most 20 microbatches more in 2,000 steps.
+
+    >>> values, audited = NewValues(), []
+    >>> for step in range(20):
+    ...     values.add({"coupled": (step != 9, step == 9)} if step in (9, 15) else {})
+    ...     if values.are_due(step):
+    ...         audited.append(step)
+    ...         values.close(late=True)
+    >>> audited
+    [9]
+    """
+
+    def __init__(self) -> None:
+        self._audited: dict[str, set[Hashable]] = {}
+        self._open: dict[str, Hashable] = {}
+        self._changed: frozenset[str] = frozenset()
+        self._restless: frozenset[str] = frozenset()
+        self._late = 0
+
+    def add(self, changes: Mapping[str, tuple[Hashable, Hashable]]) -> None:
+        """Add what the loop has changed before a step: the values before and after, by name."""
+        for name, (before, now) in changes.items():
+            known = self._audited.setdefault(name, {before})
+            self._open.pop(name, None)
+            if now not in known and len(known) < _MOST_VALUES:
+                self._open[name] = now
+        before_it, self._changed = self._changed, frozenset(changes)
+        self._restless = self._changed & before_it
+
+    def are_due(self, step: int) -> bool:
+        """Return whether a step is to be audited because of its values."""
+        return self._late < _MOST_LATE + step // _STEPS and any(name not in self._restless for name in self._open)
+
+    def close(self, late: bool) -> None:
+        """Note that the step with the current values is audited; ``late`` if only because of them."""
+        for name, value in self._open.items():
+            self._audited[name].add(value)
+        self._open = {}
+        self._late += late
 
 
 class AuditSchedule:
     """Audits of steps 0, 1, 2, 4, 8 and so on, of every 1,000th step, before saves, after joins, and of the last step.
+
+    A step before which the loop has set something new is audited, too (:class:`NewValues`).
 
     Args:
         every: interval of additional audits in steps. Defaults to no additional audits.
@@ -27,6 +81,8 @@ class AuditSchedule:
         self._every, self._saves, self._off = every, saves, off
         self.last: int | None = None
         self._joined: dict[int, int] = {}
+        self._values = NewValues()
+        self._changed = -1  # last step that is audited because of new values
 
     @property
     def enabled(self) -> bool:
@@ -61,9 +117,20 @@ class AuditSchedule:
         by_number = step & (step - 1) == 0 or step % 1000 == 0 or (self._every and step % self._every == 0)
         return bool(by_number or (self._saves and (step + 1) % self._saves == 0))
 
-    def is_last(self, step: int) -> bool:
-        """Return whether a step is audited because it is the last step."""
-        return not self._off and step == self.last
+    def add_changes(self, step: int, changes: Mapping[str, tuple[Hashable, Hashable]]) -> None:
+        """Note what the loop has changed before a step: the values before and after, by name."""
+        if self._off:
+            return
+        self._values.add(changes)
+        if self.is_audited(step):
+            self._values.close(late=False)
+        elif self._values.are_due(step):
+            self._changed = step
+            self._values.close(late=True)
+
+    def is_audited(self, step: int) -> bool:
+        """Return whether a step is audited. The script of each worker decides whether it is, or changes something."""
+        return self.is_due(step) or (not self._off and step in (self.last, self._changed))
 
     def microbatch(self, step: int, microbatches: int) -> int:
         """Return the microbatch that an audit computes twice. It changes from audit to audit."""

@@ -110,6 +110,7 @@ class TrainingLoop:
         turn = position.check(batch, bool(phase))
         begin = time.perf_counter()
         context.loop.record_changes(begins=True)
+        context.audits.add_changes(batch.step, context.loop.take_changes())
         check_loop_changes(context.settings, context.world.size, context.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step

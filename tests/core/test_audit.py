@@ -68,14 +68,14 @@ def train(session: paceline.Session, model: nn.Module, steps: int, on: int) -> l
 
 def test_the_error_names_the_step_and_what_differs() -> None:
     model = Late(0.5)
-    with pytest.raises(InputError, match=r"Audit of step 4: microbatch 4, computed twice, .* the loss differs"):
+    with pytest.raises(InputError, match=r"Audit of step 3: microbatch 5, computed twice, .* the loss differs"):
         train(start(model), model, 12, 3)
 
 
 def test_a_warning_is_given_once() -> None:
     model = Late(0.5)
     notes = train(start(model, audit_action="warn"), model, 12, 3)
-    assert sum("Audit of step 4" in note for note in notes) == 1
+    assert sum("Audit of step 3" in note for note in notes) == 1
 
 
 def test_rounding_matters_with_exact_only() -> None:
@@ -184,7 +184,7 @@ def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Audit, "_compute", compute)
     model = Late(50.0)
-    notes = train(start(model, exact=False), model, 12, 9)
+    notes = train(start(model, exact=False), model, 12, 11)
     fused = [(step, True) for step in (1, 2, 4, 8, 11)]
     assert computed == [(0, False), *fused, (11, False)]
     assert any("Audit of step 11: microbatch" in note for note in notes)

@@ -1,7 +1,7 @@
 """Snapshot and restore of Python objects besides parameters and buffers: generators, numbers, tensors, containers.
 
 The search follows attributes, slots, class attributes of user code, closures, and the functions and globals that
-functions of user code name.
+functions of user code name, also those of other modules of user code.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import contextlib
 import inspect
 import random
 import threading
+from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextvars import ContextVar
 from enum import Enum
 from functools import _lru_cache_wrapper, partial
-from itertools import islice
+from itertools import chain, islice
 from numbers import Number
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
+from paceline.data.objects.entries import Cells, Entries
 from paceline.system.torch_internals import BACKWARD_FLAG, BUFFERS, MODULES, PARAMETERS
 from paceline.system.user_code import is_user_class, is_user_code
 
@@ -162,16 +164,36 @@ class Attributes:
 
     def _of_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
         """Yield a function's closures and defaults, and for user code also its attributes and the globals it names."""
-        yield from (
-            (key, cell) for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        )
+        code, known = function.__code__, is_user_code(function.__code__.co_filename)
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        if known:
+            self._add_cells(function, cells)
+        yield from cells.items()
         yield f"{name} defaults", function.__defaults__
-        if is_user_code(function.__code__.co_filename):
+        if known:
             self._containers.append((function.__dict__, function.__dict__.copy()))
+            if function.__dict__:
+                self.owners.setdefault(function.__name__, function.__dict__)
             yield from ((f"{function.__name__}.{key}", one) for key, one in function.__dict__.items())
-            for key in function.__code__.co_names:
-                if key in function.__globals__ and _is_followed(one := function.__globals__[key]):
+            names = _names_in(code)
+            for key in names:
+                one = function.__globals__.get(key, _SKIPPED)
+                if isinstance(one, ModuleType) and is_user_code(getattr(one, "__file__", None) or "<"):
+                    held = [(key, one) for key, one in vars(one).items() if key in names and _is_followed(one)]
+                    for inner, value in held:
+                        yield from self._entry(f"{key}.{inner}", vars(one), inner, value)
+                elif _is_followed(one):
                     yield from self._entry(key, function.__globals__, key, one)
+
+    def _add_cells(self, function: FunctionType, cells: dict[str, CellType]) -> None:
+        """Record the variables of an enclosing function that a function reads."""
+        held = {key: cell for key, cell in cells.items() if key != "__class__" and _is_followed(_content_of(cell))}
+        if not held:
+            return
+        scope = function.__qualname__.rpartition(".<locals>")[0].replace("<locals>.", "")
+        owner = self.owners.setdefault(f"{scope}()", Cells())
+        if isinstance(owner, Cells):
+            owner.add(held)
 
     def _entry(self, name: str, owner: Any, key: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Record and yield a slot, class attribute or global, which is restored individually."""
@@ -224,40 +246,6 @@ class Attributes:
                 value[...] = state
 
 
-class Entries(MutableMapping[Any, Any]):
-    """Mapping view of attributes of a class, slots of an object, globals of a module, or entries of a list.
-
-    Args:
-        owner: class, object, dictionary of the globals, or list.
-        keys: initial keys of the entries. More may be added later.
-    """
-
-    def __init__(self, owner: Any, keys: Iterable[Any] = ()) -> None:
-        self._owner = owner
-        self.keys_known: dict[Any, None] = dict.fromkeys(keys)
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return self._owner[key] if isinstance(self._owner, dict | list) else getattr(self._owner, key)
-        except (AttributeError, IndexError):
-            raise KeyError(key) from None
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(self._owner, dict | list):
-            self._owner[key] = value
-        else:
-            setattr(self._owner, key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        raise TypeError("entries are not removed")
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([key for key in self.keys_known if key in self])
-
-    def __len__(self) -> int:
-        return len(self.keys_known)
-
-
 def is_dense(value: Any) -> bool:
     """Return whether a value is an array, or a tensor that can be copied, compared and restored like one."""
     if isinstance(value, torch.Tensor):  # sparse tensors have no size in bytes, and those on the meta device no values
@@ -285,8 +273,16 @@ def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
     return True
 
 
+def _names_in(code: CodeType) -> dict[str, None]:
+    """Return the names of globals and attributes in a function and in the functions and comprehensions inside of it."""
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return dict.fromkeys((*code.co_names, *chain.from_iterable(inner)))
+
+
 def _is_followed(value: Any) -> bool:
     """Return whether to follow a global. Objects of other library types may have threads of their own."""
+    if value is None or type(value) in (Namespace, SimpleNamespace):
+        return True
     followed = (*_NUMBERS, list, dict, set, deque, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
     known = isinstance(value, (*followed, ContextVar, threading.local, _lru_cache_wrapper))
     return known or is_user_class(value if isinstance(value, type) else type(value))

@@ -17,7 +17,7 @@ state warns about it if its own script does not make the change, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 from types import MappingProxyType
@@ -53,6 +53,7 @@ _NO_EFFECT = (
     "no effect: session.step has made the update. To clip, give clip_norm=... to paceline.start (report.gradient_norm "
     "is the norm before it), and leave backward() out of the loop."
 )
+_MODES = "the modes of the modules"
 _WATCHED = 3
 """Number of steps after which gradients are compared: a loop that changes gradients does so in each step."""
 
@@ -106,6 +107,9 @@ class LoopChanges:
         }
         self._arrays: dict[str, tuple[Owner, Any]] = {}  # owner and key of each tensor or array that the loop changes
         self._first_values: dict[str, tuple[Owner, Any, Any]] = {}  # owner, key and first value of changed attributes
+        self._changes: dict[str, tuple[Owner | None, Any, Any]] = {}  # owner, key and value before, for take_changes
+        self._modules = list(model.modules())
+        self._modes: list[bool] = []
         self._large: dict[str, torch.Tensor] = {}  # copies of the large arrays from when the last step returned
         self._lost: dict[str, Mark] = {}  # marks, at load, of values whose change by the loop was not saved
         self._parameters = dict(model.named_parameters())
@@ -160,6 +164,7 @@ class LoopChanges:
         tensors = self._tensors()
         self._versions = [*zip(map(id, tensors), versions_of(tensors), strict=True)]
         self._plain = [owner.values() for owner in self._owners]
+        self._modes = [one.training for one in self._modules]
         if self._digests and self._digests_of is not None:
             self._digests = self._digests_of(tensors)
 
@@ -169,18 +174,37 @@ class LoopChanges:
             self.forward_values.close()
         if not self._ended:
             return
-        versions, digests, plain = self._versions, self._digests, self._plain
+        versions, digests, plain, modes = self._versions, self._digests, self._plain, self._modes
         self.refresh()
         if versions != self._versions or digests != self._digests:
             before = zip(versions, digests or versions, strict=True)
             now = zip(self._versions, self._digests or self._versions, strict=True)
             found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
+            self._changes.update((name, (None, 0, 1)) for name in found if name not in self.changed)
             self.changed.update(dict.fromkeys(found))
+        if modes != self._modes:
+            self._changes.setdefault(_MODES, (None, None, tuple(modes)))
         for owner, then, keys in self._differences(plain, self._plain):
             for key in keys:
                 self._note(owner, key, then.get(key))
+                self._changes.setdefault(f"{owner.name}.{key}", (owner, key, then.get(key)))
         if begins:
             self._digests = []
+
+    def take_changes(self) -> dict[str, tuple[Hashable, Hashable]]:
+        """Return the values before and after each change that the loop has made since the last call, by name.
+
+        A value that is not a number, a text or a flag is another one after each change. Of tensors of the model, only
+        the first change is returned: a copy of the model may follow it in each step.
+        """
+        taken, self._changes = self._changes, {}
+        found: dict[str, tuple[Hashable, Hashable]] = {}
+        for name, (owner, key, before) in taken.items():
+            if owner is not None:
+                found[name] = _hashable(before), _hashable(owner.entries.get(key))
+            else:
+                found[name] = before, tuple(self._modes) if name == _MODES else object()
+        return {name: (before, now) for name, (before, now) in found.items() if before != now}
 
     def _note(self, owner: Owner, key: Any, before: Any) -> None:
         """Record that the loop changes an entry, with its value before the change."""
@@ -347,6 +371,10 @@ class LoopChanges:
     def _tensors(self) -> list[torch.Tensor]:
         buffers = (buffers.get(key) for buffers, key in self._buffers)
         return [*self._parameters.values(), *(self._none if value is None else value for value in buffers)]
+
+
+def _hashable(value: Any) -> Hashable:
+    return (type(value), value) if value is None or type(value) in PLAIN else object()
 
 
 def _described(name: str) -> str:

@@ -151,7 +151,7 @@ class Audit:
         if context.compute.recorder is not None:
             context.compute.recorder.close()  # a worker was lost in an audited step
         self._recorders, context.compute.recorder = [], None
-        if not (context.audits.is_due(step) or context.audits.is_last(step)):
+        if not context.audits.is_audited(step):
             return False
         self._step, self._microbatch = step, context.audits.microbatch(step, len(context.order.parts_of(step)))
         holders = [place for place, groups in enumerate(layout) for group in groups if self._microbatch in group]

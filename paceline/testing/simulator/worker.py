@@ -157,6 +157,10 @@ class LoopChanges:
     def record_changes(self, begins: bool = False) -> None:
         """See ``LoopChanges``."""
 
+    def take_changes(self) -> dict[str, tuple[Any, Any]]:
+        """See ``LoopChanges``."""
+        return {}
+
     def not_restored(self) -> str:
         """See ``LoopChanges``."""
         return ""
