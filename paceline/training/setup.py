@@ -29,7 +29,7 @@ from paceline.system import excepthook
 from paceline.training import build, saved_settings
 from paceline.training.loop import TrainingLoop
 from paceline.training.recovery.beginning import Beginning
-from paceline.training.recovery.preemption import catch_notices
+from paceline.training.recovery.preemption import catch_notices, release_notices
 from paceline.training.report import report_profile
 from paceline.training.script_state import ScriptState
 
@@ -85,6 +85,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     tracking = Tracking(resolved.settings, resolved.sources, log, folder, number)
     if _current is not None:
         _current.close()
+        release_notices()
         _current = None
     if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
         seconds = resolved.settings.timeout_seconds

@@ -36,11 +36,17 @@ def catch_notices(world: World) -> None:
             signal.signal(number, leave)
 
 
-def _release_child() -> None:
-    """Let a forked process, such as one of a ``multiprocessing.Pool``, end on a signal: it has no step to finish."""
+def release_notices() -> None:
+    """Let a process end on a signal again, unless the script has installed a handler since.
+
+    A session that has closed has no step to finish, nor has a forked process, such as one of a
+    ``multiprocessing.Pool``. Does nothing outside of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
     for number, handler in _handlers.items():
         if signal.getsignal(number) is handler:
             signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_release_child)
+os.register_at_fork(after_in_child=release_notices)
