@@ -24,6 +24,7 @@ from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
 from paceline.data.objects.attributes import Attributes
 from paceline.data.objects.loop_changes import LoopChanges
+from paceline.data.objects.outside import OutsideParameters
 from paceline.data.order import BatchOrder, Order
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
@@ -157,7 +158,8 @@ def _loop_changes(
     known = {id(value) for value in [*given.model.parameters(), *given.model.buffers()]}
     held = Attributes(roots, known, copies=False)
     objects = {name: one for name, one in held.objects.items() if name.startswith(("model", "loss", "forward"))}
-    return LoopChanges(given.model, update.optimizer, digests, held.owners | feed.owners, keeps, objects)
+    outside = OutsideParameters(held, frozenset(known))
+    return LoopChanges(given.model, update.optimizer, digests, held.owners | feed.owners, keeps, objects, outside)
 
 
 def _checked_model(model: Any, sparse: bool) -> nn.Module:

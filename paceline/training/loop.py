@@ -310,6 +310,7 @@ class TrainingLoop:
         """Close this loop after all workers have reached this point, because the script starts another session."""
         world = self.context.world
         self.context.loop.forward_values.end()
+        self.context.loop.outside.end()
         with contextlib.suppress(WorkerLost):
             self.strategy.synchronize(self.progress.steps)
             world.gather(None, "start")

@@ -24,6 +24,7 @@ from paceline.events import EventLog
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
+from paceline.step.probes.audit import tell
 from paceline.step.probes.probe import warn
 from paceline.system import excepthook
 from paceline.training import build, saved_settings
@@ -109,6 +110,7 @@ def _begin(
     global _current
     settings, script = context.settings, ScriptState()
     context.loop.forward_values.tell = partial(warn, context)
+    context.loop.outside.tell = partial(tell, context)
     state = TrainingState(
         context.compute.model, context.update, *build.conditions(context), context.strategy_state, script, context.loop
     )

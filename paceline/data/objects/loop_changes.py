@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from paceline.data.objects.attributes import PLAIN
 from paceline.data.objects.forward_values import ForwardValues
+from paceline.data.objects.outside import OutsideParameters
 from paceline.data.objects.values import (
     OF_MODULES,
     OF_TORCH,
@@ -72,6 +73,7 @@ class LoopChanges:
         owners: mappings of values in the model, the loss and the data, by name (``data.objects.attributes``).
         keeps: whether a checkpoint gets the copies instead of the current tensors and hyperparameters.
         objects: objects among the owners whose attributes a forward pass may set, by the same names.
+        outside: parameters that the model does not have.
 
     Attributes:
         now: whether :meth:`tensors` and :meth:`state` return current values, because all workers have begun a new step.
@@ -88,9 +90,11 @@ class LoopChanges:
         owners: Mapping[str, MutableMapping[Any, Any]],
         keeps: bool,
         objects: Mapping[str, object] = MappingProxyType({}),
+        outside: OutsideParameters | None = None,
     ) -> None:
         self.now = False
         self.forward_values = ForwardValues(objects)
+        self.outside = outside or OutsideParameters()
         self.changed: dict[str, None] = {}
         self.said = ""
         self._optimizer = optimizer
@@ -130,6 +134,7 @@ class LoopChanges:
     def end_step(self, step: int) -> None:
         """Copy the values that the loop is known to change. Called when a step returns."""
         before = self._plain
+        self.outside.end_step()
         self._keep()
         if len(before) == len(self._plain) and not all(map(is_, before, self._plain)):
             for owner, then, values in zip(self._owners, before, self._plain, strict=True):
@@ -172,6 +177,7 @@ class LoopChanges:
         """Record what the script has changed since :meth:`refresh`. Set ``begins`` when the next step begins."""
         if begins:
             self.forward_values.close()
+            self.outside.begin_step()
         if not self._ended:
             return
         versions, digests, plain, modes = self._versions, self._digests, self._plain, self._modes

@@ -30,6 +30,7 @@ from paceline.data.feed import MicrobatchGroup, split_group
 from paceline.data.keys import seed_untouched, was_drawn
 from paceline.data.nested import map_tensors, rows
 from paceline.data.objects.attributes import same
+from paceline.data.objects.outside import OutsideParameters
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
@@ -253,7 +254,7 @@ class Audit:
         cause = self._cause(name) if not told and (self._alone or context.world.rank in ranks) else ""
         own = told, cause, context.loop.said, context.loop.attributes()
         known = [own] if self._alone else context.world.gather(own, "audit")
-        text = _set_differently([attributes for *_, attributes in known])
+        text = _set_differently([attributes for *_, attributes in known], context.loop.outside)
         text = text or next((said for _, _, said, _ in known if said), "")
         text = text or self._text(name, ranks, next((cause for _, cause, *_ in known if cause), ""))
         context.probe_results.told.add(name == DATA)
@@ -345,7 +346,7 @@ def tell(context: TrainingContext, text: str) -> None:
     warn(context, text)
 
 
-def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
+def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]], outside: OutsideParameters | None = None) -> str:
     """Describe an attribute that the loop has set to different values on different ranks. Empty if there is none."""
     set_anywhere = {
         (owner, key): rank for rank, one in [*enumerate(everyone)][::-1] for owner in one for key in one[owner]
@@ -359,6 +360,8 @@ def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
                     f"workers compute different things. {_ALIKE}"
                 )
             if not same(other := others[owner][key], value):
+                if outside is not None and f"{owner}.{key}" in outside.parameters:
+                    return outside.text(f"{owner}.{key}")
                 return (
                     f"The loop has set {owner}.{key} to {value!r} on rank {setter} and to {other!r} on rank {rank}, so "
                     f"the workers compute different things. {_ALIKE}"
