@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.data.objects.attributes import Attributes
+from paceline.system.torch_internals import version_of
 
 _OWN_GRADIENT = (
     "{name} is a parameter that the loss reads and the model does not have, and the loop trains it. After session.step "
@@ -58,7 +59,7 @@ class OutsideParameters:
         """Remember the gradients that a step has changed."""
         for name, one in self.parameters.items():
             if one.grad is not None and _state(one.grad) != self._before.get(name):
-                self._left[name] = ref(one.grad), one.grad._version
+                self._left[name] = ref(one.grad), version_of(one.grad)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         """Tell if an optimizer without a closure is about to use a gradient that a step has left."""
@@ -67,7 +68,7 @@ class OutsideParameters:
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for name, (left, version) in self._left.items():
             one = self.parameters[name]
-            if id(one) in trained and one.grad is not None and one.grad is left() and one.grad._version == version:
+            if id(one) in trained and one.grad is not None and one.grad is left() and version_of(one.grad) == version:
                 self.end()
                 self.tell(self.text(name))
                 return
@@ -98,4 +99,4 @@ def _parameters(held: Attributes) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _state(gradient: torch.Tensor | None) -> tuple[int, int]:
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+    return (0, 0) if gradient is None else (id(gradient), version_of(gradient))
