@@ -163,7 +163,6 @@ def parse_value(text: str, strings: bool = False) -> object:
     """Parse a command-line value: ``none``, a boolean, a TOML value, or otherwise a string.
 
     Args:
-        text: value as written.
         strings: whether the setting is a list of strings. If so, only lists and quoted strings are parsed as TOML,
             because a layer may be named 0.10. Defaults to False.
     """
@@ -336,7 +335,6 @@ def kept(settings: Settings, sources: Mapping[str, str]) -> dict[str, list[objec
     """Return the settings to store in a checkpoint, by dotted key: the value, and whether the script has set it.
 
     Args:
-        settings: settings of the run.
         sources: sources of the settings that are not defaults, by dotted key.
     """
     values = flat(settings)

@@ -45,10 +45,8 @@ class EventLog:
     """Log that writes the records of one rank to ``<directory>/rank-<rank>.jsonl``, or nowhere without a directory.
 
     Args:
-        directory: directory of the files, or None.
         rank: rank of this process, or the name of a process that is no worker.
         generation: number of membership changes before this log.
-        append: function that appends lines to a file.
     """
 
     def __init__(

@@ -35,10 +35,7 @@ class Checkpointer:
     The worker that has rank 0 at the time of a save writes the checkpoint. It collects the shards of other workers.
 
     Args:
-        world: the workers.
-        settings: directory, interval and number of checkpoints.
         folder: checkpoint folder. Used unless the settings name a directory.
-        events: event log.
         replicated: whether all workers have the same state after each step, so that each can write a shard of it.
 
     Attributes:
@@ -132,11 +129,7 @@ class Checkpointer:
             self._write_part(storage, state.snapshot(step))
 
     def finish(self) -> None:
-        """Wait for the background save.
-
-        Raises:
-            CheckpointError: the save failed. Raised on rank 0 only.
-        """
+        """Wait for the background save. Raises CheckpointError if the save failed. Raised on rank 0 only."""
         self._raise_if_writer(self._background.finish)
 
     def _raise_if_writer(self, check: Callable[[], None]) -> None:

@@ -81,8 +81,6 @@ def decode(written: Any, tensors: Mapping[str, torch.Tensor], now: Any, where: s
     """Convert a result of :func:`encode` back to the value.
 
     Args:
-        written: encoded value.
-        tensors: tensors by name.
         now: value that the script has at this position, or None.
         where: description of the value, for errors.
 

@@ -33,23 +33,14 @@ _TAIL = 1 << 14
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """Checkpoint shard: a file with tensors.
-
-    Attributes:
-        name: name of the file.
-        size: size in bytes.
-        hash: SHA-256 of all bytes that are not elements.
-        offsets: offset of the elements of each tensor.
-        hashes: SHA-256 of each tensor, with its dtype and shape.
-        records: offset and length of the ``torch.save`` archive of each tensor.
-    """
+    """Checkpoint shard: a file with tensors."""
 
     name: str
-    size: int
-    hash: str
-    offsets: dict[str, int]
-    hashes: dict[str, str]
-    records: dict[str, tuple[int, int]]
+    size: int  # size in bytes
+    hash: str  # SHA-256 of all bytes that are not elements
+    offsets: dict[str, int]  # offset of the elements of each tensor
+    hashes: dict[str, str]  # SHA-256 of each tensor, with its dtype and shape
+    records: dict[str, tuple[int, int]]  # offset and length of the ``torch.save`` archive of each tensor
 
 
 class _Recorded:
@@ -82,8 +73,6 @@ def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], kno
 
     Args:
         create: function that opens a new file by name.
-        name: name of the file.
-        state: tensors by name.
         known: hashes of tensors that need not be computed. Computed hashes are added.
     """
     offsets, records, rest = {}, {}, hashlib.sha256()
@@ -173,7 +162,6 @@ def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[st
     Args:
         open_file: function that opens a file by name.
         manifest: result of :func:`paceline.checkpoint.manifest.parse`.
-        names: names of the files to read.
 
     Raises:
         DamagedError: a file has another size, or a file or tensor has another hash than in the manifest.

@@ -43,7 +43,6 @@ class Interval:
 
     Args:
         mtbf: mean seconds between two failures of the run.
-        clock: function that returns the time in seconds. Defaults to ``time.perf_counter``.
     """
 
     def __init__(self, mtbf: float, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -103,11 +103,7 @@ def read_manifest(location: Path | str) -> Manifest:
 
 
 def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None:
-    """Raise CheckpointError if a checkpoint is of another model.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or of another dtype or shape. The message names the first.
-    """
+    """Raise CheckpointError if a checkpoint is of another model."""
     here: dict[str, torch.Tensor] = {f"parameter/{name}": value for name, value in model.named_parameters()}
     here.update({f"buffer/{name}": value for name, value in model.named_buffers()})
     saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(("parameter/", "buffer/"))}

@@ -46,42 +46,29 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of a checkpoint.
-
-    Attributes:
-        step: number of completed steps. Training resumes at this position.
-        order: values that determine the sample order, such as length, batch, microbatches, seed and drop_last.
-        tensors: dtype and shape of each tensor by name.
-        offsets: offset of the elements of each tensor in its file.
-        files: size and SHA-256 of each file. Elements of tensors are not part of the SHA-256.
-        fingerprint: SHA-256 of the names and hashes of all tensors.
-        state: rest of the state (see encoding.py).
-        numerics: values besides the script that affect the bits: exact, threads, cpu, canary, gpu, float32
-            (precision), cublas (workspace).
-        versions: versions of Python and the libraries.
-        time: time of the snapshot in seconds since 1970.
-        format: 4 or 5. In format 4 the hash of a file covers all its bytes, and ``parts`` and ``hashes`` are empty.
-        signature: HMAC of all other fields with the key of the run; empty without a key.
-        parts: file name of each tensor.
-        hashes: SHA-256 of each tensor, with its dtype and shape.
-    """
+    """Description of a checkpoint."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
-    step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]
+    step: Annotated[int, Field(ge=0, le=_MOST_STEPS)]  # number of completed steps. Training resumes at this position.
+    # values that determine the sample order, such as length, batch, microbatches, seed and drop_last
     order: dict[_Word, bool | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)]]
-    tensors: dict[_Name, tuple[_Word, list[_Count]]]
-    offsets: dict[_Name, _Count]
+    tensors: dict[_Name, tuple[_Word, list[_Count]]]  # dtype and shape of each tensor by name
+    offsets: dict[_Name, _Count]  # offset of the elements of each tensor in its file
+    # size and SHA-256 of each file. Elements of tensors are not part of the SHA-256.
     files: dict[_Word, tuple[_Count, _Hash]]
-    fingerprint: _Hash
-    state: Any
+    fingerprint: _Hash  # SHA-256 of the names and hashes of all tensors
+    state: Any  # rest of the state (see encoding.py)
+    # values besides the script that affect the bits: exact, threads, cpu, canary, gpu, float32 (precision), cublas
+    # (workspace)
     numerics: dict[_Word, bool | int | _Word]
-    versions: dict[_Word, _Word]
-    time: Annotated[float, Field(ge=0, le=1e11)]
+    versions: dict[_Word, _Word]  # versions of Python and the libraries
+    time: Annotated[float, Field(ge=0, le=1e11)]  # time of the snapshot in seconds since 1970
+    # 4 or 5. In format 4 the hash of a file covers all its bytes, and ``parts`` and ``hashes`` are empty.
     format: int = FORMAT
-    signature: str = ""
-    parts: dict[_Name, _Part] = field(default_factory=dict)
-    hashes: dict[_Name, _Hash] = field(default_factory=dict)
+    signature: str = ""  # HMAC of all other fields with the key of the run; empty without a key
+    parts: dict[_Name, _Part] = field(default_factory=dict)  # file name of each tensor
+    hashes: dict[_Name, _Hash] = field(default_factory=dict)  # SHA-256 of each tensor, with its dtype and shape
 
     def part_of(self, name: str) -> str:
         """Return the name of the file with a tensor."""
@@ -108,11 +95,7 @@ class Manifest:
         return self if key is None else replace(self, signature=self._signature(key))
 
     def check_signature(self, key: bytes | None, where: object) -> None:
-        """Raise DamagedError if the manifest was not signed with ``key``. Without a key every manifest is accepted.
-
-        Raises:
-            DamagedError: the signature is missing or wrong.
-        """
+        """Raise DamagedError if the manifest was not signed with ``key``. Without a key every manifest is accepted."""
         if key is None:
             return
         if not self.signature:

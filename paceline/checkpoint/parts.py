@@ -43,29 +43,19 @@ _PART = TypeAdapter(CheckpointShard)
 
 @dataclass(frozen=True)
 class Save:
-    """Description of a save, shared by all ranks.
-
-    Attributes:
-        storage: checkpoint storage of the run.
-        step: name of the step.
-        key: key that authenticates the descriptions of shards, or None.
-        over: function that returns whether the membership has changed or is about to change, which ends all waits.
-        absent: ranks whose shard was missing in an earlier save of the same membership. Rank 0 does not wait for them.
-    """
+    """Description of a save, shared by all ranks."""
 
     storage: Storage
     step: str
-    key: bytes | None
+    key: bytes | None  # key that authenticates the descriptions of shards, or None
+    # function that returns whether the membership has changed or is about to change, which ends all waits
     over: Callable[[], bool]
+    # ranks whose shard was missing in an earlier save of the same membership. Rank 0 does not wait for them.
     absent: set[int] = field(default_factory=set)
 
 
 def divide(tensors: Mapping[str, torch.Tensor], workers: int) -> list[list[str]]:
     """Assign tensors to ranks in order of size, largest first, each to the rank with the fewest bytes.
-
-    Args:
-        tensors: tensors of the state by name.
-        workers: number of workers.
 
     Returns:
         tensor names of each shard, at most ``workers`` shards, and fewer for a small state. Rank 0 writes the first.
@@ -90,10 +80,7 @@ def write(
     """Write a shard and its description once rank 0 has begun the save.
 
     Args:
-        save: the save.
         writer: launch and generation, which rank 0 and this worker share.
-        number: number of the shard.
-        tensors: tensors of the shard by name.
 
     Returns:
         the shard, or None if rank 0 did not begin in time or has finished, or the membership has changed.

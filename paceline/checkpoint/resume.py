@@ -32,18 +32,13 @@ Check = Callable[[Path | str, Manifest], None]
 
 @dataclass
 class Search:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        location: location of the checkpoint that was read, or None.
-        content: content of that checkpoint, or None.
-        damaged: names of checkpoints that were skipped because they are damaged, with the reason.
-        missing: locations of checkpoints that were skipped because a file is missing, with the reason.
-    """
-
-    location: Path | str | None = None
-    content: Content | None = None
+    location: Path | str | None = None  # location of the checkpoint that was read, or None
+    content: Content | None = None  # content of that checkpoint, or None
+    # names of checkpoints that were skipped because they are damaged, with the reason
     damaged: dict[str, str] = field(default_factory=dict)
+    # locations of checkpoints that were skipped because a file is missing, with the reason
     missing: dict[str, str] = field(default_factory=dict)
 
 
@@ -51,8 +46,6 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
     """Read the newest checkpoint of a storage that all workers can read.
 
     Args:
-        world: the workers.
-        storage: checkpoint storage of the run.
         check: function that raises if a manifest does not fit the run.
         seconds: timeout in seconds for retries while the storage fails.
 
@@ -114,7 +107,6 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
     """Query a storage on rank 0, with retries while it fails, and return the result on all workers.
 
     Args:
-        world: the workers.
         look: query, called with the seconds since the first attempt.
         where: location of the storage, for errors.
         seconds: timeout in seconds for retries.

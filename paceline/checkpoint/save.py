@@ -25,10 +25,6 @@ def save(about: Save, snapshot: Snapshot, writer: Writer, retry_seconds: float, 
     """Write a checkpoint. Rank 0 calls this.
 
     Args:
-        about: storage, step, and signing key, if any, of the save.
-        snapshot: state to save.
-        writer: identity of this worker as a writer.
-        retry_seconds: seconds for which to retry while the storage fails.
         workers: number of workers that write shards. Defaults to 1: this worker writes all tensors.
 
     Returns:

@@ -57,11 +57,7 @@ def check_savable(optimizer: Optimizer, *, lists: bool = False) -> None:
     """Raise CheckpointError if the optimizer state holds more than tensors and numbers per parameter.
 
     Args:
-        optimizer: optimizer of this worker.
         lists: whether to accept lists of tensors and numbers, too, as in :func:`optimizer_lists`.
-
-    Raises:
-        CheckpointError: a value cannot be saved. The message names the first such value.
     """
     for owner, values in optimizer.state.items():
         entries = values.items() if isinstance(values, dict) else [("state", values)]

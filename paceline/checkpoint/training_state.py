@@ -36,7 +36,6 @@ class Snapshot:
 
     Attributes:
         step: number of completed steps.
-        tensors: tensors by name.
         state: rest of the state (see encoding.py).
         order, numerics, versions: see :class:`Manifest`.
         time: time of the snapshot in seconds since 1970.
@@ -147,14 +146,9 @@ class TrainingState:
     """State of a run, with snapshot and restore.
 
     Args:
-        model: model of the run.
-        update: optimizer and schedule of the model.
         order: values that determine the order of samples. A checkpoint of another order is refused.
         numerics: values that affect the bits of the result. They must be the same with ``exact``.
-        versions: versions of Python and the libraries.
         strategy_state: state of the strategy, changed in place.
-        script: values of the script. Defaults to none.
-        loop: values that the loop body changes. Defaults to none.
 
     Attributes:
         keeps_script: whether :meth:`load` leaves the values of the script unchanged.

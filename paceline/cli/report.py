@@ -42,10 +42,7 @@ def report(
     """Print why the workers ended, with the root cause first, and write it to ``failure.txt`` and ``failure.json``.
 
     Args:
-        launch: launch of the workers.
-        result: exits of its processes.
         request: launch request. None if the run is not kept and so cannot be resumed.
-        coordinator: report of the coordinator, if the run had a coordinator.
         seen: number of the worker whose output was shown.
 
     Returns:
@@ -161,9 +158,6 @@ def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, li
     """Return a hint for a run without a failure, or an empty string.
 
     Args:
-        launch: launch of the workers.
-        request: launch request.
-        coordinator: report of the coordinator.
         lines: lines that rank 0 printed.
     """
     from paceline.launchers import call_worker
@@ -182,11 +176,7 @@ def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, li
 
 
 def warnings_elsewhere(events: Path) -> list[str]:
-    """Return each distinct warning of other ranks that rank 0 did not record, so that the terminal did not show it.
-
-    Args:
-        events: folder of the event files.
-    """
+    """Return each distinct warning of other ranks that rank 0 did not record, so that the terminal did not show it."""
     ranks: dict[str, set[int]] = {}
     for path in sorted(events.glob("rank-*.jsonl")):
         for record in _warnings_in(path):

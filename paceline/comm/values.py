@@ -72,11 +72,7 @@ def encode_call(what: str, value: object, made: tuple[float, float]) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Decode the output of :func:`encode`.
-
-    Raises:
-        ValueError: the data was not written by :func:`encode`.
-    """
+    """Decode the output of :func:`encode`. Raises ValueError if the data was not written by :func:`encode`."""
     try:
         length, rest = _HEAD.unpack_from(data)
         begin = _HEAD.size + length

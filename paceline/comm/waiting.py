@@ -38,8 +38,6 @@ class Waiting:
     """This worker, as it waits for the others, which may change if the run has a coordinator.
 
     Attributes:
-        rank: rank of this worker, from 0.
-        size: number of workers.
         timeout: timeout in seconds of a wait for another worker.
         awaited: ranks that this worker is waiting for.
         recorder: recorder of the script's own collectives. None in a single process.
@@ -71,11 +69,7 @@ class Waiting:
         return self.coordinator is not None and self.coordinator.alarm > self.coordinator.generation
 
     def check(self) -> None:
-        """Raise WorkerLost early if a worker has already been lost.
-
-        Raises:
-            WorkerLost: a worker has been lost since the current membership formed.
-        """
+        """Raise WorkerLost early if a worker has already been lost."""
         if self.alarmed:
             raise WorkerLost(f"Rank {self.rank}: another worker was lost.")
 
@@ -84,10 +78,6 @@ class Waiting:
 
         Args:
             ranks: ranks that this worker waits for. If empty, the error names all other ranks.
-            waited: duration of the wait in seconds.
-
-        Raises:
-            WorkerSilent: the ranks have sent nothing for the timeout.
         """
         if waited <= self.timeout:
             return
@@ -157,7 +147,6 @@ class Waiting:
         """Record a wait for these ranks in a call of the process group, which the loss of a worker interrupts.
 
         Args:
-            ranks: ranks that this worker waits for.
             suspects: see :meth:`lost`.
             where: see :meth:`lost`.
 

@@ -48,11 +48,7 @@ class CoordinatorAgent:
     """Agent on the coordinator's machine.
 
     Args:
-        launch: launch on this machine.
-        request: launch request.
-        coordinator: coordinator of the run.
         discovery: source of the current number of slots on this machine. Defaults to the requested number of workers.
-        clock: clock for delays, in seconds.
     """
 
     def __init__(
@@ -131,13 +127,7 @@ class CoordinatorAgent:
 
 
 class RemoteAgent:
-    """Agent on any other machine.
-
-    Args:
-        launch: launch on this machine.
-        request: launch request.
-        client: connection to the coordinator.
-    """
+    """Agent on any other machine."""
 
     def __init__(self, launch: Launch, request: Request, client: AgentClient) -> None:
         self._launch = launch

@@ -14,36 +14,23 @@ _HEARTBEAT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """Status of a worker at its last heartbeat.
+    """Status of a worker at its last heartbeat."""
 
-    Attributes:
-        rank: rank of the worker.
-        step: current step.
-        doing: current activity, such as ``in the all-reduce of bucket 2``.
-        waiting: whether the worker was waiting for other workers.
-        since: duration of the activity at the heartbeat, in seconds.
-        silent: time since the heartbeat, in seconds.
-        line: current line of the user's code, such as ``train.py:41``; empty if unknown.
-        step_seconds: median duration of recent steps, in seconds; None before the first step.
-        busy: whether the activity may take long, such as writing a checkpoint.
-    """
-
-    rank: int
-    step: int
-    doing: str
-    waiting: bool
-    since: float
-    silent: float = 0.0
-    line: str = ""
-    step_seconds: float | None = None
-    busy: bool = False
+    rank: int  # rank of the worker
+    step: int  # current step
+    doing: str  # current activity, such as ``in the all-reduce of bucket 2``
+    waiting: bool  # whether the worker was waiting for other workers
+    since: float  # duration of the activity at the heartbeat, in seconds
+    silent: float = 0.0  # time since the heartbeat, in seconds
+    line: str = ""  # current line of the user's code, such as ``train.py:41``; empty if unknown
+    step_seconds: float | None = None  # median duration of recent steps, in seconds; None before the first step
+    busy: bool = False  # whether the activity may take long, such as writing a checkpoint
 
 
 def deadline(statuses: Sequence[WorkerStatus], given: float | None, first: float) -> float:
     """Return the time after which a worker is late: as configured, otherwise the longer of 30 s and ten steps.
 
     Args:
-        statuses: statuses of all workers.
         given: setting ``hang_seconds``, if it is set.
         first: deadline in seconds until all workers have completed a step, because they may be compiling.
     """

@@ -26,11 +26,7 @@ class _Question(NamedTuple):
 
 
 class KeyValues:
-    """Store of base64 values by key.
-
-    Args:
-        send: function that sends a message to a worker, given its number.
-    """
+    """Store of base64 values by key."""
 
     def __init__(self, send: Callable[[int, Message], None]) -> None:
         self._send = send

@@ -51,7 +51,6 @@ def parse_rendezvous(text: str, patience_seconds: float = 0.0) -> Rendezvous:
     """Parse ``host:port`` and resolve the host.
 
     Args:
-        text: value of ``--rendezvous``.
         patience_seconds: time in seconds to wait until the name has an address. Defaults to a single try.
 
     Raises:
@@ -224,32 +223,20 @@ class AgentClient:
 
 @dataclass(frozen=True)
 class Applicant:
-    """Description of a launcher that joins a run.
+    """Description of a launcher that joins a run."""
 
-    Attributes:
-        workers: number of workers that it starts.
-        script: file name of the script.
-        name: name of the run, if one was given.
-        about: properties of the machine that are compared with those of the coordinator's machine.
-    """
-
-    workers: int
-    script: str
-    name: str | None
-    about: Message
+    workers: int  # number of workers that it starts
+    script: str  # file name of the script
+    name: str | None  # name of the run, if one was given
+    about: Message  # properties of the machine that are compared with those of the coordinator's machine
 
 
 def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float) -> tuple[AgentClient, Secret]:
     """Connect to the coordinator on another machine, and retry until it has started.
 
     Args:
-        where: rendezvous address of the coordinator.
-        applicant: description of this launcher.
         shared: shared secret, or the file that will contain it.
         seconds: timeout in seconds.
-
-    Returns:
-        the connection and the secret.
 
     Raises:
         StartError: the coordinator cannot be reached in time, or belongs to another run.

@@ -34,7 +34,6 @@ class MemberList:
 
         Args:
             workers: members by rank.
-            generation: number of the new generation.
         """
         before, self._members = self._members, _members_of(workers)
         follows = [generation > 0 and one.knows == generation - 1 for one in workers]
@@ -93,11 +92,7 @@ def _run_of(one: tuple[int, Member], ranks: dict[Member, int]) -> int | _Machine
 
 
 def read(before: Sequence[Member], runs: Runs) -> tuple[Member, ...]:
-    """Decode the result of :func:`written`.
-
-    Raises:
-        ValueError: the changes do not apply to these previous members.
-    """
+    """Decode the result of :func:`written`. Raises ValueError if the changes do not apply to these previous members."""
     members: list[Member] = []
     for run in runs:
         if isinstance(run, list):

@@ -30,9 +30,7 @@ class MembershipProtocol:
     """State machine of the workers of a run and their membership.
 
     Args:
-        bounds: bounds on the number of workers.
         send: function that sends a message to workers, given their numbers.
-        record: function that records an event.
     """
 
     def __init__(self, bounds: Bounds, send: Send, record: Callable[..., None]) -> None:
@@ -91,7 +89,6 @@ class MembershipProtocol:
         """Register a worker that has built its model, or refuse it if its facts differ from those of the members.
 
         Args:
-            number: number of the worker.
             about: host, process and address of the worker.
             facts: facts on which all workers must agree.
             session: number of ``paceline.start`` calls of the worker's script.
@@ -144,7 +141,6 @@ class MembershipProtocol:
         """Drop a worker whose process has ended or which has not responded in time.
 
         Args:
-            number: number of the worker.
             reason: sentence that names the worker and what happened.
             now: current time on the caller's clock, in seconds.
             may_run: whether the process may still run. Defaults to False.
@@ -217,8 +213,6 @@ class MembershipProtocol:
         """End the run. With ``save``, the members report ready once more and the most advanced one saves a checkpoint.
 
         Args:
-            code: exit code of the run.
-            reason: reason in words.
             now: current time on the caller's clock, in seconds.
             save: whether to save a checkpoint first. Defaults to False.
             about: ``kind`` and ``workers`` of a failure that only the coordinator detects, for the report.

@@ -35,36 +35,22 @@ _AGENTS_SECONDS = 60.0
 
 @dataclass
 class Agent:
-    """Agent of another machine.
-
-    Attributes:
-        peer: connection of the agent.
-        number: number of the machine. Its workers are numbered from ``number * BLOCK``.
-        workers: number of workers that it started with.
-        running: numbers of its workers that are running, as reported by the agent.
-        end_sent: whether the end of the run has been sent to the agent.
-    """
+    """Agent of another machine."""
 
     peer: Peer
-    number: int
-    workers: int
-    running: set[int] = field(default_factory=set)
-    end_sent: bool = False
+    number: int  # number of the machine. Its workers are numbered from ``number * BLOCK``.
+    workers: int  # number of workers that it started with
+    running: set[int] = field(default_factory=set)  # numbers of its workers that are running, as reported by the agent
+    end_sent: bool = False  # whether the end of the run has been sent to the agent
 
 
 @dataclass(frozen=True)
 class System:
-    """Connections, clock and process checks of a coordinator. The simulator replaces them.
+    """Connections, clock and process checks of a coordinator. The simulator replaces them."""
 
-    Attributes:
-        connect: function that creates the connections.
-        clock: clock for deadlines, in seconds.
-        is_ending: function that returns whether a process has ended or is about to end.
-    """
-
-    connect: Callable[..., Connections] = Connections
-    clock: Callable[[], float] = time.monotonic
-    is_ending: Callable[[int], bool] = is_ending
+    connect: Callable[..., Connections] = Connections  # function that creates the connections
+    clock: Callable[[], float] = time.monotonic  # clock for deadlines, in seconds
+    is_ending: Callable[[int], bool] = is_ending  # function that returns whether a process has ended or is about to end
 
 
 class Coordinator:
@@ -72,9 +58,6 @@ class Coordinator:
 
     Args:
         listener: listening socket from :func:`paceline.coordinator.wire.messages.listen`.
-        bounds: bounds on the number of workers.
-        record: function that records an event.
-        run: properties that all launchers of the run share.
         local_workers: number of workers that start on this machine. Defaults to 0.
         show: function that shows a line of output that rank 0 prints on another machine.
         system: connections, clock and process checks. Defaults to the real ones.
@@ -132,7 +115,6 @@ class Coordinator:
         """Handle the end of a worker's process, as its agent reports. Return False if this failure ends the run.
 
         Args:
-            number: number of the worker.
             code: exit code, or the negative number of the signal that killed the process.
             report: failure record that the worker has written; empty if there is none.
             replace: function that is called before the worker counts as lost, to schedule a replacement.

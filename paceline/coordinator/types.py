@@ -16,22 +16,14 @@ LONGEST_TEXT = 1 << 20
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Properties that all launchers of a run share.
+    """Properties that all launchers of a run share."""
 
-    Attributes:
-        id: unique identifier of the run; not secret.
-        secret: secret that all launchers of the run share.
-        script: file name of the script.
-        name: name of the run.
-        resume: checkpoint to start from, if any.
-        differences: function that describes, in one line each, how a joining machine differs from the coordinator's.
-    """
-
-    id: str
+    id: str  # unique identifier of the run; not secret
     secret: Secret
-    script: str
+    script: str  # file name of the script
     name: str
-    resume: str | None = None
+    resume: str | None = None  # checkpoint to start from, if any
+    # function that describes, in one line each, how a joining machine differs from the coordinator's
     differences: Callable[[str, Message], list[str]] = lambda *_: []
 
     def difference(self, script: str, name: str | None) -> str:
@@ -43,23 +35,14 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on the number of workers.
+    """Bounds on the number of workers."""
 
-    Attributes:
-        least: smallest number of workers to train with.
-        most: largest number of workers to admit.
-        wanted: number of workers wanted now. Lost workers are replaced up to this number.
-        replaces: whether more machines may join, so that a shortage of workers is waited out.
-        patience: time to wait for workers if there are fewer than ``least``, in seconds.
-        drops: whether late workers are dropped.
-    """
-
-    least: int
-    most: int
-    wanted: int
-    replaces: bool = False
-    patience: float = 600.0
-    drops: bool = False
+    least: int  # smallest number of workers to train with
+    most: int  # largest number of workers to admit
+    wanted: int  # number of workers wanted now. Lost workers are replaced up to this number.
+    replaces: bool = False  # whether more machines may join, so that a shortage of workers is waited out
+    patience: float = 600.0  # time to wait for workers if there are fewer than ``least``, in seconds
+    drops: bool = False  # whether late workers are dropped
 
     def shortage(self, there: int, fits: Sequence[int]) -> str:
         """Describe why training cannot continue with ``there`` workers; ``fits`` as in :class:`Worker`."""
@@ -71,59 +54,35 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Lost:
-    """Lost worker.
+    """Lost worker."""
 
-    Attributes:
-        worker: number of the worker process.
-        rank: rank of the worker; None if it was not a member.
-        reason: sentence that names the worker and what happened.
-        may_run: whether the process may still run.
-    """
-
-    worker: int
-    rank: int | None
-    reason: str
-    may_run: bool = False
+    worker: int  # number of the worker process
+    rank: int | None  # rank of the worker; None if it was not a member
+    reason: str  # sentence that names the worker and what happened
+    may_run: bool = False  # whether the process may still run
 
 
 @dataclass
 class Worker:
-    """Coordinator's record of a worker process.
+    """Coordinator's record of a worker process."""
 
-    Attributes:
-        number: number of the worker process.
-        state: ``starting``, ``ready`` (waits for the next generation), ``training``, or ``gone``.
-        progress: sort key of its progress (``training.progress.Progress.key``): steps, calls, and tie-break. None
-            before it has a training state.
-        session: number of ``paceline.start`` calls of its script. All members are in the same session.
-        ready_since: time at which it reported ready.
-        leaving: whether it was asked to leave.
-        ending: whether its script has ended. Its agent will report the exit code.
-        finished: whether its process has ended with exit code 0.
-        refused: whether it was refused because its facts differ.
-        joined: whether it has ever been a member.
-        end_sent: whether the end of the run was sent to it.
-        knows: last generation whose members were sent to it.
-        about: host, process and address.
-        facts: facts on which all workers must agree.
-        fits: numbers of workers that its settings support; empty for any number.
-    """
-
-    number: int
-    state: str = "starting"
+    number: int  # number of the worker process
+    state: str = "starting"  # ``starting``, ``ready`` (waits for the next generation), ``training``, or ``gone``
+    # sort key of its progress (``training.progress.Progress.key``): steps, calls, and tie-break. None before it has a
+    # training state.
     progress: tuple[int, ...] | None = None
-    session: int = 1
-    ready_since: float = 0.0
-    leaving: bool = False
-    ending: bool = False
-    finished: bool = False
-    refused: bool = False
-    joined: bool = False
-    end_sent: bool = False
-    knows: int = -1
-    about: dict[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    fits: Sequence[int] = ()
+    session: int = 1  # number of ``paceline.start`` calls of its script. All members are in the same session.
+    ready_since: float = 0.0  # time at which it reported ready
+    leaving: bool = False  # whether it was asked to leave
+    ending: bool = False  # whether its script has ended. Its agent will report the exit code.
+    finished: bool = False  # whether its process has ended with exit code 0
+    refused: bool = False  # whether it was refused because its facts differ
+    joined: bool = False  # whether it has ever been a member
+    end_sent: bool = False  # whether the end of the run was sent to it
+    knows: int = -1  # last generation whose members were sent to it
+    about: dict[str, Any] = field(default_factory=dict)  # host, process and address
+    facts: Mapping[str, Any] = field(default_factory=dict)  # facts on which all workers must agree
+    fits: Sequence[int] = ()  # numbers of workers that its settings support; empty for any number
 
 
 @dataclass(frozen=True)
@@ -145,23 +104,14 @@ def neighbours(members: Sequence[Member], rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Membership:
-    """Workers of one generation.
+    """Workers of one generation."""
 
-    Attributes:
-        generation: number of membership changes.
-        members: members by rank.
-        joined: numbers of the workers that were not in the previous generation.
-        lost: numbers of the workers that were in the previous generation only.
-        fenced: whether a dropped worker may still run.
-        fresh: whether no member has a training state yet.
-    """
-
-    generation: int
-    members: tuple[Member, ...]
-    joined: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
-    fenced: bool = False
-    fresh: bool = False
+    generation: int  # number of membership changes
+    members: tuple[Member, ...]  # members by rank
+    joined: tuple[int, ...] = ()  # numbers of the workers that were not in the previous generation
+    lost: tuple[int, ...] = ()  # numbers of the workers that were in the previous generation only
+    fenced: bool = False  # whether a dropped worker may still run
+    fresh: bool = False  # whether no member has a training state yet
 
     def rank_of(self, worker: int) -> int:
         """Return the rank of a worker process."""

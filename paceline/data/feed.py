@@ -164,11 +164,7 @@ class Feed:
                 del asked[step - ahead]
 
     def _next(self, items: Iterator[Any], step: int, group: range) -> Any:
-        """Return the data of the next microbatch group.
-
-        Raises:
-            RuntimeError: a loader process has ended.
-        """
+        """Return the data of the next microbatch group. Raises RuntimeError if a loader process has ended."""
         try:
             return next(items)
         except Exception as error:
@@ -253,8 +249,6 @@ class KeyedDataset(Dataset[Any]):
     on, samples are read with a key each. A data set without random draws has no overhead.
 
     Args:
-        data: data set of the user.
-        seed: seed of the run.
         collates: whether a function of the user collates.
         stops: whether a sample that differs when it is read again raises InputError (True) or logs a warning (False).
             With None, no sample is read again.
@@ -331,7 +325,6 @@ class KeyedDataset(Dataset[Any]):
         """Read samples of the first request again, and check that they repeat and draw anew. Undo all side effects.
 
         Args:
-            request: first request.
             item: first sample of the request, as it was read.
             sizes: sizes of the containers in the data set before the first read.
 
@@ -379,7 +372,6 @@ class StreamSamples(Dataset[Any]):
     """Samples of a stream, read by requests for samples of a batch.
 
     Args:
-        order: order of the stream, which also reads it.
         collates: whether a function of the user collates.
     """
 

@@ -128,13 +128,10 @@ class CollatedSizes:
 
     A microbatch is weighted by the number of samples requested. The weight is right if collating returns that number,
     or the same multiple of it, for every microbatch.
-
-    Attributes:
-        uneven: description of two microbatches with different ratios; empty if there are none.
     """
 
     def __init__(self) -> None:
-        self.uneven = ""
+        self.uneven = ""  # description of two microbatches with different ratios; empty if there are none
         self._first: tuple[int, int] | None = None
 
     def add(self, asked: int, data: Any) -> None:

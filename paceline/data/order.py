@@ -36,16 +36,10 @@ UNKNOWN = sys.maxsize
 
 
 class BatchOrder(ABC):
-    """Samples and epoch of the batch of each step, identical on every worker.
+    """Samples and epoch of the batch of each step, identical on every worker."""
 
-    Attributes:
-        batch: number of samples in a full batch.
-        microbatches: number of microbatches in a full batch.
-        seed: seed of the run.
-    """
-
-    batch: int
-    microbatches: int
+    batch: int  # number of samples in a full batch
+    microbatches: int  # number of microbatches in a full batch
     seed: int
 
     @abstractmethod

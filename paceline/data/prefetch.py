@@ -23,7 +23,6 @@ class Upload:
 
     Args:
         data: nested data; see :mod:`paceline.data.nested`.
-        device: target device.
         stream: CUDA stream on which the copy is queued. Defaults to the current stream.
     """
 

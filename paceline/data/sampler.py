@@ -31,11 +31,6 @@ class SampledOrder(BatchOrder):
 
     Args:
         sampler: ``sampler(seed, epoch)`` returns the sample numbers of an epoch in order. It may be a torch sampler.
-        length: number of samples in the data set.
-        batch: number of samples in a batch.
-        microbatches: number of microbatches in a full batch.
-        seed: seed of the run.
-        drop_last: whether to drop a short batch at the end of an epoch.
 
     Attributes:
         may_change: function that returns whether the loop has changed a value that the sampler may read, such as its

@@ -23,8 +23,6 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
     """Return the sample order for a data set or a stream.
 
     Args:
-        data, sampler: arguments given to ``start``.
-        settings: settings of the run.
         batch: number of samples in a step over all workers.
 
     Raises:

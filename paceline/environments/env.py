@@ -185,27 +185,16 @@ def unknown_variables(known: Container[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """Launch parameters of a worker with a coordinator.
+    """Launch parameters of a worker with a coordinator."""
 
-    Attributes:
-        coordinator: ``host:port`` of the coordinator.
-        worker: number of this worker process, which never changes, unlike its rank.
-        spare: whether this worker was started as a replacement or standby.
-        largest: largest number of workers that the run may ever have.
-        elastic: whether training continues when a worker is lost.
-        name: base name of this worker's files.
-        key: key with which this worker authenticates to the coordinator.
-        ulfm: whether ``mpiexec --with-ft ulfm`` has started this worker instead of ``paceline run``.
-    """
-
-    coordinator: str
-    worker: int
-    spare: bool
-    largest: int
-    elastic: bool
-    name: str
-    key: bytes = field(repr=False)
-    ulfm: bool = False
+    coordinator: str  # ``host:port`` of the coordinator
+    worker: int  # number of this worker process, which never changes, unlike its rank
+    spare: bool  # whether this worker was started as a replacement or standby
+    largest: int  # largest number of workers that the run may ever have
+    elastic: bool  # whether training continues when a worker is lost
+    name: str  # base name of this worker's files
+    key: bytes = field(repr=False)  # key with which this worker authenticates to the coordinator
+    ulfm: bool = False  # whether ``mpiexec --with-ft ulfm`` has started this worker instead of ``paceline run``
 
 
 def launch_info() -> LaunchInfo | None:

@@ -25,27 +25,18 @@ class Identity:
 
 @dataclass(frozen=True)
 class Start:
-    """Start of this process by an engine.
+    """Start of this process by an engine."""
 
-    Attributes:
-        engine: name of the engine. Empty if there is none.
-        identity: rank and world size of this process.
-        host: host on which rank 0 listens. None if only rank 0 knows it.
-        port: port on which rank 0 listens. None if only rank 0 knows it.
-        job: text that exactly the processes of this start on this machine share. Empty if the engine has none.
-        manager: descriptor of the connection to the engine's process on this machine, which the same processes share.
-        cores: number of cores of this machine that the start may use. None if the engine does not provide it.
-        survives: whether the engine keeps the other processes running after the loss of one.
-    """
-
-    engine: str
-    identity: Identity
-    host: str | None = None
-    port: int | None = None
-    job: str = ""
+    engine: str  # name of the engine. Empty if there is none.
+    identity: Identity  # rank and world size of this process
+    host: str | None = None  # host on which rank 0 listens. None if only rank 0 knows it.
+    port: int | None = None  # port on which rank 0 listens. None if only rank 0 knows it.
+    job: str = ""  # text that exactly the processes of this start on this machine share. Empty if the engine has none.
+    # descriptor of the connection to the engine's process on this machine, which the same processes share
     manager: int | None = None
+    # number of cores of this machine that the start may use. None if the engine does not provide it.
     cores: int | None = None
-    survives: bool = False
+    survives: bool = False  # whether the engine keeps the other processes running after the loss of one
 
 
 def threads_of(own: int, machine: int, workers: int) -> int:

@@ -44,7 +44,6 @@ class Chunks:
     """Chunks of a data set or of a stream.
 
     Args:
-        context: training context.
         data: map-style or iterable data set.
         what: name of the session's method, for errors.
 

@@ -54,10 +54,6 @@ def evaluate(
     raise an error that quotes it. A script that catches the error finds all workers at the same point.
 
     Args:
-        context: training context.
-        steps: number of completed steps.
-        measure: quantity to compute.
-        data: data set; see :class:`Chunks`.
         what: name of the session's method, for errors.
         everywhere: whether all workers get the result. If False, only rank 0 does.
 

@@ -39,7 +39,6 @@ class Metrics:
     """One or several metrics, computed from the same forward pass.
 
     Args:
-        context: training context.
         given: a function, an object, None for the loss, or several of these by name.
         forward: ``forward(model, microbatch)`` returns the arguments of the metrics, as a tuple or a single value. If
             None, metrics get the output and the target with ``by_loss``, otherwise the model and the microbatch.

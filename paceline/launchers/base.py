@@ -220,11 +220,7 @@ class Launcher(ABC):
         """Return the launch plan, without any side effects.
 
         Args:
-            request: request of the user.
             settings: settings that are known before the script runs.
-            machine: cores and memory domains of this machine.
-            inherited: environment variables for the workers.
-            run: run directory.
             port: free port for the workers' rendezvous.
         """
         return lay_out(request, settings, machine, inherited, run, port)

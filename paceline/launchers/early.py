@@ -23,10 +23,6 @@ def begin(launcher: str, script: Path, arguments: Sequence[str], workers: int, s
     """Call the launcher's ``begin_early`` if its command and environment can already be predicted.
 
     Args:
-        launcher: name in the registry.
-        script: script of the workers.
-        arguments: arguments of the script.
-        workers: number of workers on this machine.
         settings: ``key=value`` pairs of the command line.
     """
     here = machine.measure()
@@ -43,7 +39,6 @@ def guess_threads(settings: Sequence[str], environment: Mapping[str, str], usual
 
     Args:
         settings: ``key=value`` pairs of the command line.
-        environment: environment of this process.
         usual: number of threads without a setting.
     """
     given = dict(one.partition("=")[::2] for one in settings)

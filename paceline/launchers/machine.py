@@ -29,17 +29,11 @@ _FILES_OF_CHILD, _THREADS_OF_CHILD = 5, 2
 
 @dataclass(frozen=True)
 class Allowed:
-    """Process limits of the system. None means unlimited.
+    """Process limits of the system. None means unlimited."""
 
-    Attributes:
-        files: soft limit of open files per process.
-        most_files: hard limit of open files, up to which a process may raise its soft limit.
-        processes: limit of processes per user, threads included.
-    """
-
-    files: int | None = None
-    most_files: int | None = None
-    processes: int | None = None
+    files: int | None = None  # soft limit of open files per process
+    most_files: int | None = None  # hard limit of open files, up to which a process may raise its soft limit
+    processes: int | None = None  # limit of processes per user, threads included
 
 
 def allowed() -> Allowed:

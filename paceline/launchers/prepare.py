@@ -33,7 +33,6 @@ def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
     """Check the request, choose port and run directory, and lock the directory until the ``with`` block ends.
 
     Args:
-        request: request of the user.
         interface: network interface between the workers. Defaults to loopback. None: gloo and NCCL choose.
 
     Raises:

@@ -15,11 +15,7 @@ def register(name: str, launcher: type[Launcher]) -> None:
 
 
 def launcher_named(name: str) -> type[Launcher]:
-    """Return the launcher class with this name.
-
-    Raises:
-        ConfigError: no launcher has this name.
-    """
+    """Return the launcher class with this name. Raises ConfigError if no launcher has this name."""
     if name not in LAUNCHERS:
         raise ConfigError(
             f"There is no launcher {name!r}. The launchers are: {', '.join(sorted(LAUNCHERS))}. One of your own must "

@@ -126,7 +126,6 @@ def found(runs: Path, run: str | None) -> Path:
     """Return the directory of an existing run.
 
     Args:
-        runs: parent directory of the runs.
         run: name of a run in `runs`, or path of any run directory. None selects the run that was started last.
 
     Raises:
@@ -148,8 +147,6 @@ def newest_resumable(runs: Path, script: Path, any_name: bool = False) -> Path |
     """Return the directory of this script's run with the newest complete checkpoint, or None.
 
     Args:
-        runs: parent of the run directories.
-        script: path of the script.
         any_name: whether to include runs with a name that the user chose.
     """
     found = []

@@ -27,27 +27,16 @@ _ON_MICROBATCHES = KINDS.keys() - {"reduce", "update"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step, predicted and measured.
-
-    Attributes:
-        run: folder of the run.
-        pipeline: cut of the model at that time.
-        step: step number.
-        schedule: schedule of the step.
-        times: durations of operations used by the prediction.
-        median_times: median durations measured around this step.
-        predicted: timeline predicted by the clock.
-        measured: timeline from the records.
-    """
+    """A step, predicted and measured."""
 
     run: Path
-    pipeline: Pipeline
+    pipeline: Pipeline  # cut of the model at that time
     step: int
     schedule: Schedule
-    times: Times
-    median_times: Times
-    predicted: Timeline
-    measured: Timeline
+    times: Times  # durations of operations used by the prediction
+    median_times: Times  # median durations measured around this step
+    predicted: Timeline  # timeline predicted by the clock
+    measured: Timeline  # timeline from the records
 
     @property
     def from_profile(self) -> bool:
@@ -104,7 +93,6 @@ def compare(run: Path, step: int | None = None) -> Comparison:
     """Compare prediction and measurement for a step of a run, in the newest pipeline that has the step.
 
     Args:
-        run: folder of the run.
         step: step number. Defaults to a step of median length in the newest pipeline.
 
     Raises:

@@ -25,33 +25,21 @@ KINDS = {kind.name.lower(): kind for kind in Kind}
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Model cut into stages, from this cut to the next cut.
+    """Model cut into stages, from this cut to the next cut."""
 
-    Attributes:
-        generation: membership generation of the workers.
-        begin: time of the cut, in seconds since 1970.
-        end: time of the next cut.
-        again: whether the model was cut in the middle of a loop, because another cut is faster.
-        device: type of the devices. Empty if unknown.
-        workers: number of workers.
-        microbatches: number of microbatches in a full batch.
-        settings: settings of the pipeline.
-        stages: names of the layers of each stage.
-        times: forward and backward seconds of each stage per microbatch, profiled before training. None if the layers
-            were not profiled.
-        steps: steps that all workers finished, with the seconds of the slowest worker, data and update included.
-    """
-
-    generation: int
-    begin: float
-    end: float
-    again: bool
-    device: str
-    workers: int
-    microbatches: int
-    settings: PipelineSettings
-    stages: tuple[tuple[str, ...], ...]
+    generation: int  # membership generation of the workers
+    begin: float  # time of the cut, in seconds since 1970
+    end: float  # time of the next cut
+    again: bool  # whether the model was cut in the middle of a loop, because another cut is faster
+    device: str  # type of the devices. Empty if unknown.
+    workers: int  # number of workers
+    microbatches: int  # number of microbatches in a full batch
+    settings: PipelineSettings  # settings of the pipeline
+    stages: tuple[tuple[str, ...], ...]  # names of the layers of each stage
+    # forward and backward seconds of each stage per microbatch, profiled before training. None if the layers were not
+    # profiled.
     times: tuple[tuple[float, float], ...] | None
+    # steps that all workers finished, with the seconds of the slowest worker, data and update included
     steps: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -66,17 +54,11 @@ class Pipeline:
 
 
 class RecordedOperation(NamedTuple):
-    """A recorded operation of a worker.
+    """A recorded operation of a worker."""
 
-    Attributes:
-        rank: rank of the worker.
-        step: step of the microbatch. None for an operation without a microbatch.
-        span: the operation and its times, in seconds since 1970. The microbatch is numbered within its step.
-    """
-
-    rank: int
-    step: int | None
-    span: Span
+    rank: int  # rank of the worker
+    step: int | None  # step of the microbatch. None for an operation without a microbatch.
+    span: Span  # the operation and its times, in seconds since 1970. The microbatch is numbered within its step.
 
 
 class _CutRecord(NamedTuple):

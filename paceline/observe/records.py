@@ -25,8 +25,6 @@ def read(run: Path, events: Container[str], steps: Container[int] | None = None)
     may leave, are skipped.
 
     Args:
-        run: folder of the run.
-        events: names of the events.
         steps: steps whose records to read. Defaults to all. A record without a step, such as an update of PipeDream,
             belongs to the preceding record of the same rank.
 

@@ -12,16 +12,12 @@ FlagValues = tuple[bool, ...]
 
 
 class Flags:
-    """Boolean attribute of several objects.
-
-    Attributes:
-        saved: values when the model was last run.
-    """
+    """Boolean attribute of several objects."""
 
     def __init__(self, objects: Iterable[Any], attribute: str) -> None:
         self._objects = list(objects)
         self._attribute = attribute
-        self.saved = self.current()
+        self.saved = self.current()  # values when the model was last run
 
     def current(self) -> FlagValues:
         """Return the current values, in the order of the objects."""

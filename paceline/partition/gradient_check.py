@@ -39,11 +39,8 @@ def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGro
     """Raise if the gradients computed layer by layer differ from those of the whole model.
 
     Args:
-        compute: model and loss.
-        layers: layers of the model.
         group: first microbatch.
         exact: whether the bits must be equal. Tied weights are checked where they are added up.
-        seed: seed of the run.
 
     Raises:
         InputError: the loss or a gradient differs, from pass to pass or by layers, or the model fails layer by layer.
@@ -135,8 +132,6 @@ class _Others:
     """Context that changes the parameters and buffers of all other layers while a layer runs.
 
     Args:
-        layers: layers of the model.
-        model: the model.
         names: names of the tensors to change.
     """
 

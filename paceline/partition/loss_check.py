@@ -18,11 +18,7 @@ from paceline.system.torch_internals import tree_leaves, tree_map_only
 
 
 def check_loss(compute: ForwardRunner, group: MicrobatchGroup) -> None:
-    """Raise if the loss uses the model's parameters directly, for example in a weight penalty.
-
-    Raises:
-        InputError: the loss uses a parameter, or is not a loss at all.
-    """
+    """Raise InputError if the loss uses the model's parameters directly, for example in a weight penalty."""
     uses = _ParameterUses(compute.model)
     with preserved(compute.model), compute.precision():
         with torch.no_grad():

@@ -70,29 +70,22 @@ class ModuleCut(Layers):
 
 
 class Recorded:
-    """Recording of a model in one mode.
-
-    Attributes:
-        record: record of a pass over the example.
-        names: names of the layers.
-        starts: index of the call with which each layer begins, then the number of calls.
-        changing: names of the buffers that change.
-    """
+    """Recording of a model in one mode."""
 
     def __init__(self, model: nn.Module, modules: dict[str, nn.Module], example: Any) -> None:
         self._model = type(model).__name__
         self._example = example
         with preserved(model), torch.enable_grad():
-            self.changing = _changing_buffers(model, example)
-        self.record = _record(model, modules, self.changing, example)
+            self.changing = _changing_buffers(model, example)  # names of the buffers that change
+        self.record = _record(model, modules, self.changing, example)  # record of a pass over the example
         self._other: Record | None = None
         with contextlib.suppress(Exception):  # the model may take one number of samples only
             other = _record(model, modules, self.changing, map_leaves(_doubled, example))
             self._other = other if self.record.same_path(other) else None
         calls = [call.name for call in self.record.calls] or [self._model]
         counts: Counter[str] = Counter()
-        self.names = []
-        self.starts = []
+        self.names = []  # names of the layers
+        self.starts = []  # index of the call with which each layer begins, then the number of calls
         for place, name in enumerate(calls):
             counts[name] += 1
             if place == 0 or place not in self.record.forbidden:

@@ -137,7 +137,6 @@ class Recorder(Watch):
     """Recorder of a forward pass.
 
     Args:
-        model: the model.
         layers: modules that are layers, by name.
         changing: names of the buffers that a forward pass changes.
     """

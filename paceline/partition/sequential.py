@@ -28,18 +28,12 @@ from paceline.system.torch_internals import (
 
 @dataclass
 class _Boundary:
-    """Values that enter a block.
+    """Values that enter a block."""
 
-    Attributes:
-        spec: nesting of the values.
-        leaves: leaves of the values, with ``_TENSOR`` in place of each tensor.
-        tensors: tensors of the example, while boundaries are recorded.
-        mutated: for each tensor, whether this block or a later block changes it in place.
-    """
-
-    spec: TreeSpec
-    leaves: list[Any]
-    tensors: list[torch.Tensor]
+    spec: TreeSpec  # nesting of the values
+    leaves: list[Any]  # leaves of the values, with ``_TENSOR`` in place of each tensor
+    tensors: list[torch.Tensor]  # tensors of the example, while boundaries are recorded
+    # for each tensor, whether this block or a later block changes it in place
     mutated: list[bool] = field(default_factory=list)
 
 

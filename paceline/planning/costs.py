@@ -12,21 +12,13 @@ from paceline.system.regular_files import read_text
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured costs of a model.
+    """Measured costs of a model."""
 
-    Attributes:
-        model: name of the model's class.
-        layers: cost of each layer.
-        samples: number of samples in the measured microbatch.
-        microbatches: number of microbatches in a step.
-        link_bytes_per_second: bandwidth between two workers. None with a single worker.
-    """
-
-    model: str
-    layers: tuple[LayerCost, ...]
-    samples: int
-    microbatches: int
-    link_bytes_per_second: float | None
+    model: str  # name of the model's class
+    layers: tuple[LayerCost, ...]  # cost of each layer
+    samples: int  # number of samples in the measured microbatch
+    microbatches: int  # number of microbatches in a step
+    link_bytes_per_second: float | None  # bandwidth between two workers. None with a single worker.
 
     def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
         """Return a cluster of workers with the measured costs. Without a measured link, transfers are free."""

@@ -67,9 +67,6 @@ class AuditSchedule:
         saves: interval of checkpoints in steps, or None if it is unknown.
         off: whether audits are disabled.
 
-    Attributes:
-        last: last step of the script's current loop, or None if it is unknown.
-
     >>> schedule = AuditSchedule(every=5)
     >>> [step for step in range(20) if schedule.is_due(step)]
     [0, 1, 2, 4, 5, 8, 10, 15, 16]
@@ -79,7 +76,7 @@ class AuditSchedule:
 
     def __init__(self, every: int | None = None, saves: int | None = None, off: bool = False) -> None:
         self._every, self._saves, self._off = every, saves, off
-        self.last: int | None = None
+        self.last: int | None = None  # last step of the script's current loop, or None if it is unknown
         self._joined: dict[int, int] = {}
         self._values = NewValues()
         self._changed = -1  # last step that is audited because of new values

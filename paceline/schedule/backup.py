@@ -31,17 +31,11 @@ class EpochLength:
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """Progress in an epoch.
+    """Progress in an epoch."""
 
-    Attributes:
-        steps: number of steps done.
-        before: first unused microbatch.
-        beyond: used microbatches after ``before``.
-    """
-
-    steps: int = 0
-    before: int = 0
-    beyond: tuple[int, ...] = ()
+    steps: int = 0  # number of steps done
+    before: int = 0  # first unused microbatch
+    beyond: tuple[int, ...] = ()  # used microbatches after ``before``
 
     def unused(self, length: EpochLength) -> list[int]:
         """Return the unused microbatches, in order."""
@@ -72,15 +66,10 @@ class EpochProgress:
 
 @dataclass(frozen=True)
 class BackupShares:
-    """Shares of a step.
+    """Shares of a step."""
 
-    Attributes:
-        members: microbatches of each share.
-        needed: number of different shares that make the update.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    needed: int
+    members: tuple[tuple[int, ...], ...]  # microbatches of each share
+    needed: int  # number of different shares that make the update
 
     @property
     def copied(self) -> bool:
@@ -104,9 +93,6 @@ def step_shares(progress: EpochProgress, length: EpochLength, workers: int, spar
     The last microbatch of an epoch is reserved for the last step, which could otherwise be empty.
 
     Args:
-        progress: progress in the epoch.
-        length: length of the epoch.
-        workers: number of workers.
         spare: number of backup workers.
 
     >>> step_shares(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members

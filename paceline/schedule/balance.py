@@ -27,40 +27,24 @@ COPIES = 4
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Cost of a layer for one microbatch.
-
-    Attributes:
-        name: name of the layer.
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass.
-        output_bytes: bytes sent over a stage boundary after the layer.
-        parameter_bytes: bytes of the layer's weights.
-        kept_bytes: bytes kept from the forward pass for the backward pass.
-    """
+    """Cost of a layer for one microbatch."""
 
     name: str
-    forward: float
-    backward: float
-    output_bytes: int
-    parameter_bytes: int
-    kept_bytes: int
+    forward: float  # seconds of the forward pass
+    backward: float  # seconds of the backward pass
+    output_bytes: int  # bytes sent over a stage boundary after the layer
+    parameter_bytes: int  # bytes of the layer's weights
+    kept_bytes: int  # bytes kept from the forward pass for the backward pass
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Partition of a model into stages.
+    """Partition of a model into stages."""
 
-    Attributes:
-        names: names of the layers at which stages 1, 2, ... begin.
-        bounds: first layer and end (exclusive) of each stage.
-        replicas: number of workers of each stage.
-        seconds: seconds per microbatch of each stage.
-    """
-
-    names: tuple[str, ...]
-    bounds: tuple[tuple[int, int], ...]
-    replicas: tuple[int, ...]
-    seconds: tuple[float, ...]
+    names: tuple[str, ...]  # names of the layers at which stages 1, 2, ... begin.
+    bounds: tuple[tuple[int, int], ...]  # first layer and end (exclusive) of each stage
+    replicas: tuple[int, ...]  # number of workers of each stage
+    seconds: tuple[float, ...]  # seconds per microbatch of each stage
 
     @property
     def slowest(self) -> float:
@@ -70,19 +54,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers that run the stages.
+    """Workers that run the stages."""
 
-    Attributes:
-        link_bytes_per_second: bandwidth between two workers in each direction.
-        memory_bytes: memory of each worker. Defaults to unlimited memory.
-        workers: number of workers. Defaults to one per stage.
-        microbatches: number of microbatches of a step.
-    """
-
-    link_bytes_per_second: float = math.inf
-    memory_bytes: float | None = None
-    workers: int | None = None
-    microbatches: int = 8
+    link_bytes_per_second: float = math.inf  # bandwidth between two workers in each direction
+    memory_bytes: float | None = None  # memory of each worker. Defaults to unlimited memory.
+    workers: int | None = None  # number of workers. Defaults to one per stage.
+    microbatches: int = 8  # number of microbatches of a step
 
 
 def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:

@@ -25,7 +25,6 @@ class SpeedShares:
     """Measured speed of each worker, and the resulting shares.
 
     Args:
-        workers: number of workers.
         total: number of microbatches of a full step.
         fits: whether shares follow the speed. Otherwise they are even.
     """

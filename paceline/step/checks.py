@@ -82,11 +82,7 @@ def unused(parts: Sequence[MicrobatchResult]) -> frozenset[int]:
 
 
 def check_gradients(parts: Sequence[MicrobatchResult], names: Sequence[str]) -> None:
-    """Raise if a parameter got a gradient from some microbatch groups only.
-
-    Raises:
-        InputError: names the first such parameter, the microbatches and the ranks.
-    """
+    """Raise InputError if a parameter got a gradient from some microbatch groups only."""
     somewhere = frozenset[int]().union(*(part.missing for part in parts)) - unused(parts)
     for place in sorted(somewhere):
         without = [part for part in parts if place in part.missing]
@@ -99,11 +95,7 @@ def check_gradients(parts: Sequence[MicrobatchResult], names: Sequence[str]) -> 
 
 
 def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise if a gradient is sparse.
-
-    Raises:
-        InputError: names the first parameter with a sparse gradient.
-    """
+    """Raise InputError if a gradient is sparse."""
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
             raise sparse_gradients(f"The parameter {name!r} gets")

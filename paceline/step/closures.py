@@ -43,8 +43,6 @@ def check_closures(update: OptimizerStep, strategy: str, *, able: bool, phases: 
     """Raise if an optimizer needs a closure and the run cannot provide one.
 
     Args:
-        update: update that holds the optimizer.
-        strategy: name of the strategy.
         able: whether the strategy can recompute a step, and autocast is not float16.
         phases: whether each of several optimizers has its own loss.
         carries: whether the forward pass carries a state from batch to batch.
@@ -81,8 +79,6 @@ def with_closure(
     """Give the optimizer the closure it needs while the update is made. A failed update that may be repeated is undone.
 
     Args:
-        context: training context.
-        step: step number.
         again: recomputes the gradients of the step.
         loss_of: returns the mean loss. Raises if the loss cannot be used.
         statistics: means of the buffers that the forward pass changes. A closure does not see them yet.

@@ -49,8 +49,6 @@ def commit(  # noqa: PLR0913 - the results of a step
     """Check a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
-        context: training context.
-        step: step number.
         groups: microbatch groups that this worker computed.
         parts: results of all workers' microbatch groups, in the order of microbatches.
         statistics: means of the buffers that the forward pass changes.
@@ -110,11 +108,9 @@ def skip(
     """Return the result of a step that is skipped because a loss is NaN or infinite, or None if all losses are finite.
 
     Args:
-        context: training context.
         step: step number. The mean gradients of the step are in ``.grad``.
         parts: results of all microbatch groups.
         locate: returns the microbatches of a group whose loss is NaN or infinite.
-        notice: membership notice for the result.
 
     Raises:
         NonFiniteLoss, InputError: see :func:`commit`.

@@ -74,10 +74,7 @@ class ForwardRunner:
     """Forward runner: computes the loss of a microbatch group as a sum, with the count that divides it.
 
     Args:
-        model: the user's model.
         forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
-        seed: seed of the run.
-        autocast: dtype of the forward pass under autocast, or None.
         largest: largest number of workers that the run may have. If above 1, forward passes must not change weights.
         samples_of: returns the number of samples in the batch of a step.
 
@@ -128,8 +125,6 @@ class ForwardRunner:
         """Run the forward pass of a microbatch group, with the random numbers and buffers that belong to it.
 
         Args:
-            group: the microbatch group.
-            step: step to which the microbatches belong.
             watch_draws: whether to detect if the forward pass draws random numbers. Then a group of several
                 microbatches gets no keyed numbers, which belong to a microbatch.
         """
@@ -245,7 +240,6 @@ def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Con
     """Return the ``context_fn`` of a checkpoint: recomputation draws the same random numbers and sees the same buffers.
 
     Args:
-        buffers: buffers of the model.
         part: names of the buffers that the recomputed part uses.
     """
     first, again = replay_context()

@@ -175,11 +175,7 @@ def check_function(argument: str, value: Any, example: str, *takes: str) -> None
 
 
 def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raise if metrics have other names than before.
-
-    Raises:
-        InputError: names the missing and the new metrics.
-    """
+    """Raise InputError if metrics have other names than before."""
     if names == known:
         return
     missing = [repr(name) for name in known if name not in names]
@@ -215,11 +211,7 @@ def is_of_loss(forward: Forward) -> bool:
 
 
 def pair_of(data: Any) -> tuple[Any, Any]:
-    """Return the model's input and the target in a batch of data.
-
-    Raises:
-        InputError: the batch is not a pair.
-    """
+    """Return the model's input and the target in a batch of data. Raises InputError if the batch is not a pair."""
     if isinstance(data, Mapping):
         raise InputError(
             f"With a loss or metric of (output, target) the data set must give pairs (input, target), but it gives "

@@ -98,8 +98,6 @@ class OptimizerStep:
         optimizer: a factory; see :data:`paceline.step.optimizers.factory.OptimizerFactory`.
         schedule: a factory that is called with the optimizer, factories by optimizer name, or None.
         clip_norm: largest global norm of the gradients. None disables clipping.
-        scaling: scaling of the learning rate.
-        average: settings for the average of the weights. Defaults to no average.
 
     Attributes:
         averages: averages of the weights over the steps.
@@ -222,11 +220,7 @@ class OptimizerStep:
         return made
 
     def check_structure(self) -> None:
-        """Raise if a parameter requires a gradient that the optimizer did not get at the start.
-
-        Raises:
-            InputError: names the parameter.
-        """
+        """Raise InputError if a parameter requires a gradient that the optimizer did not get at the start."""
         self._structure.check()
         if self._structure.changed:
             self.on_other_names(self._structure.changed)

@@ -96,11 +96,7 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
 
 
 class Replicas:
-    """Comparison of this worker's state with that of the other workers.
-
-    Args:
-        context: training context.
-    """
+    """Comparison of this worker's state with that of the other workers."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context

@@ -46,59 +46,40 @@ class Strategy(ABC):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Capabilities of a strategy with given settings and a given number of workers.
+    """Capabilities of a strategy with given settings and a given number of workers."""
 
-    Attributes:
-        exact: whether ``exact`` gives the same bits as one process.
-        fixed_point: whether ``exact="fixed-point"`` is supported, too.
-        exact_with: settings with which the strategy is exact if the current ones are not, for the error message.
-        replicated: whether all workers hold the same state after each step, not only after ``synchronize``.
-        cuts_model: whether the model is cut, so that its output and the loss are computed separately.
-        sparse_gradients: whether several workers can train with sparse gradients.
-        divides_update: whether different workers update different parameters.
-        makes_all_updates: whether each worker makes all updates of its weights although they are not ``replicated``.
-        phases: whether a batch may have several losses in turn, each for the parameters of its own optimizer.
-        closures: whether a step can be computed again, for an optimizer that needs a closure.
-        scales_loss: whether the loss may be scaled, with gradients that stay scaled until they are reduced.
-        averages: whether a worker that updates a parameter sees every update of it, which an average of weights needs.
-        carries: whether a step computes all microbatches of its batch after the previous update, so that state may be
-            carried from each microbatch to the microbatch at the same index in the next batch.
-        audits: whether workers check during training that a microbatch does not depend on the worker that computes it.
-        loop_weights: whether weights that the script changes between two steps are the ones that the next step trains.
-        reads: settings that not every strategy reads: groups such as ``server``, or single keys.
-        ignores: keys in ``reads`` that have no effect with the other given settings.
-    """
-
-    exact: bool = True
-    fixed_point: bool = False
-    exact_with: str = ""
-    replicated: bool = True
-    cuts_model: bool = False
-    sparse_gradients: bool = False
-    divides_update: bool = False
+    exact: bool = True  # whether ``exact`` gives the same bits as one process
+    fixed_point: bool = False  # whether ``exact="fixed-point"`` is supported, too
+    exact_with: str = ""  # settings with which the strategy is exact if the current ones are not, for the error message
+    replicated: bool = True  # whether all workers hold the same state after each step, not only after ``synchronize``
+    cuts_model: bool = False  # whether the model is cut, so that its output and the loss are computed separately
+    sparse_gradients: bool = False  # whether several workers can train with sparse gradients
+    divides_update: bool = False  # whether different workers update different parameters
+    # whether each worker makes all updates of its weights although they are not ``replicated``
     makes_all_updates: bool = False
+    # whether a batch may have several losses in turn, each for the parameters of its own optimizer
     phases: bool = False
-    closures: bool = False
-    scales_loss: bool = False
+    closures: bool = False  # whether a step can be computed again, for an optimizer that needs a closure
+    scales_loss: bool = False  # whether the loss may be scaled, with gradients that stay scaled until they are reduced
+    # whether a worker that updates a parameter sees every update of it, which an average of weights needs
     averages: bool = True
+    # whether a step computes all microbatches of its batch after the previous update, so that state may be carried from
+    # each microbatch to the microbatch at the same index in the next batch
     carries: bool = True
+    # whether workers check during training that a microbatch does not depend on the worker that computes it
     audits: bool = True
+    # whether weights that the script changes between two steps are the ones that the next step trains
     loop_weights: bool = True
-    reads: tuple[str, ...] = ()
-    ignores: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()  # settings that not every strategy reads: groups such as ``server``, or single keys
+    ignores: tuple[str, ...] = ()  # keys in ``reads`` that have no effect with the other given settings
 
 
 def check_shares(settings: Settings, order: BatchOrder, workers: int, largest: int) -> None:
-    """Raise if a batch cannot be shared among the workers by microbatches.
+    """Raise ConfigError if a batch cannot be shared among the workers by microbatches.
 
     Args:
-        settings: settings of the run.
-        order: batch order, which gives the number of microbatches.
         workers: number of workers at the start.
         largest: largest possible number of workers during the run.
-
-    Raises:
-        ConfigError: the batch has too few microbatches or samples.
     """
     count, most = order.microbatches, max(workers, largest)
     if most > count:

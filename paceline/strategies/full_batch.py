@@ -32,7 +32,6 @@ class FullBatch:
     """Gradients of the microbatches of a step, as a sum along the canonical tree, in fixed point, or as a running sum.
 
     Args:
-        context: training context.
         audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
 
     Attributes:

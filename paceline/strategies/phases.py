@@ -31,12 +31,7 @@ from paceline.strategies.base import Capabilities, Strategy
 
 
 class Phases(Strategy):
-    """Strategy that runs the phases of a batch in the script's order, with a separate strategy for each phase.
-
-    Args:
-        context: training context.
-        build: function that builds the strategy of a phase.
-    """
+    """Strategy that runs the phases of a batch in the script's order, with a separate strategy for each phase."""
 
     def __init__(self, context: TrainingContext, build: Callable[[TrainingContext], Strategy]) -> None:
         self._context = context
@@ -65,11 +60,7 @@ class Phases(Strategy):
             return self._strategies[self._name].step(step, groups)
 
     def _check_together(self, step: int) -> None:
-        """Raise if workers are in different phases, because they would wait for each other.
-
-        Raises:
-            DisagreementError: the workers are in different phases.
-        """
+        """Raise DisagreementError if workers are in different phases, because they would wait for each other."""
         if self._context.world.size == 1:
             return
         own = torch.tensor([step, self._names.index(self._name), self._turn])

@@ -41,23 +41,19 @@ def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """Registry entry of a strategy.
+    """Registry entry of a strategy."""
 
-    Attributes:
-        build: function that builds the strategy for two or more workers.
-        alone: function that builds the strategy for a single worker. Defaults to the reference, :class:`Single`.
-        capabilities: function of the settings and the number of workers.
-        validate: check before the rendezvous that the run can be trained. Called with the settings, the model, the
-            batch order, the number of workers at the start and the largest possible number. Raises ConfigError or
-            InputError, which say what to do instead.
-        supports: whether training can continue with a number of workers, two or more, after a loss or a join. Called
-            with the settings, the number of workers and the number of microbatches of a batch.
-    """
-
-    build: Callable[[TrainingContext], Strategy]
+    build: Callable[[TrainingContext], Strategy]  # function that builds the strategy for two or more workers
+    # function that builds the strategy for a single worker. Defaults to the reference, :class:`Single`.
     alone: Callable[[TrainingContext], Strategy] = Single
+    # function of the settings and the number of workers
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
+    # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
+    # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what
+    # to do instead.
     validate: Callable[[Settings, nn.Module, BatchOrder, int, int], None] = _validate
+    # whether training can continue with a number of workers, two or more, after a loss or a join. Called with the
+    # settings, the number of workers and the number of microbatches of a batch.
     supports: Callable[[Settings, int, int], bool] = _any_number
 
 
@@ -101,11 +97,7 @@ def names() -> list[str]:
 
 
 def entry_of(name: str) -> Entry:
-    """Return the registry entry of a strategy.
-
-    Raises:
-        ConfigError: no strategy has that name.
-    """
+    """Return the registry entry of a strategy. Raises ConfigError if no strategy has that name."""
     check_strategy(name, names())
     return _ENTRIES[name]
 
@@ -161,8 +153,6 @@ def without_audits(settings: Settings, workers: int, keys: Iterable[str]) -> str
     """Return a warning if the strategy has no audits with this number of workers, unless audits are turned off.
 
     Args:
-        settings: settings of the run.
-        workers: number of workers.
         keys: keys of the settings that were set explicitly.
     """
     able = capabilities(settings, workers)
@@ -183,16 +173,11 @@ def _spellings(key: str) -> tuple[str, str]:
 
 
 def check_loop_changes(settings: Settings, workers: int, parameter: str, step: int) -> None:
-    """Raise if the loop has changed weights although workers do not hold the weights that are trained.
+    """Raise InputError if the loop has changed weights although workers do not hold the weights that are trained.
 
     Args:
-        settings: settings of the run.
-        workers: number of workers.
         parameter: name of a parameter that the loop has changed. Empty if it changed none.
         step: step before which the loop changed it.
-
-    Raises:
-        InputError: a parameter was changed.
     """
     if parameter and not capabilities(settings, workers).loop_weights:
         raise InputError(

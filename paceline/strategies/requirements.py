@@ -16,16 +16,10 @@ _EXACT = ("allreduce", "stealing")
 
 
 def check(settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module) -> None:
-    """Raise if settings or arguments ask for more than the strategy supports.
+    """Raise ConfigError if settings or arguments ask for more than the strategy supports.
 
     Args:
-        settings: settings of the run.
-        capabilities: capabilities of the strategy with these settings.
         forward: ``forward`` argument of the script. None if the script gave a loss instead.
-        model: model to train.
-
-    Raises:
-        ConfigError: a setting or argument does not fit the strategy.
     """
     if capabilities.cuts_model and forward is not None:
         raise ConfigError(

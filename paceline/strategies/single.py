@@ -53,10 +53,6 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Raise if the run may have several workers.
-
-    Raises:
-        ConfigError: the run may have more than one worker.
-    """
+    """Raise ConfigError if the run may have several workers."""
     if largest > 1:
         raise ConfigError(f"strategy 'single' is for one process, but there may be {largest} workers: use 'allreduce'.")

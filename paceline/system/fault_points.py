@@ -57,7 +57,6 @@ def reach(point: Point, step: int | None = None) -> None:
     """Inject the faults that are planned for this point. Does nothing if no faults are armed.
 
     Args:
-        point: point that the caller has reached.
         step: step number. Defaults to the step that was begun last.
 
     Raises:

@@ -69,11 +69,7 @@ def make() -> Secret:
 
 
 def parse(text: str, source: str) -> Secret:
-    """Return the secret in `text`.
-
-    Raises:
-        ConfigError: the secret is too short or too long.
-    """
+    """Return the secret in `text`. Raises ConfigError if the secret is too short or too long."""
     text = text.strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise ConfigError(

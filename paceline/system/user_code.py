@@ -52,8 +52,6 @@ def without_own_frames(error: BaseException, trace: TracebackType | None, where:
     An error that is raised in Paceline itself keeps all frames.
 
     Args:
-        error: uncaught error.
-        trace: traceback of the error.
         where: text that says where to find the omitted frames.
 
     Returns:

@@ -48,11 +48,7 @@ _helpers: list[subprocess.Popen[bytes]] = []
 
 
 def strike(fault: Fault) -> None:
-    """Carry out a fault of any kind except ``slow``.
-
-    Raises:
-        RuntimeError: the fault is an error.
-    """
+    """Carry out a fault of any kind except ``slow``. Raises RuntimeError if the fault is an error."""
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":

@@ -99,11 +99,7 @@ class Plan:
 
 
 def read(text: str) -> Plan:
-    """Return the plan that the text of ``PACELINE_FAULTS`` describes.
-
-    Raises:
-        ConfigError: the text is not a plan.
-    """
+    """Return the plan that the text of ``PACELINE_FAULTS`` describes. Raises ConfigError if the text is not a plan."""
     try:
         plan = json.loads(text)
         directory = plan.get("directory")

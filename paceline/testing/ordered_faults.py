@@ -33,7 +33,6 @@ class OrderedFaults:
     """Faults of a plan that this process injects.
 
     Args:
-        plan: plan of faults.
         directory: directory in which files mark the faults that have happened.
         rank: function that returns the current rank of this process.
     """

@@ -43,25 +43,15 @@ class Worker:
 
 @dataclass(frozen=True)
 class Call:
-    """Location of the function to call, for the worker processes.
+    """Location of the function to call, for the worker processes."""
 
-    Attributes:
-        file: source file of the test.
-        module: module of the function in the process that started the test.
-        name: qualified name of the function in the module.
-        home: ``module:class`` of the instance, if the function is a method.
-        directory: directory of the arguments and the reports.
-        path: ``sys.path`` of the process that started the test.
-        until: deadline on the monotonic clock.
-    """
-
-    file: str
-    module: str
-    name: str
-    home: str | None
-    directory: str
-    path: tuple[str, ...]
-    until: float
+    file: str  # source file of the test
+    module: str  # module of the function in the process that started the test
+    name: str  # qualified name of the function in the module
+    home: str | None  # ``module:class`` of the instance, if the function is a method
+    directory: str  # directory of the arguments and the reports
+    path: tuple[str, ...]  # ``sys.path`` of the process that started the test
+    until: float  # deadline on the monotonic clock
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -28,11 +28,7 @@ _UNEVEN = (
 
 
 class Batches:
-    """Iterators over epochs and batches, from the script's current position.
-
-    Args:
-        loop: training loop.
-    """
+    """Iterators over epochs and batches, from the script's current position."""
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop

@@ -28,11 +28,7 @@ _PAST = "predict: the run has gone on after this call, which follows step %d: th
 
 
 class Evaluations:
-    """Evaluation, prediction and rank-0 calls at the script's current position.
-
-    Args:
-        loop: training loop, which brings all workers to the same state.
-    """
+    """Evaluation, prediction and rank-0 calls at the script's current position."""
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop

@@ -28,9 +28,6 @@ class Exports:
     """Weights at the script's current position, for calls that all workers make together.
 
     A worker that joined later skips exports that the other workers have already made.
-
-    Args:
-        loop: training loop, which brings all workers to the same state.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:

@@ -45,21 +45,7 @@ _T = TypeVar("_T")
 
 
 class TrainingLoop:
-    """Training loop with the current workers, and sole owner of this worker's progress.
-
-    Args:
-        beginning: training context and initial state.
-        script: registered values of the script.
-        build: function that builds the strategy for a context.
-
-    Attributes:
-        context: training context.
-        position: position of the script.
-        strategy: strategy for the current workers.
-        records: recorder of steps.
-        activity: current activity of this worker, for hang detection.
-        loads_ahead: whether batches after the next one may be prefetched.
-    """
+    """Training loop with the current workers, and sole owner of this worker's progress."""
 
     strategy: Strategy
 
@@ -72,8 +58,8 @@ class TrainingLoop:
         self._progress: Progress | None = None
         self._strategy_ready = False
         self.records = Records(context, beginning.state)
-        self.activity = Activity(context.world)
-        self.loads_ahead = False
+        self.activity = Activity(context.world)  # current activity of this worker, for hang detection
+        self.loads_ahead = False  # whether batches after the next one may be prefetched
         self._closed = False
         self._begun = -1  # step of the last automatic save
         self._notice = 0

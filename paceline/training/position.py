@@ -14,7 +14,6 @@ class Position:
     """Position of the script, which also seeds the random numbers that the script draws.
 
     Args:
-        seed: seed of the run.
         steps: number of steps that the script has passed.
 
     Attributes:

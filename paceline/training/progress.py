@@ -26,46 +26,34 @@ BEFORE_TRAINING: Call = (0, -1, 0)
 @sendable
 @dataclass
 class Progress:
-    """Progress of a worker: everything besides tensors that other workers need to catch up.
+    """Progress of a worker: everything besides tensors that other workers need to catch up."""
 
-    Attributes:
-        steps: number of completed steps.
-        results_of: results of collective calls, in order, by kind of call and position in the script.
-        result: result of the last step.
-        tie_break: distinct number per worker if equally advanced workers have different states, so that all workers
-            take the state of the worker with the largest number.
-        owned: names of the parameters and buffers whose newest values this worker has, if the state is sharded. None if
-            the worker has the whole state.
-        repeat_until: steps before this number were completed before the workers went back to a checkpoint.
-        left_out: steps whose batch the script did not pass to ``step``.
-        received: number of completed steps in the state that this worker last received from another worker or a
-            checkpoint; 0 if never. The sender, or the run that saved the checkpoint, may have been in code after the
-            last of these steps.
-        turns: number of completed phases of the last batch, if a batch has several.
-        phases: results of these phases.
-        received_turns: ``turns`` in the state that this worker last received.
-        compared: position in the script at which the workers last compared their states. Equal on all workers after
-            re-forming, so that either all or none of them compare again.
-        entered: step that the script has begun last.
-        again: whether a script that receives this progress gets the batch of the last step again. False if the senders
-            had already begun the next step.
-        changes: names of the values that the script's loop has changed between steps.
-    """
-
-    steps: int = 0
+    steps: int = 0  # number of completed steps
+    # results of collective calls, in order, by kind of call and position in the script
     results_of: dict[str, dict[Call, list[Any]]] = field(default_factory=dict)
-    result: StepResult | None = None
+    result: StepResult | None = None  # result of the last step
+    # distinct number per worker if equally advanced workers have different states, so that all workers take the state
+    # of the worker with the largest number
     tie_break: int = 0
+    # names of the parameters and buffers whose newest values this worker has, if the state is sharded. None if the
+    # worker has the whole state.
     owned: frozenset[str] | None = None
-    repeat_until: int = 0
-    left_out: set[int] = field(default_factory=set)
+    repeat_until: int = 0  # steps before this number were completed before the workers went back to a checkpoint
+    left_out: set[int] = field(default_factory=set)  # steps whose batch the script did not pass to ``step``
+    # number of completed steps in the state that this worker last received from another worker or a checkpoint; 0 if
+    # never. The sender, or the run that saved the checkpoint, may have been in code after the last of these steps.
     received: int = 0
-    turns: int = 0
-    phases: list[StepResult] = field(default_factory=list)
-    received_turns: int = 0
+    turns: int = 0  # number of completed phases of the last batch, if a batch has several
+    phases: list[StepResult] = field(default_factory=list)  # results of these phases
+    received_turns: int = 0  # ``turns`` in the state that this worker last received
+    # position in the script at which the workers last compared their states. Equal on all workers after re-forming, so
+    # that either all or none of them compare again.
     compared: int = 0
-    entered: int = -1
+    entered: int = -1  # step that the script has begun last
+    # whether a script that receives this progress gets the batch of the last step again. False if the senders had
+    # already begun the next step.
     again: bool = True
+    # names of the values that the script's loop has changed between steps
     changes: list[str] = field(default_factory=list)
 
     @property
@@ -172,15 +160,11 @@ def decide(notice: int, elastic: bool, joiners_wait: bool) -> Action:
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Plan of the state transfer that brings all workers to the same state.
+    """Plan of the state transfer that brings all workers to the same state."""
 
-    Attributes:
-        senders: most advanced ranks, whose state the other ranks receive.
-        in_step: whether all senders have begun the next step and no receiver has a state, so that the receivers begin
-            with that step. Otherwise they receive the state as of the return of the last step.
-    """
-
-    senders: list[int]
+    senders: list[int]  # most advanced ranks, whose state the other ranks receive
+    # whether all senders have begun the next step and no receiver has a state, so that the receivers begin with that
+    # step. Otherwise they receive the state as of the return of the last step.
     in_step: bool
 
 

@@ -10,12 +10,7 @@ from paceline.step.context import StepResult, TrainingContext
 
 
 class Records:
-    """Recorder of steps: as events, and in a trace for ``paceline verify``.
-
-    Args:
-        context: training context.
-        state: training state.
-    """
+    """Recorder of steps: as events, and in a trace for ``paceline verify``."""
 
     def __init__(self, context: TrainingContext, state: TrainingState) -> None:
         self._context = context
@@ -40,8 +35,6 @@ class Records:
         """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases.
 
         Args:
-            step: step number.
-            result: result of the step or phase.
             seconds: duration in seconds.
             waited: part of the duration spent waiting for data, in seconds.
             phase: name of an optimizer, if the batch has several phases.

@@ -47,7 +47,6 @@ def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
     """Return the default checkpoint directory, used unless ``checkpoint.directory`` is set; None to save nothing.
 
     Args:
-        settings: settings of the session.
         run: run directory, if there is one. Otherwise the default is checkpoints/<script>.
         number: number of the session in this process, from 1.
     """
@@ -64,9 +63,7 @@ def resolve(given: Mapping[str, Any], run: Path | None, number: int, rank: int) 
     Rank 0 logs which settings come from the checkpoint and which differ from it.
 
     Args:
-        given: arguments of the script.
         run, number: as for :func:`folder`.
-        rank: rank of this worker.
 
     Raises:
         ConfigError: a setting is invalid.

@@ -44,23 +44,14 @@ _count = 0
 
 @dataclass(frozen=True)
 class Run:
-    """Objects that a session works with.
-
-    Attributes:
-        context: training context.
-        loop: training loop.
-        state: training state.
-        script: registered values of the script.
-        tracking: recorder of the script's values and evaluations.
-        notes: messages on applied defaults, and warnings.
-    """
+    """Objects that a session works with."""
 
     context: TrainingContext
     loop: TrainingLoop
     state: TrainingState
     script: ScriptState
-    tracking: Tracking
-    notes: tuple[str, ...]
+    tracking: Tracking  # recorder of the script's values and evaluations
+    notes: tuple[str, ...]  # messages on applied defaults, and warnings
 
 
 def set_up(given: build.Components, arguments: Arguments) -> Run:
@@ -143,7 +134,6 @@ def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None
     """Report that the model's parameter or buffer names have changed since the start.
 
     Args:
-        context: training context.
         leaves: whether the state may be saved or sent to joining workers. If not, only warn.
         text: description of the change.
 

@@ -49,12 +49,9 @@ class KerasModule(nn.Module):
 
     Raises:
         InputError: two weights of the model have the same path.
-
-    Attributes:
-        keras_model: the Keras model. Attributes that this module lacks are looked up in it.
     """
 
-    keras_model: Any
+    keras_model: Any  # the Keras model. Attributes that this module lacks are looked up in it.
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -68,12 +68,7 @@ def _scheduler(given: Any, steps_per_epoch: int | None) -> LRScheduler:
 
 
 class EveryUpdates(LRScheduler):
-    """Scheduler that advances once in ``every`` updates.
-
-    Args:
-        scheduler: scheduler to advance.
-        every: number of updates between its steps.
-    """
+    """Scheduler that advances once in ``every`` updates."""
 
     def __init__(self, scheduler: LRScheduler, every: int) -> None:
         self.scheduler = scheduler

@@ -9,48 +9,28 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Values:
-    """Values of one step.
+    """Values of one step."""
 
-    Attributes:
-        step: number of the step, from 0.
-        time: time in seconds since 1970.
-        scalars: numbers by name.
-        texts: paths of text files by name.
-        images: paths of PNG files by name.
-    """
-
-    step: int
-    time: float
-    scalars: Mapping[str, float]
-    texts: Mapping[str, str]
-    images: Mapping[str, str]
+    step: int  # number of the step, from 0
+    time: float  # time in seconds since 1970
+    scalars: Mapping[str, float]  # numbers by name
+    texts: Mapping[str, str]  # paths of text files by name
+    images: Mapping[str, str]  # paths of PNG files by name
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Run that a tracker records.
+    """Run that a tracker records."""
 
-    Attributes:
-        id: 16 hex digits, which stay the same after a resume or a change of rank 0.
-        project: project of the run.
-        name: display name.
-        directory: directory of the trackers, which runs share.
-        folder: folder of this run in ``directory``.
-        position: number of completed steps, which is also the number of the next step.
-        settings: values by dotted key, with secrets masked.
-        sources: source of each setting.
-        environment: versions, workers and the commit.
-    """
-
-    id: str
+    id: str  # 16 hex digits, which stay the same after a resume or a change of rank 0
     project: str
-    name: str
-    directory: Path
-    folder: Path
-    position: int
-    settings: Mapping[str, object]
-    sources: Mapping[str, str]
-    environment: Mapping[str, object]
+    name: str  # display name
+    directory: Path  # directory of the trackers, which runs share
+    folder: Path  # folder of this run in ``directory``
+    position: int  # number of completed steps, which is also the number of the next step
+    settings: Mapping[str, object]  # values by dotted key, with secrets masked
+    sources: Mapping[str, str]  # source of each setting
+    environment: Mapping[str, object]  # versions, workers and the commit
 
     def about(self) -> dict[str, object]:
         """Return the settings and the environment under one set of names."""

@@ -29,7 +29,6 @@ class Feed:
     may not have sent, from its own memory and from the event files.
 
     Args:
-        names: names of the trackers.
         events: folder of the event files, if any.
     """
 

@@ -15,9 +15,6 @@ class Ledger:
     """Small file beside a tracker's output, with the current writer, the last step of each name and the file sizes.
 
     A worker that was dropped while it hung may resume. It then sees that another worker is the writer, and stops.
-
-    Args:
-        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +26,6 @@ class Ledger:
         """Become the writer, and truncate files to their known sizes.
 
         Args:
-            folder: folder of the files.
             below: first step whose records are forgotten. None keeps all records.
         """
         known = self._read()

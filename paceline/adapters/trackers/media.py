@@ -45,11 +45,7 @@ def _path(folder: Path, name: str, step: int) -> Path:
 
 
 def sort_out(values: Any) -> Logged:
-    """Sort values into numbers, texts and images.
-
-    Raises:
-        InputError: a name or a value cannot be recorded.
-    """
+    """Sort values into numbers, texts and images. Raises InputError if a name or a value cannot be recorded."""
     if not isinstance(values, Mapping):
         raise InputError(f"session.log takes a mapping of names to values, not a {type(values).__name__}.")
     logged = Logged()

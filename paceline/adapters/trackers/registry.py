@@ -21,11 +21,7 @@ _PACKAGES = {
 
 
 def check(names: Iterable[str]) -> None:
-    """Check that the packages of the trackers are installed.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Check that the packages of the trackers are installed. Raises ConfigError if a package is not installed."""
     for name in names:
         package = _PACKAGES[name]
         if package and find_spec(package) is None:

@@ -22,7 +22,6 @@ class Sender:
     """Sender of values to one tracker. The steps of each name must ascend, and repeated steps are dropped.
 
     Args:
-        name: name of the tracker.
         prepare: called first, by the thread. Returns the run and the values that may not have been recorded yet.
         opened: called by the thread after the tracker has been opened.
     """

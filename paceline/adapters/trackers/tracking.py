@@ -26,10 +26,6 @@ class Tracking:
     """Interface of a session to its trackers.
 
     Args:
-        settings: settings of the run.
-        sources: source of each setting.
-        events: event log of this worker.
-        run: directory of the run, if any.
         number: number of the session in this process, from 1.
 
     Raises:
@@ -60,7 +56,6 @@ class Tracking:
         Args:
             run_id: ID that all continuations of a run share. Empty if the run cannot be continued.
             position: number of completed steps.
-            environment: versions, workers and device.
         """
         if self._feed is None:
             return

@@ -27,7 +27,6 @@ def recorded(events: Path, run: str, position: int) -> list[Values]:
     """Read values before a position from the ends of event files, because a killed worker may not have sent them.
 
     Args:
-        events: folder of the event files.
         run: ID of the run. Records of other runs are left out.
         position: number of completed steps.
     """

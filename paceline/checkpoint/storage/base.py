@@ -49,17 +49,11 @@ class FencedError(CheckpointError):
 
 @dataclass(frozen=True, order=True)
 class Writer:
-    """Identity of the writer of a checkpoint.
+    """Identity of the writer of a checkpoint."""
 
-    Attributes:
-        launch: number of the launch. Each start or resume of training with this storage has a higher number.
-        generation: generation of the membership.
-        token: random token of the process.
-    """
-
-    launch: int
-    generation: int
-    token: str
+    launch: int  # number of the launch. Each start or resume of training with this storage has a higher number.
+    generation: int  # generation of the membership
+    token: str  # random token of the process
 
     def __str__(self) -> str:
         return f"{self.launch:04d}-{self.generation:04d}-{self.token}"
@@ -223,11 +217,7 @@ class Storage(ABC):
         return 1 + max((writer.launch for writer in known), default=0)
 
     def check_fence(self, writer: Writer) -> None:
-        """Raise FencedError if a later writer has published its name.
-
-        Raises:
-            FencedError: a writer of a later launch or generation has replaced ``writer``.
-        """
+        """Raise FencedError if a later writer has published its name."""
         later = max((one for one in self.writers() if writer.is_before(one)), default=None)
         if later is not None:
             who = "a worker of a later generation" if later.launch == writer.launch else "another run, started later,"

@@ -11,11 +11,7 @@ from paceline.checkpoint.storage.object_store import ObjectStore
 
 
 def storage_at(location: Path | str) -> Storage:
-    """Open the storage at a path or URL.
-
-    Raises:
-        ConfigError: a package that the URL needs is not installed.
-    """
+    """Open the storage at a path or URL. Raises ConfigError if a package that the URL needs is not installed."""
     return ObjectStore(str(location)) if is_url(location) else Folder(Path(location))
 
 

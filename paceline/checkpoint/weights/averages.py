@@ -40,16 +40,12 @@ class Averages:
     """Averages of the parameters that this worker updates.
 
     Args:
-        settings: kind of average, and the steps after which to average.
         optimizer: optimizer whose state holds the averages. It does not update a parameter without gradient and state.
-
-    Attributes:
-        chosen: whether the script currently evaluates and exports the averages.
     """
 
     def __init__(self, settings: AverageSettings, optimizer: Optimizer) -> None:
         self.settings = settings
-        self.chosen = False
+        self.chosen = False  # whether the script currently evaluates and exports the averages
         self._optimizer = optimizer
         self._parameters = [value for group in optimizer.param_groups for value in group["params"]]
 
@@ -105,11 +101,7 @@ class Averages:
             self.chosen = False
 
     def check_training(self) -> None:
-        """Raise if the averages are chosen during training.
-
-        Raises:
-            ConfigError: the averages are chosen.
-        """
+        """Raise ConfigError if the averages are chosen during training."""
         if self.chosen:
             raise ConfigError(
                 "session.step() inside session.averaged(): training goes on from the weights themselves. Leave the "

@@ -24,11 +24,7 @@ SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 def check_suffix(path: Path | str) -> None:
-    """Raise if the suffix of a path is not that of a weights format.
-
-    Raises:
-        ConfigError: the format is unknown.
-    """
+    """Raise ConfigError if the suffix of a path is not that of a weights format."""
     if os.path.splitext(str(path))[1] not in (SAFETENSORS, *TORCH):
         raise ConfigError(
             f"{str(path)!r} cannot be a file of weights: its name must end in .safetensors, or in .pt, .pth or .bin "
@@ -37,11 +33,7 @@ def check_suffix(path: Path | str) -> None:
 
 
 def check_package(path: Path | str) -> None:
-    """Raise if the package for the format of a file is not installed.
-
-    Raises:
-        CheckpointError: the file needs safetensors, which is not installed.
-    """
+    """Raise CheckpointError if the package for the format of a file is not installed."""
     if str(path).endswith(SAFETENSORS) and find_spec("safetensors") is None:
         raise CheckpointError(
             f"{path} needs the package safetensors: pip install 'paceline[safetensors]', or use a .pt file."

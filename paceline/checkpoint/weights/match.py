@@ -17,17 +17,11 @@ _MOST = 3
 
 @dataclass(frozen=True)
 class Matched:
-    """Weights that fit a model.
+    """Weights that fit a model."""
 
-    Attributes:
-        tensors: tensors by the names of the model's ``state_dict``.
-        missing: names of the model without a tensor.
-        unknown: names, as renamed, that the model does not have.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    missing: tuple[str, ...]
-    unknown: tuple[str, ...]
+    tensors: dict[str, torch.Tensor]  # tensors by the names of the model's ``state_dict``
+    missing: tuple[str, ...]  # names of the model without a tensor
+    unknown: tuple[str, ...]  # names, as renamed, that the model does not have
 
     def describe(self, where: Path | str) -> str:
         """Describe what was loaded and what was not, in a sentence."""
@@ -51,8 +45,6 @@ def match(
     """Find the tensors for a model.
 
     Args:
-        model: model that gets the tensors.
-        given: tensors by name.
         where: source of the tensors, for messages.
         rename: prefixes to replace, as ``old=new``. The longest matching prefix applies.
         skip: prefixes of model names that are not loaded.

@@ -50,15 +50,9 @@ _LONG_OF_SHORT = {"cb": "check-build", "p": "ssh-port", "i": "ssh-identity-file"
 
 
 class Translated(NamedTuple):
-    """Translated command line.
+    """Translated command line."""
 
-    Attributes:
-        words: arguments of ``paceline``, from ``run`` on.
-        environment: environment variables of the workers.
-        verbose: whether to show the translated command.
-    """
-
-    words: tuple[str, ...]
+    words: tuple[str, ...]  # arguments of ``paceline``, from ``run`` on
     environment: dict[str, str]
     verbose: bool
 

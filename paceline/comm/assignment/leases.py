@@ -48,13 +48,9 @@ class Lease(NamedTuple):
 
 
 class Leasing(Protocol):
-    """Interface by which a worker leases microbatches in a step.
+    """Interface by which a worker leases microbatches in a step."""
 
-    Attributes:
-        asked: time (``time.monotonic``) at which the latest lease was requested, after any wait for a microbatch.
-    """
-
-    asked: float
+    asked: float  # time (``time.monotonic``) at which the latest lease was requested, after any wait for a microbatch
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         """Start a step. ``seconds`` holds each worker's measured seconds per microbatch, or 0 if unknown."""

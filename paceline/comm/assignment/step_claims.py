@@ -137,7 +137,6 @@ class Claims(Protocol):
         """Wait for a condition on the table.
 
         Args:
-            ready: the condition.
             awaited: returns the ranks on which the condition depends.
 
         Raises:

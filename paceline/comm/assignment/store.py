@@ -18,7 +18,6 @@ class Store:
     """Store with private keys, which raises this package's errors. Each access is a round trip.
 
     Args:
-        world: the workers that share the store.
         purpose: name of this use of the store, which every key contains.
         where: activity of the workers, for error messages, in the form ``while they ...``.
     """

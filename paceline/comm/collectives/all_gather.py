@@ -34,7 +34,6 @@ class AllGather:
     """Successive all-gathers of one kind, through shared memory if the workers have any.
 
     Args:
-        world: all workers.
         tag: tag of the messages over the network. Each kind of all-gather has its own.
         size: size of the largest tensor in bytes.
         host: whether the tensors are on the CPU. By default they are on the device of this worker.

@@ -51,7 +51,6 @@ def exchange(world: World, shares: Sequence[range], receivers: Sequence[int], fi
     """Send the bytes of a state to the receivers. All workers must call this function together.
 
     Args:
-        world: all workers.
         shares: range of bytes that each rank sends. The ranges cover the state without overlap.
         receivers: ranks that receive the whole state.
         fill: writes bytes of this worker's share into a chunk.

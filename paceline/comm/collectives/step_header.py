@@ -36,7 +36,6 @@ class Headers:
     step (:meth:`StepHeader.metrics`), and each row has room for them from the next step on.
 
     Args:
-        world: all workers.
         groups: maximum number of microbatch groups that a worker computes in a step.
 
     Attributes:
@@ -61,15 +60,7 @@ class Headers:
 
 
 def check_steps(steps: Sequence[int], allowed: Collection[int]) -> None:
-    """Raise DisagreementError unless every worker is at an allowed step.
-
-    Args:
-        steps: current step of each rank.
-        allowed: steps at which a worker may be.
-
-    Raises:
-        DisagreementError: a worker is at another step. The message lists the step of each rank.
-    """
+    """Raise DisagreementError unless every worker is at an allowed step."""
     if any(step not in allowed for step in steps):
         listed = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))
         raise DisagreementError(
@@ -112,7 +103,6 @@ class StepHeader:
 
     Args:
         headers: sender for the values that the hosts know.
-        step: number of the step.
         starts: first microbatch of each group that this worker has computed.
         pairs: float64 tensor for each of these groups: [sum, count, then sum and count of each metric].
         seconds: seconds that this worker has spent computing.

@@ -16,19 +16,14 @@ class Subgroup:
     """Workers that hold the same stages.
 
     Args:
-        world: all workers.
         ranks: ranks of the subgroup, including this worker's.
-
-    Attributes:
-        rank: rank of this worker in the subgroup.
-        size: number of workers in the subgroup.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self._world = world
         self.ranks = tuple(ranks)
-        self.rank = self.ranks.index(world.rank)
-        self.size = len(self.ranks)
+        self.rank = self.ranks.index(world.rank)  # rank of this worker in the subgroup
+        self.size = len(self.ranks)  # number of workers in the subgroup
 
     @property
     def device(self) -> torch.device:

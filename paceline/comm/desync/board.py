@@ -44,7 +44,6 @@ class Board(Protocol):
         """Publish a call in the group of all workers and return whether it differs, as :meth:`differs` does.
 
         Args:
-            number: number of the call.
             mark: hash of what must be equal.
             text: number and line of the record.
         """

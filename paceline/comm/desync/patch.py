@@ -34,23 +34,15 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Operation:
-    """The arguments of a ``torch.distributed`` function that must agree on all members of the group.
+    """The arguments of a ``torch.distributed`` function that must agree on all members of the group."""
 
-    Attributes:
-        group: the argument with the group.
-        tensors: a tensor or a list of tensors, whose shapes and types must agree.
-        typed: not None if only the type must agree, provided that the tensors are a list or split sizes are given.
-        reduce: the kind of reduction.
-        root: the rank that sends or receives everything: ``src`` or ``dst``.
-        waits: ``async_op``, or None if the function has no such argument.
-    """
-
-    group: Place
-    tensors: Place | None = None
+    group: Place  # the argument with the group
+    tensors: Place | None = None  # a tensor or a list of tensors, whose shapes and types must agree
+    # not None if only the type must agree, provided that the tensors are a list or split sizes are given
     typed: str | None = None
-    reduce: Place | None = None
-    root: Place | None = None
-    waits: Place | None = None
+    reduce: Place | None = None  # the kind of reduction
+    root: Place | None = None  # the rank that sends or receives everything: ``src`` or ``dst``
+    waits: Place | None = None  # ``async_op``, or None if the function has no such argument
 
 
 def _reduction(group: int, tensors: Place, reduce: int) -> Operation:

@@ -107,8 +107,6 @@ class CallRecorder:
     """Recorder of this worker's calls in the thread that constructs the recorder.
 
     Args:
-        rank: rank of this worker.
-        board: board to which the workers publish their latest calls.
         lost: builds the error for a call that failed although all workers made the same calls.
     """
 
@@ -130,7 +128,6 @@ class CallRecorder:
         Args:
             what: the operation with its shapes and types.
             group: group of the call. None for all workers.
-            frame: frame of the caller.
             waits: whether the call returns only when the operation is complete.
 
         Raises:
@@ -280,7 +277,6 @@ def site_of(frame: FrameType | None, own: bool) -> Site | None:
     Lines contain only the file's name, because paths differ between machines.
 
     Args:
-        frame: frame of the caller.
         own: whether to return the lines also for calls that Paceline makes, directly or through torch.
     """
     key: list[int] = []

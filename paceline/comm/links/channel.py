@@ -48,7 +48,6 @@ class Sender:
     """Sender of lists of tensors to one worker.
 
     Args:
-        world: all workers.
         peer: rank of the receiver.
         tag: first tag to use.
         what: description of the sent tensors, for errors.
@@ -129,11 +128,7 @@ class Sender:
         return size
 
     def finish(self) -> None:
-        """Wait until all lists have been sent.
-
-        Raises:
-            WorkerLost: the receiver was lost.
-        """
+        """Wait until all lists have been sent. Raises WorkerLost if the receiver was lost."""
         with self._world.awaiting(f"to take {self._what}"):
             while self._in_flight:
                 _await(self._in_flight.popleft())
@@ -151,7 +146,6 @@ class Receiver:
     """Receiver of the lists of a :class:`Sender`, in the same order.
 
     Args:
-        world: all workers.
         peer: rank of the sender.
         tag: first tag of the sender.
         what: description of the received tensors, for errors.

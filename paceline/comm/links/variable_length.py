@@ -24,7 +24,6 @@ class VariableLengthSender:
     """Sender of lists of any length to one worker.
 
     Args:
-        world: all workers.
         peer: rank of the receiver.
         tag: first tag to use.
         what: description of the sent tensors, for errors.
@@ -46,11 +45,7 @@ class VariableLengthSender:
             self._values.send(len(values), [whole])
 
     def finish(self) -> None:
-        """Wait until all lists have been sent.
-
-        Raises:
-            WorkerLost: the receiver was lost.
-        """
+        """Wait until all lists have been sent. Raises WorkerLost if the receiver was lost."""
         self._counts.finish()
         self._values.finish()
 
@@ -59,7 +54,6 @@ class VariableLengthReceiver:
     """Receiver of the lists of a :class:`VariableLengthSender`, in the same order.
 
     Args:
-        world: all workers.
         peer: rank of the sender.
         tag: first tag of the sender.
         what: description of the received tensors, for errors.

@@ -46,8 +46,6 @@ class MpiBackend(dist.ProcessGroup):
     """Process group of the workers of a communicator.
 
     Args:
-        comm: MPI communicator.
-        timeout: timeout of an operation.
         ranks: ranks of the members in torch's default group. Empty for the default group itself.
     """
 

@@ -48,7 +48,6 @@ class Move:
     """Tensors whose bytes are moved, packed in one block of memory.
 
     Args:
-        tensors: tensors in the order of the block.
         written: whether MPI writes into the tensors.
     """
 
@@ -81,7 +80,6 @@ class Reduction:
 
     Args:
         tensors: tensors of one type, in the order of the block.
-        operation: reduction operator.
 
     Raises:
         ValueError: MPI cannot reduce these tensors with this operator, or their types differ.

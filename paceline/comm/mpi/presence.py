@@ -28,7 +28,6 @@ class Presence:
     """This rank's view of the other ranks.
 
     Args:
-        comm: MPI communicator.
         names: numbers of the communicator's ranks in error messages.
     """
 

@@ -39,12 +39,8 @@ class MpiWork(Work):
     """Operation in progress.
 
     Args:
-        what: description of the operation, for errors.
         start: function that starts the operation in the communication thread, and returns MPI's requests.
         finish: function that copies the results into the outputs in the thread, once the requests are done.
-        outputs: tensors that the operation writes.
-        seconds: timeout in seconds.
-        presence: presence of the ranks of the group.
         number: ordinal among the collective operations of the group. None if the operation is not collective.
     """
 

@@ -141,7 +141,6 @@ def exchange_by_mpi(start: Start, seconds: float) -> Address:
     """Choose an address on rank 0 and announce it to the other ranks over MPI.
 
     Args:
-        start: launch parameters from mpiexec.
         seconds: timeout in seconds for the other ranks.
 
     Raises:

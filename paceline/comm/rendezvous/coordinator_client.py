@@ -58,8 +58,6 @@ class CoordinatorClient:
     """Client of the coordinator in a worker.
 
     Args:
-        link: connection to the coordinator.
-        number: number of this worker process.
         seconds: timeout in seconds for other workers (``timeout_seconds``).
         session: number of calls of ``paceline.start`` in the script.
 
@@ -218,7 +216,6 @@ class SocketLink:
 
     Args:
         address: ``host:port`` of the coordinator.
-        number: number of this worker process.
         key: key of this worker, from its launcher.
         seconds: timeout in seconds for the connection.
 

@@ -23,17 +23,7 @@ _CALLS = itertools.count(1)
 
 
 class CoordinatorStore(Store):
-    """Key-value store of one generation. Thread-safe.
-
-    Args:
-        send: sends a message to the coordinator.
-        generation: generation of the workers that share the store.
-        timeout: timeout in seconds for a key.
-
-    Attributes:
-        written: the newest value that this worker has set, by key.
-        read: the newest value that this worker has read, by key.
-    """
+    """Key-value store of one generation. Thread-safe."""
 
     def __init__(self, send: Callable[[Message], None], generation: int, timeout: float) -> None:
         super().__init__()
@@ -43,8 +33,8 @@ class CoordinatorStore(Store):
         self._lock = threading.Lock()
         self._closed = False
         self._calls: dict[int, queue.SimpleQueue[Any]] = {}
-        self.written: dict[str, bytes] = {}
-        self.read: dict[str, bytes] = {}
+        self.written: dict[str, bytes] = {}  # the newest value that this worker has set, by key
+        self.read: dict[str, bytes] = {}  # the newest value that this worker has read, by key
 
     def answer(self, message: Message) -> None:
         """Pass an answer from the coordinator to the thread that waits for it."""

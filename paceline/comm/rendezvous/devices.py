@@ -15,15 +15,10 @@ from paceline.environments.start import Identity
 
 
 class Gpus(NamedTuple):
-    """UUIDs of the GPUs of a worker.
+    """UUIDs of the GPUs of a worker."""
 
-    Attributes:
-        own: the GPU on which the worker computes. Empty if it has not been chosen.
-        visible: all GPUs that the worker sees.
-    """
-
-    own: str
-    visible: Sequence[str]
+    own: str  # the GPU on which the worker computes. Empty if it has not been chosen.
+    visible: Sequence[str]  # all GPUs that the worker sees
 
 
 def choose_gpu(visible: int, local_rank: int) -> int | None:
@@ -63,8 +58,6 @@ def agree(store: Store, rank: int, size: int, device: torch.device) -> tuple[tor
     """Choose GPUs for joining workers and detect GPUs that several workers share. All workers must call this.
 
     Args:
-        store: store of this generation.
-        rank, size: this worker's rank and the number of workers in this generation.
         device: device of this worker. The CPU if no GPU has been chosen for it.
 
     Returns:

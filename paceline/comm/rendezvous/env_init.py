@@ -32,12 +32,7 @@ def hold_store(host: str) -> tuple[Store, int]:
 
 
 class EnvRendezvous:
-    """Rendezvous of this worker in torch's default process group.
-
-    Args:
-        who: identity of this worker.
-        timeout: timeout in seconds for the other workers.
-    """
+    """Rendezvous of this worker in torch's default process group."""
 
     def __init__(self, who: Identity, timeout: float) -> None:
         self.rank = who.rank

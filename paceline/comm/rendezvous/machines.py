@@ -13,17 +13,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Seat(NamedTuple):
-    """Description of a worker's machine by the worker.
+    """Description of a worker's machine by the worker."""
 
-    Attributes:
-        host: name of the host, which differs between two hosts at the same time.
-        local_rank: rank of the worker among the workers that its launcher started on the host.
-        local_size: number of these workers.
-    """
-
-    host: str
-    local_rank: int
-    local_size: int
+    host: str  # name of the host, which differs between two hosts at the same time
+    local_rank: int  # rank of the worker among the workers that its launcher started on the host
+    local_size: int  # number of these workers
 
 
 def seat_of(who: Identity) -> Seat:

@@ -33,13 +33,7 @@ def number_of(rank: int) -> int:
 
 
 class UlfmCoordinator(Coordinator):
-    """Coordinator that counts a worker as lost when its connection ends, unless it has reported the end of its script.
-
-    Args:
-        listener: listening socket for the workers.
-        secret: secret of the run.
-        workers: number of workers that mpiexec has started.
-    """
+    """Coordinator that counts a worker as lost if its connection ends before it has reported the end of its script."""
 
     def __init__(self, listener: socket.socket, secret: Secret, workers: int) -> None:
         bounds = Bounds(least=1, most=workers, wanted=workers, drops=True)

@@ -30,7 +30,6 @@ class Mailbox:
     """A message slot for each worker. All workers construct the mailbox together.
 
     Args:
-        shared_memory: shared memory of the workers.
         examples: tensors with the types and shapes of the gradients.
         words: size in bytes of the tensors inside the message that accompanies the gradients.
     """

@@ -39,21 +39,13 @@ _PART_SECONDS = 5.0
 @sendable
 @dataclass(frozen=True)
 class Order:
-    """An update that all servers make.
+    """An update that all servers make."""
 
-    Attributes:
-        version: number of the update, from 1.
-        step: step of the gradients.
-        rank: rank of the worker that pushed the gradients.
-        done: number of steps done before the update.
-        factor: factor on the learning rate.
-    """
-
-    version: int
+    version: int  # number of the update, from 1
     step: int
-    rank: int
-    done: int
-    factor: float
+    rank: int  # rank of the worker that pushed the gradients
+    done: int  # number of steps done before the update
+    factor: float  # factor on the learning rate
 
 
 @sendable
@@ -178,7 +170,6 @@ class NetworkClaims:
     """Access to the workers' table. All workers construct this object together, then rank 0 resets the table.
 
     Args:
-        peers: servers of the workers.
         copies: number of workers that hold the table.
 
     Attributes:
@@ -223,7 +214,6 @@ class NetworkClaims:
         """Wait for a condition on the table.
 
         Args:
-            ready: the condition.
             awaited: returns the ranks on which the condition depends.
 
         Raises:

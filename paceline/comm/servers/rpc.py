@@ -53,8 +53,6 @@ class RpcServer:
     """Server for the requests of other workers.
 
     Args:
-        host: address at which the server listens.
-        key: key by which clients authenticate.
         most: size of the largest request in bytes, without its message.
     """
 
@@ -142,23 +140,15 @@ class RpcServer:
 class RpcClient:
     """Client for requests to another worker. Only one thread at a time may use it.
 
-    Attributes:
-        check: called before a request and during waits. May raise.
-        seconds: timeout in seconds for an answer.
-
     Args:
-        world: the workers.
-        rank: rank of the other worker.
-        address: address at which the other worker listens.
-        key: key that the workers share.
         most: size of the largest answer in bytes, without its message.
     """
 
     def __init__(self, world: World, rank: int, address: tuple[str, int], key: bytes, most: int) -> None:
         self._world, self.rank, self._address, self._key, self._most = world, rank, address, key, most
         self._connection: socket.socket | None = None
-        self.check: Callable[[], None] = world.check
-        self.seconds = world.timeout
+        self.check: Callable[[], None] = world.check  # called before a request and during waits. May raise.
+        self.seconds = world.timeout  # timeout in seconds for an answer
 
     def start(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> None:
         """Send a request. Call :meth:`finish` for its answer before the next request.
@@ -274,11 +264,7 @@ class RpcPeers:
     """RPC server and clients of this worker. All workers construct them together, in place of the previous ones.
 
     Args:
-        world: the workers.
         most: size of the largest request or answer in bytes, without its message.
-
-    Attributes:
-        server: server of this worker.
     """
 
     def __init__(self, world: World, most: int) -> None:

@@ -86,11 +86,8 @@ class Shard:
 
     Args:
         memory: memory for the shard, shared by the workers or private.
-        model: model with the buffers.
         parameters: parameters of this shard, by name.
-        buffers: names of the buffers of this shard.
         optimizer: optimizer of all parameters.
-        schedule: learning-rate schedule, or None.
     """
 
     def __init__(

@@ -120,7 +120,6 @@ def attach_hosts(
     """Open the arenas of this machine's workers, found by ``gather``. Return None if a worker of any machine cannot.
 
     Args:
-        waiting: this worker.
         arena: arena of this worker. None if it cannot share memory.
         hosts: ranks of the workers on each machine.
         gather: function like ``World.gather``. All workers of all machines must call this function together.
@@ -266,7 +265,6 @@ class SharedMemory:
         """Wait until a condition on the blocks is true.
 
         Args:
-            ready: function that returns whether the condition is true.
             awaited: function that returns the places of the workers on which the condition currently depends.
 
         Raises:

@@ -30,7 +30,6 @@ class Futex:
     """Futex that one process wakes and the others wait on. A wake takes 1 us if no process waits.
 
     Args:
-        block: block of shared memory.
         offset: offset of the number in the block in bytes, a multiple of 4.
     """
 

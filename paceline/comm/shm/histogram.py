@@ -12,12 +12,7 @@ _LARGEST = (1 << 14) - 1
 
 
 class Histogram:
-    """Counts of numbers from 0. All workers must create the histogram together.
-
-    Args:
-        shared_memory: memory shared by the workers.
-        rank: rank of this worker.
-    """
+    """Counts of numbers from 0. All workers must create the histogram together."""
 
     def __init__(self, shared_memory: SharedMemory, rank: int) -> None:
         self._counts = [

@@ -26,8 +26,6 @@ class Lock:
         file: file descriptor. Each process must have opened the file itself.
         offset: offset of the byte, which may lie beyond the end of the file.
         holder: number in shared memory for the rank of the holder.
-        waiting: this worker.
-        check_peers: see :data:`CheckPeers`.
     """
 
     def __init__(self, file: int, offset: int, holder: memoryview, waiting: Waiting, check_peers: CheckPeers) -> None:

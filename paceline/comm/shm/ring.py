@@ -23,8 +23,6 @@ class Rings:
     """Ring buffers between the workers of a machine. All workers must create them together, with the same count.
 
     Args:
-        shared_memory: memory shared by the workers.
-        size: number of workers.
         count: number of rings from each worker to each worker.
     """
 

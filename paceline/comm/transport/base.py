@@ -12,26 +12,18 @@ import torch
 
 
 class Capabilities(NamedTuple):
-    """Capabilities of a transport.
+    """Capabilities of a transport."""
 
-    Attributes:
-        device: device of its tensors.
-        on_host: whether tensors are in host memory, where the host can read them and workers can share them.
-        same_host: whether workers of one machine can exchange tensors through shared memory.
-        point_to_point: whether two workers can exchange a tensor while the others do something else.
-        collectives: whether the back end can add up tensors by itself.
-        ordered: whether a communicator runs its operations in the order of submission and ignores tags. A receive then
-            blocks all later operations, so two workers that send both ways at once need a communicator per direction.
-        blocking_wait: whether a wait blocks the host until tensors have arrived, and raises if they cannot arrive.
-            Otherwise it only orders later work of the device, and the host must synchronize before it reads tensors.
-    """
-
-    device: torch.device
-    on_host: bool
-    same_host: bool
-    point_to_point: bool
-    collectives: bool
+    device: torch.device  # device of its tensors
+    on_host: bool  # whether tensors are in host memory, where the host can read them and workers can share them
+    same_host: bool  # whether workers of one machine can exchange tensors through shared memory
+    point_to_point: bool  # whether two workers can exchange a tensor while the others do something else
+    collectives: bool  # whether the back end can add up tensors by itself
+    # whether a communicator runs its operations in the order of submission and ignores tags. A receive then blocks all
+    # later operations, so two workers that send both ways at once need a communicator per direction.
     ordered: bool
+    # whether a wait blocks the host until tensors have arrived, and raises if they cannot arrive. Otherwise it only
+    # orders later work of the device, and the host must synchronize before it reads tensors.
     blocking_wait: bool
 
 
@@ -47,17 +39,11 @@ class Message:
 
 
 class Communicator(NamedTuple):
-    """Channel from one worker to another that no other transfer can block.
+    """Channel from one worker to another that no other transfer can block."""
 
-    Attributes:
-        number: number that distinguishes communicators between the same two workers.
-        sender: rank that sends.
-        receiver: rank that receives.
-    """
-
-    number: int
-    sender: int
-    receiver: int
+    number: int  # number that distinguishes communicators between the same two workers
+    sender: int  # rank that sends
+    receiver: int  # rank that receives
 
 
 class Work(Protocol):
@@ -73,12 +59,7 @@ Started: TypeAlias = "list[tuple[Work, list[int]]]"
 
 
 class TransportError(RuntimeError):
-    """Error of a back end that refused to start a transfer.
-
-    Args:
-        peers: ranks of the peers of the transfer.
-        reason: error of the back end.
-    """
+    """Error of a back end that refused to start a transfer."""
 
     def __init__(self, peers: Sequence[int], reason: RuntimeError) -> None:
         super().__init__(str(reason))
@@ -86,15 +67,10 @@ class TransportError(RuntimeError):
 
 
 class Transport(Protocol):
-    """Transport of tensors between the workers of torch's default process group.
-
-    Attributes:
-        capabilities: capabilities of the transport.
-        backend: back end of the process group, for ``init_process_group``.
-    """
+    """Transport of tensors between the workers of torch's default process group."""
 
     capabilities: Capabilities
-    backend: str
+    backend: str  # back end of the process group, for ``init_process_group``
 
     def open(self) -> None:
         """Open the transport after the process group has been created. All workers must call this method together.

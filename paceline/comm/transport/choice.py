@@ -20,7 +20,6 @@ def transport_for(device: torch.device, same_host: bool, shared: bool = False, w
     """Return the transport for tensors on a device.
 
     Args:
-        device: device of this worker.
         same_host: whether workers of one machine can share host memory.
         shared: whether some workers have the same device, which NCCL does not allow.
         wanted: ``mpi`` or ``auto``.

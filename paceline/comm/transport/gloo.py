@@ -82,14 +82,10 @@ class _Wait(Protocol):
 
 
 class Waits:
-    """Current waits in one process group. After :meth:`interrupt`, every wait fails until :meth:`reset`.
-
-    Attributes:
-        collectives: collectives that have been started and not yet waited for.
-    """
+    """Current waits in one process group. After :meth:`interrupt`, every wait fails until :meth:`reset`."""
 
     def __init__(self) -> None:
-        self.collectives: set[Any] = set()
+        self.collectives: set[Any] = set()  # collectives that have been started and not yet waited for
         self._current: set[_Wait] = set()
         self._interrupted = False
 
@@ -116,11 +112,7 @@ class Waits:
         return self._interrupted
 
     def enter(self, wait: _Wait) -> None:
-        """Register a wait.
-
-        Raises:
-            RuntimeError: the waits were interrupted.
-        """
+        """Register a wait. Raises RuntimeError if the waits were interrupted."""
         self._current.add(wait)  # before the check: either interrupt() sees this wait, or this wait sees the flag
         if self._interrupted:
             self.leave(wait)
@@ -141,11 +133,7 @@ class MessageWork:
         self._work = work
 
     def wait(self) -> None:
-        """Wait for the message.
-
-        Raises:
-            RuntimeError: the connection ended, or the waits were interrupted.
-        """
+        """Wait for the message. Raises RuntimeError if the connection ended, or the waits were interrupted."""
         self._waits.enter(self)
         try:
             arrived = self._work.wait()
@@ -168,11 +156,7 @@ class CollectiveWork:
         waits.collectives.add(work)
 
     def wait(self) -> None:
-        """Wait for the result.
-
-        Raises:
-            RuntimeError: a connection ended, or the waits were interrupted.
-        """
+        """Wait for the result. Raises RuntimeError if a connection ended, or the waits were interrupted."""
         self._work.get_future().add_done_callback(lambda _: self._over.set())
         self._waits.enter(self)
         try:

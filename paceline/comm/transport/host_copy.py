@@ -10,9 +10,6 @@ class HostCopy:
 
     A copy from a GPU uses pinned memory, and only :meth:`wait` blocks the host. It waits until the GPU has finished the
     copy, not until the GPU has finished the work that was queued afterwards.
-
-    Args:
-        value: tensor of any shape and type.
     """
 
     def __init__(self, value: torch.Tensor) -> None:

@@ -19,11 +19,7 @@ _POLL_SECONDS = 5e-5
 
 
 class Nccl:
-    """Default process group for tensors on GPUs.
-
-    Args:
-        device: GPU of this worker.
-    """
+    """Default process group for tensors on GPUs."""
 
     backend = "cpu:gloo,cuda:nccl"
 

@@ -19,11 +19,7 @@ from paceline.comm.transport.host_copy import HostCopy
 
 
 class ThroughHost:
-    """Default process group for tensors on a device. gloo moves copies of the tensors.
-
-    Args:
-        device: device of this worker.
-    """
+    """Default process group for tensors on a device. gloo moves copies of the tensors."""
 
     backend = "gloo"
 

@@ -7,27 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KnownError:
-    """Entry of the table of known errors.
+    """Entry of the table of known errors."""
 
-    Attributes:
-        name: name that users search for.
-        pattern: regular expression that matches the message, ignoring case.
-        means: explanation in plain words.
-        causes: usual causes, most frequent first.
-        cure: advice.
-        transport: whether the entry only applies to texts that also name a transport.
-        kind: kind of the failure. Empty if this error does not determine it.
-        doctor: check of ``paceline doctor`` that finds the problem before the start. Empty if there is none.
-    """
-
-    name: str
-    pattern: str
-    means: str
-    causes: tuple[str, ...]
-    cure: str
-    transport: bool = False
-    kind: str = ""
-    doctor: str = ""
+    name: str  # name that users search for
+    pattern: str  # regular expression that matches the message, ignoring case
+    means: str  # explanation in plain words
+    causes: tuple[str, ...]  # usual causes, most frequent first
+    cure: str  # advice
+    transport: bool = False  # whether the entry only applies to texts that also name a transport
+    kind: str = ""  # kind of the failure. Empty if this error does not determine it.
+    doctor: str = ""  # check of ``paceline doctor`` that finds the problem before the start. Empty if there is none.
 
     @property
     def paragraph(self) -> str:

@@ -32,23 +32,15 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Context:
-    """Information about the run for failure messages.
+    """Information about the run for failure messages."""
 
-    Attributes:
-        workers: number of workers at the start of the run.
-        output: folder with the output of all workers, as displayed to the user.
-        text: file with the complete message, as displayed to the user.
-        checkpoint: newest checkpoint (path or URL), its step, and its time in seconds since 1970. None if none exists.
-        resume: command that resumes from that checkpoint.
-        coordinator: report of the coordinator.
-    """
-
-    workers: int
-    output: str
-    text: str
+    workers: int  # number of workers at the start of the run
+    output: str  # folder with the output of all workers, as displayed to the user
+    text: str  # file with the complete message, as displayed to the user
+    # newest checkpoint (path or URL), its step, and its time in seconds since 1970. None if none exists.
     checkpoint: tuple[str, int, float] | None
-    resume: str
-    coordinator: CoordinatorReport = field(default_factory=CoordinatorReport)
+    resume: str  # command that resumes from that checkpoint
+    coordinator: CoordinatorReport = field(default_factory=CoordinatorReport)  # report of the coordinator
 
 
 def short(failure: Failure, context: Context) -> list[str]:

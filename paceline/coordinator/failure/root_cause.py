@@ -18,33 +18,21 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Failure:
-    """Cause of the premature end of a run.
+    """Cause of the premature end of a run."""
 
-    Attributes:
-        kind: stable identifier, such as ``exception``, ``killed`` or ``hang``.
-        code: exit code of the run.
-        message: description, which follows the names of the workers, if any.
-        time: time of the failure, in seconds since 1970.
-        cause: report of the worker that failed first. None if no worker failed.
-        workers: numbers of the workers that share the cause.
-        ranks: ranks of these workers, without workers that had no rank.
-        varies: whether the messages of these workers differ in numbers.
-        others: reports of workers that failed later for other reasons.
-        consequences: reports of workers that failed because they lost another worker, or were ended.
-        last_seen: last known activity of the first failed worker, and the ranks that waited for it.
-    """
-
-    kind: str
-    code: int
-    message: str
-    time: float
-    cause: WorkerReport | None = None
-    workers: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-    others: tuple[WorkerReport, ...] = ()
+    kind: str  # stable identifier, such as ``exception``, ``killed`` or ``hang``
+    code: int  # exit code of the run
+    message: str  # description, which follows the names of the workers, if any
+    time: float  # time of the failure, in seconds since 1970
+    cause: WorkerReport | None = None  # report of the worker that failed first. None if no worker failed.
+    workers: tuple[int, ...] = ()  # numbers of the workers that share the cause
+    ranks: tuple[int, ...] = ()  # ranks of these workers, without workers that had no rank
+    others: tuple[WorkerReport, ...] = ()  # reports of workers that failed later for other reasons
+    # reports of workers that failed because they lost another worker, or were ended
     consequences: tuple[WorkerReport, ...] = ()
+    # last known activity of the first failed worker, and the ranks that waited for it
     last_seen: LastSeen = field(default_factory=LastSeen)
-    varies: bool = False
+    varies: bool = False  # whether the messages of these workers differ in numbers
 
 
 def diagnose(
@@ -53,9 +41,6 @@ def diagnose(
     """Return the root cause of a failed run, or None if all workers ended well.
 
     Args:
-        launch: launch plan of the workers.
-        result: exits of its processes.
-        coordinator: report of the coordinator, if the run had one.
         seen: worker whose output was shown.
     """
     coordinator = coordinator or CoordinatorReport()

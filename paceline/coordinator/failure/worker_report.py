@@ -47,19 +47,12 @@ _WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 
 @dataclass(frozen=True)
 class UncaughtException:
-    """Uncaught exception of a worker.
+    """Uncaught exception of a worker."""
 
-    Attributes:
-        type: name of its class without the module.
-        message: message of the exception.
-        line: last line of the user's code in the traceback, such as ``train.py:41``. Empty if unknown.
-        notes: notes that were added to the exception.
-    """
-
-    type: str
-    message: str
-    line: str = ""
-    notes: str = ""
+    type: str  # name of its class without the module
+    message: str  # message of the exception
+    line: str = ""  # last line of the user's code in the traceback, such as ``train.py:41``. Empty if unknown.
+    notes: str = ""  # notes that were added to the exception
 
     @property
     def short(self) -> str:
@@ -74,43 +67,24 @@ class UncaughtException:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """Failure of one worker.
+    """Failure of one worker."""
 
-    Attributes:
-        worker: number of the worker.
-        kind: stable identifier, such as ``exception`` or ``killed``.
-        message: description, which follows the worker's name.
-        time: time of the failure, in seconds since 1970.
-        code: exit code of the run if this failure is the cause.
-        exit_code: exit code of the process. None if a signal ended it.
-        signal: signal that ended the process, or None.
-        host: name of the worker's machine.
-        pid: process id.
-        step: step of the worker. None if the worker did not report it.
-        exception: uncaught exception, or None.
-        details: traceback, or the last lines that the worker printed.
-        self_reported: whether the worker itself wrote the report.
-        consequence: whether the worker failed only because it lost another worker.
-        last_line: last line that the worker printed, if it wrote no report.
-        known: matching entry of the table of known errors, or None.
-    """
-
-    worker: int
-    kind: str
-    message: str
-    time: float
-    code: int
-    exit_code: int | None = None
-    signal: int | None = None
-    host: str = ""
-    pid: int = 0
-    step: int | None = None
-    exception: UncaughtException | None = None
-    details: str = ""
-    self_reported: bool = False
-    consequence: bool = False
-    last_line: str = ""
-    known: KnownError | None = None
+    worker: int  # number of the worker
+    kind: str  # stable identifier, such as ``exception`` or ``killed``
+    message: str  # description, which follows the worker's name
+    time: float  # time of the failure, in seconds since 1970
+    code: int  # exit code of the run if this failure is the cause
+    exit_code: int | None = None  # exit code of the process. None if a signal ended it.
+    signal: int | None = None  # signal that ended the process, or None
+    host: str = ""  # name of the worker's machine
+    pid: int = 0  # process id
+    step: int | None = None  # step of the worker. None if the worker did not report it.
+    exception: UncaughtException | None = None  # uncaught exception, or None
+    details: str = ""  # traceback, or the last lines that the worker printed
+    self_reported: bool = False  # whether the worker itself wrote the report
+    consequence: bool = False  # whether the worker failed only because it lost another worker
+    last_line: str = ""  # last line that the worker printed, if it wrote no report
+    known: KnownError | None = None  # matching entry of the table of known errors, or None
 
     def same_cause(self, other: WorkerReport) -> bool:
         """Return whether both workers seem to have failed for the same reason.
@@ -142,8 +116,6 @@ def report_of(
     """Return the failure report of a worker.
 
     Args:
-        launch: launch plan of the workers.
-        ended: exit of the process.
         seen: worker whose output was shown.
         record: report that the worker wrote. Defaults to its file in the run directory.
     """

@@ -82,8 +82,6 @@ def authenticate(connection: socket.socket, role: str, key: bytes, seconds: floa
     Args:
         connection: new connection, on which nothing has been read or written.
         role: ``AGENT``, or the result of :func:`worker`.
-        key: key of the role.
-        seconds: timeout in seconds.
 
     Raises:
         Refused: the coordinator does not accept the key.

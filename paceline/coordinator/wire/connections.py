@@ -35,21 +35,13 @@ _LONGEST_REASON = 200
 
 @dataclass(eq=False)
 class Peer:
-    """Client of the coordinator: a worker, an agent, or not yet authenticated.
+    """Client of the coordinator: a worker, an agent, or not yet authenticated."""
 
-    Attributes:
-        connection: coordinator's end of the connection.
-        host: address of the client.
-        since: time of the connection, on the monotonic clock.
-        challenge: pending challenge; None after authentication.
-        role: authenticated role, such as ``worker 3``; empty before authentication.
-    """
-
-    connection: Connection
-    host: str
-    since: float
-    challenge: Challenge | None
-    role: str = ""
+    connection: Connection  # coordinator's end of the connection
+    host: str  # address of the client
+    since: float  # time of the connection, on the monotonic clock
+    challenge: Challenge | None  # pending challenge; None after authentication
+    role: str = ""  # authenticated role, such as ``worker 3``; empty before authentication
 
     @property
     def worker(self) -> int | None:
@@ -75,11 +67,7 @@ class Receiver(Protocol):
 
 
 class Refusals:
-    """Recorder of refused connections, which aggregates frequent repetitions into counts.
-
-    Args:
-        record: function that records an event.
-    """
+    """Recorder of refused connections, which aggregates frequent repetitions into counts."""
 
     def __init__(self, record: Callable[..., None]) -> None:
         self._record = record
@@ -110,9 +98,7 @@ class Connections:
     Args:
         listener: listening socket from :func:`paceline.coordinator.wire.messages.listen`.
         keys: function from a role to its key.
-        receiver: handler of messages.
         lock: lock that is held during calls of the receiver and while sending.
-        record: function that records an event.
         kinds: kinds of messages that clients may send. Defaults to those of a run.
     """
 

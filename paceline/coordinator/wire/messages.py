@@ -23,7 +23,6 @@ class Connection:
     """Non-blocking end of a connection.
 
     Attributes:
-        socket: socket of the connection.
         longest: largest length of a received line, in bytes.
         broken: whether the connection has ended, or too much data is unsent because the other end does not read.
         closed: whether this end has closed the connection.
@@ -96,11 +95,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Decode a line.
-
-    Raises:
-        ValueError: the line is not a JSON object with a ``type``.
-    """
+    """Decode a line. Raises ValueError if the line is not a JSON object with a ``type``."""
     try:
         message = json.loads(line)
     except RecursionError:
@@ -142,8 +137,6 @@ def connect(address: tuple[str, int], role: str, key: bytes, seconds: float) -> 
 
     Args:
         address: host and port of the coordinator.
-        role: role of this end.
-        key: key of the role (:mod:`paceline.coordinator.wire.authentication`).
         seconds: timeout in seconds for the connection, and again for the authentication.
 
     Raises:

@@ -90,8 +90,6 @@ class CarriedState:
     Args:
         forward: ``forward(model, microbatch, state)``, which returns the loss and the next state. The state is None at
             the start of an epoch.
-        order: order of the samples.
-        device: device of the model.
     """
 
     def __init__(self, forward: Callable[..., Any], order: BatchOrder, device: torch.device) -> None:

@@ -21,15 +21,7 @@ from paceline.errors import InputError
 
 
 class StreamOrder(BatchOrder):
-    """Sample order of a stream: the number of a sample is its index in its epoch.
-
-    Args:
-        data: iterable data set (see :class:`Stream`).
-        batch: number of samples in a batch.
-        microbatches: number of microbatches in a full batch.
-        seed: seed of the run.
-        drop_last: whether to drop a short batch at the end of an epoch.
-    """
+    """Sample order of a stream: the number of a sample is its index in its epoch."""
 
     def __init__(self, data: Any, batch: int, microbatches: int, seed: int, drop_last: bool) -> None:
         self.batch, self.microbatches, self.seed = batch, microbatches, seed

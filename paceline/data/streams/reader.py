@@ -62,12 +62,6 @@ class Stream:
     Args:
         data: iterable data set that yields its samples again for each ``iter(data)``. Its ``set_epoch(epoch)``, if it
             has that method, is called before each epoch.
-        seed: seed of the run.
-        batch: number of samples in a batch.
-        drop_last: whether to drop a short batch at the end of an epoch.
-
-    Attributes:
-        draws: whether the data set is known to draw from a global generator.
     """
 
     def __init__(self, data: Any, seed: int, batch: int, drop_last: bool) -> None:
@@ -79,7 +73,7 @@ class Stream:
         self._initial = copy.deepcopy(data.state_dict()) if self._has_state else None
         self._batches: dict[tuple[int, int], StreamBatch] = {}
         self._marks: dict[tuple[int, int], Mark] = {}
-        self.draws = False
+        self.draws = False  # whether the data set is known to draw from a global generator
         self._close()
 
     def batch(self, epoch: int, index: int) -> StreamBatch:

@@ -32,21 +32,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of an examination.
-
-    Attributes:
-        findings: findings of all checks.
-        machines: names of the machines that took part.
-        elsewhere: name of the first machine if it has the findings and this machine does not.
-        elsewhere_code: exit code on the first machine.
-        first: whether this is the first machine, which asks the others, or the only machine.
-    """
+    """Result of an examination."""
 
     findings: tuple[Finding, ...] = ()
-    machines: tuple[str, ...] = ()
-    elsewhere: str | None = None
-    elsewhere_code: int = 0
-    first: bool = True
+    machines: tuple[str, ...] = ()  # names of the machines that took part
+    elsewhere: str | None = None  # name of the first machine if it has the findings and this machine does not
+    elsewhere_code: int = 0  # exit code on the first machine
+    first: bool = True  # whether this is the first machine, which asks the others, or the only machine
 
     @property
     def code(self) -> int:
@@ -146,14 +138,7 @@ def _of_machine(facts: Answer, name: str) -> list[Finding]:
 
 
 class First:
-    """First machine, which queries all machines, compares the answers and lets the machines measure their links.
-
-    Args:
-        where: rendezvous of the machines.
-        wanted: resources that the run will use.
-        shared: secret of the run.
-        say: function that shows a line of progress.
-    """
+    """First machine, which queries all machines, compares the answers and lets the machines measure their links."""
 
     def __init__(self, where: Rendezvous, wanted: Wanted, shared: Shared, say: Say) -> None:
         self._where, self._wanted, self._say = where, wanted, say

@@ -21,36 +21,23 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Resources that the run will use on this machine.
+    """Resources that the run will use on this machine."""
 
-    Attributes:
-        workers: number of workers that start on this machine.
-        machines: number of machines of the run.
-        host: name of this machine.
-        runs: folder of the runs.
-        script: training script, if given.
-        data: file or folder of the data set, if given.
-        checkpoints: checkpoint folder that all machines share, if given.
-        rendezvous: name of the first machine.
-    """
-
-    workers: int
-    machines: int
-    host: str
-    runs: Path
-    script: Path | None = None
-    data: Path | None = None
-    checkpoints: Path | None = None
-    rendezvous: str | None = None
+    workers: int  # number of workers that start on this machine
+    machines: int  # number of machines of the run
+    host: str  # name of this machine
+    runs: Path  # folder of the runs
+    script: Path | None = None  # training script, if given
+    data: Path | None = None  # file or folder of the data set, if given
+    checkpoints: Path | None = None  # checkpoint folder that all machines share, if given
+    rendezvous: str | None = None  # name of the first machine
 
 
 class Examiner:
     """Answers the doctor's questions about this machine.
 
     Args:
-        wanted: resources that the run will use.
         address: address by which the other machines know this machine. None if there are no others.
-        secret: secret that the machines share.
     """
 
     def __init__(self, wanted: Wanted, address: str | None = None, secret: Secret | None = None) -> None:

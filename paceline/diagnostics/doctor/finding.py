@@ -11,23 +11,14 @@ Status = Literal["ok", "warning", "failure", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a check.
-
-    Attributes:
-        check: name of the check.
-        status: "failure" if a run cannot start or continue, "warning" if it may be slow or compute different bits.
-        values: observed values.
-        why: why the problem matters. Empty if nothing is wrong.
-        cure: what to do about the problem. Empty if nothing is wrong.
-        place: machine, or the two ends of a link. Empty if the finding is about all machines.
-    """
+    """Result of a check."""
 
     check: str
-    status: Status
-    values: str
-    why: str = ""
-    cure: str = ""
-    place: str = ""
+    status: Status  # "failure" if a run cannot start or continue, "warning" if it may be slow or compute different bits
+    values: str  # observed values
+    why: str = ""  # why the problem matters. Empty if nothing is wrong.
+    cure: str = ""  # what to do about the problem. Empty if nothing is wrong.
+    place: str = ""  # machine, or the two ends of a link. Empty if the finding is about all machines.
 
     def at(self, place: str) -> Finding:
         """Return a copy of the finding with this place."""

@@ -104,9 +104,7 @@ def check_shared(folder: str | None, seen: Mapping[int, Sequence[int]], names: S
     """Check that all machines see each other's files.
 
     Args:
-        folder: shared folder. None if none was given.
         seen: numbers of the machines whose marks each machine saw, by machine number.
-        names: names of the machines.
     """
     check = "shared folder"
     if folder is None:

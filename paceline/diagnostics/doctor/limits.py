@@ -20,42 +20,24 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources of this machine, and limits of this process. None if there is no limit, or it is unknown.
+    """Resources of this machine, and limits of this process. None if there is no limit, or it is unknown."""
 
-    Attributes:
-        cores: number of cores that this process may use.
-        all_cores: number of cores of the machine.
-        domains: number of NUMA domains of the usable cores.
-        near_memory: whether this process may use memory of those domains.
-        quota: CPU quota of the control group, in cores.
-        memory: total memory of the machine in bytes.
-        available: bytes of memory that the kernel reports as available.
-        memory_limit: memory limit of the control group in bytes.
-        memory_used: bytes of memory that the control group uses, without inactive page cache.
-        shared_size: size of ``/dev/shm`` in bytes.
-        shared_free: free bytes of ``/dev/shm``.
-        files: limit on open files of a process.
-        processes: limit on processes of this user, including threads.
-        locked: limit on locked memory in bytes.
-        rdma: names of RDMA network cards, which need locked memory.
-    """
-
-    cores: int = 1
-    all_cores: int = 1
-    domains: int = 1
-    near_memory: bool = True
-    quota: float | None = None
-    memory: int = 0
-    available: int = 0
-    memory_limit: int | None = None
-    memory_used: int = 0
-    shared_size: int | None = None
-    shared_free: int = 0
+    cores: int = 1  # number of cores that this process may use
+    all_cores: int = 1  # number of cores of the machine
+    domains: int = 1  # number of NUMA domains of the usable cores
+    near_memory: bool = True  # whether this process may use memory of those domains
+    quota: float | None = None  # CPU quota of the control group, in cores
+    memory: int = 0  # total memory of the machine in bytes
+    available: int = 0  # bytes of memory that the kernel reports as available
+    memory_limit: int | None = None  # memory limit of the control group in bytes
+    memory_used: int = 0  # bytes of memory that the control group uses, without inactive page cache
+    shared_size: int | None = None  # size of ``/dev/shm`` in bytes
+    shared_free: int = 0  # free bytes of ``/dev/shm``
     shared_writable: bool = True
-    files: int | None = None
-    processes: int | None = None
-    locked: int | None = None
-    rdma: tuple[str, ...] = ()
+    files: int | None = None  # limit on open files of a process
+    processes: int | None = None  # limit on processes of this user, including threads
+    locked: int | None = None  # limit on locked memory in bytes
+    rdma: tuple[str, ...] = ()  # names of RDMA network cards, which need locked memory
 
 
 def measure() -> Limits:

@@ -40,23 +40,16 @@ _RESET = "connection refused, although a program listens on this port: a firewal
 
 @dataclass(frozen=True)
 class Link:
-    """Measurement of the link from one machine to another.
+    """Measurement of the link from one machine to another."""
 
-    Attributes:
-        problem: reason why there is no measurement. Empty if there is one.
-        firewall: whether a firewall refused or dropped the connection, instead of a machine without a listener.
-        latency: shortest round trip in seconds as measured by the kernel, because a busy processor adds delays.
-        loss: share of packets that were retransmitted while small messages were sent.
-        speed: bytes per second. 0 if small messages pass and large messages do not.
-        mtu: MTU of the path in bytes.
-    """
-
-    problem: str = ""
+    problem: str = ""  # reason why there is no measurement. Empty if there is one.
+    # whether a firewall refused or dropped the connection, instead of a machine without a listener
     firewall: bool = False
+    # shortest round trip in seconds as measured by the kernel, because a busy processor adds delays
     latency: float = 0.0
-    loss: float = 0.0
-    speed: float = 0.0
-    mtu: int = 0
+    loss: float = 0.0  # share of packets that were retransmitted while small messages were sent
+    speed: float = 0.0  # bytes per second. 0 if small messages pass and large messages do not.
+    mtu: int = 0  # MTU of the path in bytes
 
 
 class Listener:
@@ -64,7 +57,6 @@ class Listener:
 
     Args:
         address: address by which the other machines know this machine.
-        secret: secret that connecting machines must know.
     """
 
     def __init__(self, address: str, secret: Secret) -> None:

@@ -47,9 +47,7 @@ class Asked:
     """Machine that answers questions: this machine.
 
     Args:
-        host: name of the machine.
         address: address by which the other machines know it.
-        examiner: examiner that answers the questions.
     """
 
     def __init__(self, host: str, address: str, examiner: Examiner | None = None) -> None:
@@ -85,14 +83,7 @@ class Asked:
 
 
 class Remote(Asked):
-    """Machine that answers questions over a connection: another machine.
-
-    Args:
-        host: name of the machine.
-        peer: connection to the machine.
-        connections: connections through which questions are sent.
-        lock: lock of the connections.
-    """
+    """Machine that answers questions over a connection: another machine."""
 
     def __init__(self, host: str, peer: Peer, connections: Connections, lock: threading.RLock) -> None:
         super().__init__(host, peer.host)

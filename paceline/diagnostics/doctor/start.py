@@ -37,11 +37,7 @@ def _cuda() -> str | None:
 
 
 class Comparison:
-    """Comparison of joining machines with this machine.
-
-    Args:
-        own: description of this machine by :func:`about`.
-    """
+    """Comparison of joining machines with this machine."""
 
     def __init__(self, own: Message) -> None:
         self._own, self._host = own, socket.gethostname()

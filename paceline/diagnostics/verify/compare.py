@@ -38,19 +38,12 @@ _SMALL = 0.1  # in step 0 a small tensor is compared with this share of the larg
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of :func:`compare`.
+    """Result of :func:`compare`."""
 
-    Attributes:
-        result: whether the runs are identical, differ by rounding, or are different.
-        first: first difference, or None.
-        beyond: first difference that rounding does not explain, or None.
-        cause: likely cause in words.
-    """
-
-    result: Result
-    first: Difference | None = None
-    beyond: Difference | None = None
-    cause: str = ""
+    result: Result  # whether the runs are identical, differ by rounding, or are different
+    first: Difference | None = None  # first difference, or None
+    beyond: Difference | None = None  # first difference that rounding does not explain, or None
+    cause: str = ""  # likely cause in words
 
 
 def compare(reference: RunTrace, other: RunTrace) -> Comparison:

@@ -10,23 +10,14 @@ Kind = Literal["end", "samples", "learning rate", "loss", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """Value that differs between two runs.
+    """Value that differs between two runs."""
 
-    Attributes:
-        step: step of the value, or -1 before the first step.
-        kind: kind of the value.
-        name: name of the tensor, if the value is a tensor.
-        reference: value in the reference run, the hash of a tensor, or whether a tensor exists.
-        other: the same in the other run.
-        beyond: whether the difference exceeds rounding.
-    """
-
-    step: int
-    kind: Kind
-    name: str = ""
-    reference: object = None
-    other: object = None
-    beyond: bool = False
+    step: int  # step of the value, or -1 before the first step
+    kind: Kind  # kind of the value
+    name: str = ""  # name of the tensor, if the value is a tensor
+    reference: object = None  # value in the reference run, the hash of a tensor, or whether a tensor exists
+    other: object = None  # the same in the other run
+    beyond: bool = False  # whether the difference exceeds rounding
 
     def __str__(self) -> str:
         what = f"{self.kind} {self.name}".strip()

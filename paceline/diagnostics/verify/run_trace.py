@@ -55,11 +55,7 @@ class RunTrace:
 
 
 def read(path: Path) -> RunTrace:
-    """Read the trace of a run.
-
-    Raises:
-        InputError: the file does not exist or is not a trace.
-    """
+    """Read the trace of a run. Raises InputError if the file does not exist or is not a trace."""
     try:
         lines = [json.loads(line) for line in read_text(path).splitlines()]
         head = lines[0]

@@ -43,26 +43,17 @@ class Engine:
     """Engine of one worker, which negotiates and executes operations.
 
     Args:
-        rank: rank of this worker.
-        size: number of workers.
         links: connection to rank 0, or on rank 0 the connections to all other workers.
         group: torch process group of all workers, or None with a single worker.
-        settings: settings from the environment.
-
-    Attributes:
-        sets: members of each process set, by ID.
-        joins: number of times that all workers have joined.
-        waits: waits that are not negotiated, and workers that have left.
-        failure: why the engine has stopped. Empty while it runs.
     """
 
     def __init__(
         self, rank: int, size: int, links: Links, group: dist.ProcessGroup | None, settings: HorovodSettings
     ) -> None:
         self.rank, self.size, self.settings = rank, size, settings
-        self.sets = {GLOBAL: Members(tuple(range(size)), rank, group)}
-        self.joins = 0
-        self.failure = ""
+        self.sets = {GLOBAL: Members(tuple(range(size)), rank, group)}  # members of each process set, by ID
+        self.joins = 0  # number of times that all workers have joined
+        self.failure = ""  # why the engine has stopped. Empty while it runs.
         self._links = links
         self._negotiation = Negotiation(size, settings.fusion_bytes, settings.cache_capacity) if rank == 0 else None
         self._lock = threading.Lock()
@@ -75,7 +66,7 @@ class Engine:
         self._quiet_since = time.monotonic()
         self._departed = threading.Event()
         self._interrupted = ""
-        self.waits = Waits(rank, settings, links.wake)
+        self.waits = Waits(rank, settings, links.wake)  # waits that are not negotiated, and workers that have left
         if rank == 0:
             self.waits.record(settings.timeline, settings.mark_cycles)
             if settings.ignored:

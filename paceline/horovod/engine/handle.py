@@ -16,13 +16,9 @@ class Handle:
     """Handle of a submitted operation.
 
     Args:
-        request: request that was submitted.
-        task: input tensors and results.
         on_wait: called with the handle when the script begins to wait for a pending operation.
 
     Attributes:
-        request: request that was submitted.
-        task: input tensors and results.
         since: monotonic time of the submission, in seconds.
         value: result other than a tensor: the last rank to join, the ID of a process set, or a process group. For
             ``allgather`` and ``alltoall``, the number of rows of each member.

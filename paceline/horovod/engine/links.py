@@ -32,7 +32,6 @@ class Links:
     """Connections of this worker: to rank 0, or from rank 0 to all others. None if it is the only worker.
 
     Args:
-        rank: rank of this worker.
         connections: connections by the rank of the other end.
 
     Attributes:

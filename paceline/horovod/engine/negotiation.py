@@ -24,19 +24,13 @@ _BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "float16": 2, "bfloat16"
 
 
 class Item(NamedTuple):
-    """Operation to execute.
+    """Operation to execute."""
 
-    Attributes:
-        request: request as the first worker made it.
-        number: number of the request in the response cache, or -1.
-        rows: by member, the first dimensions of the tensors (``allgather``) or the splits (``alltoall``).
-        new: whether the workers do not know the number yet.
-    """
-
-    request: Request
-    number: int = -1
+    request: Request  # request as the first worker made it
+    number: int = -1  # number of the request in the response cache, or -1
+    # by member, the first dimensions of the tensors (``allgather``) or the splits (``alltoall``)
     rows: tuple[tuple[int, ...], ...] = ()
-    new: bool = True
+    new: bool = True  # whether the workers do not know the number yet
 
 
 class Response(NamedTuple):
@@ -70,16 +64,12 @@ class Negotiation:
     """Table of the requests that some ranks have not made yet.
 
     Args:
-        size: number of workers.
         threshold: maximum number of bytes in a fused operation.
         capacity: maximum number of requests in the response cache.
-
-    Attributes:
-        sets: ranks of each process set, by ID.
     """
 
     def __init__(self, size: int, threshold: int, capacity: int) -> None:
-        self.sets: dict[int, tuple[int, ...]] = {GLOBAL: tuple(range(size))}
+        self.sets: dict[int, tuple[int, ...]] = {GLOBAL: tuple(range(size))}  # ranks of each process set, by ID
         self._threshold, self._capacity = threshold, capacity
         self._entries: dict[Key, _Entry] = {}
         self._complete: list[Key] = []

@@ -28,29 +28,19 @@ _WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}
 
 
 class Members(NamedTuple):
-    """Members of a process set.
+    """Members of a process set."""
 
-    Attributes:
-        ranks: ranks of all members, in ascending order.
-        place: index of this worker in ``ranks``, or -1 if it is not a member.
-        group: torch process group. None if there is only one member or this worker is not a member.
-    """
-
-    ranks: tuple[int, ...]
-    place: int
+    ranks: tuple[int, ...]  # ranks of all members, in ascending order
+    place: int  # index of this worker in ``ranks``, or -1 if it is not a member
+    # torch process group. None if there is only one member or this worker is not a member.
     group: dist.ProcessGroup | None
 
 
 class Task(NamedTuple):
-    """Tensors and results of an operation on this worker.
-
-    Attributes:
-        tensors: input tensors.
-        outputs: output tensors, filled with the results. None is replaced by a new tensor.
-    """
+    """Tensors and results of an operation on this worker."""
 
     tensors: list[torch.Tensor]
-    outputs: list[torch.Tensor | None]
+    outputs: list[torch.Tensor | None]  # output tensors, filled with the results. None is replaced by a new tensor.
 
 
 def open_group(ranks: tuple[int, ...], rank: int, seconds: float) -> dist.ProcessGroup | None:

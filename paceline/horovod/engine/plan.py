@@ -68,7 +68,6 @@ class Plan:
     """Buckets of one optimizer.
 
     Args:
-        watch: waits of this worker.
         group: process group used by this plan alone.
         parameters: parameters with their names, in the order in which their gradients are expected.
         dtype: dtype of transferred gradients. None keeps their own dtype, which must be the same for all.

@@ -20,11 +20,8 @@ class Request(NamedTuple):
 
     Attributes:
         set: ID of the process set.
-        name: name of the operation.
         kind: name of the public function: "allreduce", "allgather", ...
         dtypes: dtypes of the tensors, without ``torch.``.
-        shapes: shapes of the tensors.
-        op: reduction operator.
         root: global rank of a broadcast's root; ID of the process set in requests that add or remove process sets.
         prescale, postscale: factors before and after a reduction.
         splits: number of rows for each member in ``alltoall``; ranks of a process set that is added.

@@ -96,11 +96,7 @@ class Timeline:
 
 
 def open_timeline(path: str, mark_cycles: bool) -> Timeline:
-    """Create a timeline file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Create a timeline file. Raises ConfigError if the file cannot be written."""
     try:
         return Timeline(path, mark_cycles)
     except OSError as error:

@@ -29,8 +29,6 @@ class Waits:
     """Waits and lost peers of one worker.
 
     Args:
-        rank: rank of this worker.
-        settings: settings from the environment.
         wake: wakes the engine's thread, which then notifies rank 0.
 
     Attributes:
@@ -83,7 +81,6 @@ class Waits:
         """Raise HorovodInternalError if rank 0 is silent. Rank 0 enforces the deadline of all waits but joins.
 
         Args:
-            pending: handles of the pending operations.
             quiet_since: time of the last message to or from rank 0.
             looked: time of the last read of messages. If this process was suspended since, a message may be unread.
 

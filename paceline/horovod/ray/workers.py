@@ -31,23 +31,15 @@ _COLOR = re.compile(r"\x1b\[\d+m")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Resources that an executor requests from Ray.
+    """Resources that an executor requests from Ray."""
 
-    Attributes:
-        workers: total number of workers.
-        hosts: number of nodes, each with the same number of workers. None packs workers on any nodes if possible.
-        cpus: number of CPUs per worker.
-        gpus: number of GPUs per worker.
-        inherit: whether to use the placement group of this process, if any.
-        seconds: timeout for the resources.
-    """
-
-    workers: int
+    workers: int  # total number of workers
+    # number of nodes, each with the same number of workers. None packs workers on any nodes if possible.
     hosts: int | None
-    cpus: int
-    gpus: int
-    inherit: bool
-    seconds: float
+    cpus: int  # number of CPUs per worker
+    gpus: int  # number of GPUs per worker
+    inherit: bool  # whether to use the placement group of this process, if any
+    seconds: float  # timeout for the resources
 
 
 class NoRoom(StartError, TimeoutError):
@@ -76,9 +68,6 @@ class Workers:
         wanted: resources to request.
         variables: environment variables of the actors.
 
-    Attributes:
-        actors: actors by rank. Empty after :meth:`close`.
-
     Raises:
         ConfigError: this process is not connected to Ray.
         StartError: the cluster has no room for the actors, or an actor did not start.
@@ -89,7 +78,7 @@ class Workers:
         self._wanted = wanted
         self._group: Any = None
         self._addresses: list[str] = []
-        self.actors: list[Any] = []
+        self.actors: list[Any] = []  # actors by rank. Empty after :meth:`close`.
         try:
             self._place()
             self._identify(variables)

@@ -25,21 +25,13 @@ _STEPS_BEFORE_PLAN = 2
 
 @dataclass(frozen=True)
 class Reduces:
-    """Options of the gradient reduction.
+    """Options of the gradient reduction."""
 
-    Attributes:
-        op: reduction operator.
-        compression: compression of transferred gradients.
-        predivide: divisor of gradients before the sum of a mean. Sums are divided by size / ``predivide``.
-        sparse_as_dense: whether sparse gradients are reduced as dense gradients.
-        process_set: workers that take part.
-    """
-
-    op: Reduction
-    compression: type[Compressor]
-    predivide: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
+    op: Reduction  # reduction operator
+    compression: type[Compressor]  # compression of transferred gradients
+    predivide: float  # divisor of gradients before the sum of a mean. Sums are divided by size / ``predivide``.
+    sparse_as_dense: bool  # whether sparse gradients are reduced as dense gradients
+    process_set: ProcessSet  # workers that take part
 
     @property
     def factors(self) -> tuple[float, float]:

@@ -62,32 +62,21 @@ class Options:
 
 @dataclass(frozen=True)
 class Agent:
-    """Launcher on one machine.
+    """Launcher on one machine."""
 
-    Attributes:
-        machine: name of the machine, as the engine or the user calls it.
-        command: command line of the agent.
-        environment: variables added to the machine's environment, such as the secret of the run.
-    """
-
-    machine: str
-    command: tuple[str, ...]
+    machine: str  # name of the machine, as the engine or the user calls it
+    command: tuple[str, ...]  # command line of the agent
+    # variables added to the machine's environment, such as the secret of the run
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Launch plan for a cluster.
+    """Launch plan for a cluster."""
 
-    Attributes:
-        place: name of the cluster. For Spark the master's URL.
-        agents: one agent per machine. The agent with the coordinator is first.
-        text: readable form of what is submitted or executed, for ``--dry-run``. Contains no secret.
-    """
-
-    place: str
-    agents: tuple[Agent, ...]
-    text: str
+    place: str  # name of the cluster. For Spark the master's URL.
+    agents: tuple[Agent, ...]  # one agent per machine. The agent with the coordinator is first.
+    text: str  # readable form of what is submitted or executed, for ``--dry-run``. Contains no secret.
 
 
 class Place(ABC):
@@ -124,11 +113,7 @@ class Place(ABC):
 
 
 def check_options(name: str, place: type[Place], options: Options) -> None:
-    """Raise ConfigError if options of other clusters are set.
-
-    Raises:
-        ConfigError: an option has no effect with this cluster.
-    """
+    """Raise ConfigError if options of other clusters are set."""
     for option in options.given():
         if option not in place.reads:
             raise ConfigError(f"--{option} has no effect with --on {name}; leave it out.")
@@ -169,7 +154,6 @@ def agent_command(
     """Return the command line of an agent.
 
     Args:
-        request: request of the user.
         workers: number of workers on this machine.
         total: number of workers on all machines.
         nodes: minimum and maximum number of machines.
@@ -227,7 +211,6 @@ def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
     """Parse ``-H host1:4,host2:2``. Return hosts with their numbers of workers.
 
     Args:
-        text: value of the option.
         slots: number of workers for a host without a number.
 
     Raises:

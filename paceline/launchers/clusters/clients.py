@@ -33,22 +33,15 @@ _KEPT_LINES = 20
 
 @dataclass(frozen=True)
 class Client:
-    """Specification of a client process.
+    """Specification of a client process."""
 
-    Attributes:
-        name: name of the machine, which prefixes each output line except for the first client.
-        command: command to execute on this machine.
-        environment: additional variables.
-        first_input: initial standard input. Empty lines follow as heartbeats. The line ``stop`` or the end of the input
-            stops the agent, and the end after ``stop`` kills it. None: the client has no input and forwards a signal.
-        stop: signal that asks a client without input to stop.
-    """
-
-    name: str
-    command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    name: str  # name of the machine, which prefixes each output line except for the first client
+    command: Sequence[str]  # command to execute on this machine
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)  # additional variables
+    # initial standard input. Empty lines follow as heartbeats. The line ``stop`` or the end of the input stops the
+    # agent, and the end after ``stop`` kills it. None: the client has no input and forwards a signal.
     first_input: bytes | None = field(default=None, repr=False)
-    stop: signal.Signals = signal.SIGTERM
+    stop: signal.Signals = signal.SIGTERM  # signal that asks a client without input to stop
 
 
 Ended = Callable[[Client, int], bool]
@@ -74,7 +67,6 @@ def follow(
 
     Args:
         clients: clients to start. The client with the coordinator is first.
-        inherited: environment of all clients.
         grace_seconds: time between the first signal and the forced end.
         ended: decides whether the other clients continue.
         again: decides whether a client that ended before the first client is restarted.

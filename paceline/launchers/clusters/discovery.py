@@ -27,12 +27,7 @@ class Discovery:
     """Thread that runs the discovery script once a second until the run is over.
 
     Args:
-        script: executable file.
-        is_over: callback that returns whether the run is over.
         take: callback for each answer, called on the thread.
-
-    Attributes:
-        hosts: last valid answer of the script.
 
     Raises:
         ConfigError: the script cannot be run, or its output is invalid.
@@ -42,7 +37,7 @@ class Discovery:
         self, script: Path, is_over: Callable[[], bool], take: Callable[[Slots], None] = lambda hosts: None
     ) -> None:
         self._script, self._is_over, self._take = script, is_over, take
-        self.hosts = ask(script)
+        self.hosts = ask(script)  # last valid answer of the script
         threading.Thread(target=self._watch, name="paceline-discovery", daemon=True).start()
 
     def _watch(self) -> None:
@@ -54,12 +49,7 @@ class Discovery:
 
 
 class SlotsHere:
-    """Slots of this machine, for a run that other machines cannot join. Warns once about each other host.
-
-    Args:
-        script: see :class:`Discovery`.
-        is_over: see :class:`Discovery`.
-    """
+    """Slots of this machine, for a run that other machines cannot join. Warns once about each other host."""
 
     def __init__(self, script: Path, is_over: Callable[[], bool]) -> None:
         self._told: set[str] = set()
@@ -80,11 +70,7 @@ class SlotsHere:
 
 
 def ask(script: Path) -> Slots:
-    """Run the script and parse its output.
-
-    Raises:
-        ConfigError: the script cannot be run, or its output is invalid.
-    """
+    """Run the script and parse its output. Raises ConfigError if the script cannot be run, or its output is invalid."""
     try:
         done = subprocess.run(
             [str(script.absolute())], capture_output=True, text=True, timeout=_LONGEST_SECONDS, check=True

@@ -22,11 +22,7 @@ PLACES: dict[str, str] = {
 
 
 def place_named(name: str) -> type[Place]:
-    """Return the cluster class with this name.
-
-    Raises:
-        ConfigError: no cluster has this name.
-    """
+    """Return the cluster class with this name. Raises ConfigError if no cluster has this name."""
     if name not in PLACES:
         raise ConfigError(f"--on {name}: there is no such place. The places are: {', '.join([LOCAL, *PLACES])}.")
     module, _, of = PLACES[name].partition(":")

@@ -76,7 +76,6 @@ def is_ending(pid: int, started: int | None = None) -> bool:
     Always returns False on systems other than Linux.
 
     Args:
-        pid: process id.
         started: start time (see :func:`start_of`). Distinguishes the process from a later process with the same id.
     """
     try:

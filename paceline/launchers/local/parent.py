@@ -47,10 +47,8 @@ class Parent:
     """Server that forks a worker for each request of the launcher.
 
     Args:
-        channel: socket to the launcher.
         launcher: process id of the launcher.
         cores: whether this process is bound to cores.
-        script: script of the workers.
         folders: see :func:`paceline.launchers.local.unsafe.check_folders`.
     """
 

@@ -106,9 +106,6 @@ def check_folders(folders: Sequence[str], modules: Mapping[str, ModuleType], alw
         folders: folders in which a worker first looks for modules, in search order.
         modules: loaded modules by name.
         always: names of modules that every Python loads before it knows these folders.
-
-    Raises:
-        Unsafe: see above.
     """
     loaded = {name.partition(".")[0] for name in modules} - {"__main__"}
     seen: set[str] = set()
@@ -162,9 +159,6 @@ def check_process() -> None:
     """Raise Unsafe if this process cannot be forked safely because it has threads or has used a GPU.
 
     Call this after a first fork: OpenBLAS ends its threads before a fork and restarts them when they are needed.
-
-    Raises:
-        Unsafe: see above.
     """
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:

@@ -20,23 +20,15 @@ from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per microbatch, for each stage.
+    """Seconds per microbatch, for each stage."""
 
-    Attributes:
-        forward: seconds of a forward pass.
-        input: seconds of the gradient for the input.
-        weight: seconds of the gradients for the weights.
-        transfer: seconds of a transfer between each stage and the next, in either direction. One fewer than the stages.
-        reduce: seconds of the reduction of a stage's gradients.
-        update: seconds of an update of a stage.
-    """
-
-    forward: tuple[float, ...]
-    input: tuple[float, ...]
-    weight: tuple[float, ...]
+    forward: tuple[float, ...]  # seconds of a forward pass
+    input: tuple[float, ...]  # seconds of the gradient for the input
+    weight: tuple[float, ...]  # seconds of the gradients for the weights
+    # seconds of a transfer between each stage and the next, in either direction. One fewer than the stages.
     transfer: tuple[float, ...]
-    reduce: tuple[float, ...]
-    update: tuple[float, ...]
+    reduce: tuple[float, ...]  # seconds of the reduction of a stage's gradients
+    update: tuple[float, ...]  # seconds of an update of a stage
 
     @classmethod
     def equal(cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Times:
@@ -77,13 +69,9 @@ TRANSFERS = (Kind.SEND, Kind.RECEIVE)
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated or measured times of the workers' operations.
+    """Simulated or measured times of the workers' operations."""
 
-    Attributes:
-        workers: spans of each worker, in the order of its operations.
-    """
-
-    workers: tuple[tuple[Span, ...], ...]
+    workers: tuple[tuple[Span, ...], ...]  # spans of each worker, in the order of its operations
 
     @property
     def seconds(self) -> float:

@@ -18,7 +18,6 @@ def listing(schedule: Schedule, transfers: bool = True) -> str:
     weight version other than 0 follows a colon.
 
     Args:
-        schedule: schedule to list.
         transfers: whether to include sends and receives.
 
     >>> from paceline.schedule.pipeline.synchronous import one_forward_one_backward
@@ -39,7 +38,6 @@ def draw(timeline: Timeline, column: float | None = None) -> str:
     """Draw the operations of the workers over time, which runs to the right. Gaps are idle time.
 
     Args:
-        timeline: simulated or measured timeline.
         column: seconds per cell. Defaults to the shortest forward or backward pass. Timelines drawn with the same value
             can be compared line by line.
 

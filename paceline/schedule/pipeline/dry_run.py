@@ -31,7 +31,6 @@ def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) 
     """Advance all workers until each has finished.
 
     Args:
-        schedule: schedule to run.
         perform: performs an operation, given the worker, the index in its list, and the operation. Returns whether it
             was performed. If not, it is tried again after other workers have advanced.
 
@@ -58,13 +57,9 @@ def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) 
 
 @dataclass
 class Reductions(Generic[T]):
-    """Reductions of replicated stages, each of which waits until all workers of the stage have arrived.
+    """Reductions of replicated stages, each of which waits until all workers of the stage have arrived."""
 
-    Attributes:
-        holders: number of workers of each stage.
-    """
-
-    holders: dict[int, int]
+    holders: dict[int, int]  # number of workers of each stage
     _done: dict[tuple[int, int], int] = field(default_factory=dict)
     _arrived: dict[tuple[int, int], dict[int, T]] = field(default_factory=dict)
 

@@ -31,39 +31,28 @@ class Kind(StrEnum):
 
 
 class Operation(NamedTuple):
-    """An operation of a stage.
-
-    Attributes:
-        kind: kind of the operation.
-        stage: stage, numbered from 0 at the input of the model.
-        microbatch: number of the microbatch. -1 for ``REDUCE`` and ``UPDATE``, which cover all since the last update.
-        version: version of the weights: the number of updates of this stage since the start of the schedule. Backward
-            passes, whole or split, name the version of their forward pass. ``UPDATE`` names the version that it makes.
-        peer: stage at the other end of a ``SEND`` or ``RECEIVE``, ``stage - 1`` or ``stage + 1``. Outputs go to the
-            next stage, their gradients to the previous stage. -1 for the other kinds.
-    """
+    """An operation of a stage."""
 
     kind: Kind
-    stage: int
+    stage: int  # stage, numbered from 0 at the input of the model
+    # number of the microbatch. -1 for ``REDUCE`` and ``UPDATE``, which cover all since the last update.
     microbatch: int = -1
+    # version of the weights: the number of updates of this stage since the start of the schedule. Backward passes,
+    # whole or split, name the version of their forward pass. ``UPDATE`` names the version that it makes.
     version: int = 0
+    # stage at the other end of a ``SEND`` or ``RECEIVE``, ``stage - 1`` or ``stage + 1``. Outputs go to the next stage,
+    # their gradients to the previous stage. -1 for the other kinds.
     peer: int = -1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The operations of each worker, in order.
-
-    Attributes:
-        name: name of the algorithm.
-        stages: number of stages.
-        microbatches: number of microbatches that go through the pipeline.
-        workers: operations of each worker. Stages of the same worker do not send values to each other.
-    """
+    """The operations of each worker, in order."""
 
     name: str
     stages: int
-    microbatches: int
+    microbatches: int  # number of microbatches that go through the pipeline
+    # operations of each worker. Stages of the same worker do not send values to each other.
     workers: tuple[tuple[Operation, ...], ...]
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
@@ -75,11 +64,7 @@ class Schedule:
         return tuple(worker for worker in range(len(self.workers)) if stage in self.stages_of(worker))
 
     def worker_of(self, stage: int, microbatch: int) -> int:
-        """Return the worker that computes a stage for a microbatch.
-
-        Raises:
-            KeyError: no worker computes it.
-        """
+        """Return the worker that computes a stage for a microbatch. Raises KeyError if no worker computes it."""
         return self._places[stage, microbatch]
 
     @cached_property

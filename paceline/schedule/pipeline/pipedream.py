@@ -33,21 +33,14 @@ from paceline.schedule.pipeline.transfers import Order, check_at_least, with_tra
 
 @dataclass(frozen=True)
 class AsyncPipeline:
-    """A pipeline that is not flushed between updates.
-
-    Attributes:
-        name: name of the algorithm.
-        replicas: number of workers of each stage. Microbatch m goes to replica m mod replicas.
-        every: backward passes of a stage per update.
-        vertical_sync: whether all stages use the same version for a microbatch.
-        two_buffers: whether the microbatches of group g use version g - 1, the newest version that all stages are sure
-            to have, so that a stage keeps two versions.
-    """
+    """A pipeline that is not flushed between updates."""
 
     name: str
-    replicas: tuple[int, ...]
-    every: int
-    vertical_sync: bool = False
+    replicas: tuple[int, ...]  # number of workers of each stage. Microbatch m goes to replica m mod replicas.
+    every: int  # backward passes of a stage per update
+    vertical_sync: bool = False  # whether all stages use the same version for a microbatch
+    # whether the microbatches of group g use version g - 1, the newest version that all stages are sure to have, so
+    # that a stage keeps two versions
     two_buffers: bool = False
 
     @property
@@ -80,7 +73,6 @@ def pipedream_pipeline(
     """Return a PipeDream pipeline, with weight stashing and without a flush.
 
     Args:
-        stages: number of stages.
         every: backward passes of a stage per update.
         vertical_sync: whether all stages use the version that stage 0 had when the microbatch entered.
         replicas: workers per stage, or of each stage.
@@ -96,7 +88,6 @@ def pipedream_2bw_pipeline(stages: int, every: int, replicas: int | tuple[int, .
     """Return a PipeDream-2BW pipeline, with an update after each group of microbatches and two weight versions.
 
     Args:
-        stages: number of stages.
         every: number of microbatches of a group, at least one per worker.
         replicas: workers per stage, or of each stage.
 
@@ -202,7 +193,6 @@ def pipedream(
     """Return a PipeDream schedule from an empty pipeline to an empty pipeline.
 
     Args:
-        stages: number of stages.
         microbatches: number of microbatches that go through the pipeline.
         every: backward passes of a stage per update.
         vertical_sync: whether all stages use the version that stage 0 had when the microbatch entered.
@@ -218,7 +208,6 @@ def pipedream_2bw(stages: int, microbatches: int, every: int, replicas: int | tu
     """Return a PipeDream-2BW schedule from an empty pipeline to an empty pipeline.
 
     Args:
-        stages: number of stages.
         microbatches: number of microbatches that go through the pipeline.
         every: number of microbatches of a group, at least one per worker.
         replicas: workers per stage, or of each stage.

@@ -23,14 +23,11 @@ _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True)
 class Peaks:
-    """Peak memory of each worker.
+    """Peak memory of each worker."""
 
-    Attributes:
-        activations: most pairs of stage and microbatch held between forward pass and end of the backward pass.
-        versions: most weight versions of a stage: the newest version and those that a later operation names.
-    """
-
+    # most pairs of stage and microbatch held between forward pass and end of the backward pass
     activations: tuple[int, ...]
+    # most weight versions of a stage: the newest version and those that a later operation names
     versions: tuple[int, ...]
 
 

@@ -45,7 +45,6 @@ def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
 
     Args:
         counts: number of workers of each stage.
-        microbatches: number of microbatches that go through the pipeline.
 
     >>> runs((2, 3), 6)
     (range(0, 2), range(2, 3), range(3, 4), range(4, 6))
@@ -72,21 +71,13 @@ def backwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
 
 @dataclass
 class _Worker:
-    """A worker in the simulation.
+    """A worker in the simulation."""
 
-    Attributes:
-        stage: stage that the worker holds.
-        runs: runs of microbatches in the worker's share.
-        done: number of passes begun, for each kind and run.
-        free: time at which the current pass ends.
-        order: passes begun, in order.
-    """
-
-    stage: int
-    runs: tuple[range, ...]
-    done: dict[Kind, list[int]]
-    free: int = 0
-    order: Order = field(default_factory=list)
+    stage: int  # stage that the worker holds
+    runs: tuple[range, ...]  # runs of microbatches in the worker's share
+    done: dict[Kind, list[int]]  # number of passes begun, for each kind and run
+    free: int = 0  # time at which the current pass ends
+    order: Order = field(default_factory=list)  # passes begun, in order
 
     def next(self, kind: Kind) -> list[int]:
         """Return the next microbatch of each run, beginning with the run that is furthest behind."""
@@ -110,7 +101,6 @@ class _Simulation:
 
     Args:
         counts: number of workers of each stage.
-        microbatches: number of microbatches that go through the pipeline.
         most: most microbatches in flight in a worker of each stage. None: all forward passes before backward passes.
     """
 

@@ -58,8 +58,6 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
     """Build the GPipe schedule: all forward passes, then all backward passes.
 
     Args:
-        stages: number of stages.
-        microbatches: number of microbatches that go through the pipeline.
         replicas: workers per stage, or of each stage. If they differ, a worker takes microbatches in the order of
             arrival (``replicas.runs``), otherwise in increasing order.
 
@@ -82,8 +80,6 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
     """Build the 1F1B schedule: stage s of P alternates forward and backward passes after P - 1 - s forward passes.
 
     Args:
-        stages: number of stages.
-        microbatches: number of microbatches that go through the pipeline.
         replicas: workers per stage, or of each stage. If they differ, a worker takes microbatches in the order of
             arrival (``replicas.runs``), otherwise in increasing order.
 

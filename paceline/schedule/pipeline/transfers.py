@@ -105,9 +105,6 @@ def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[O
     """Build a synchronous schedule from the order of each worker, with an update of each stage at the end.
 
     Args:
-        name: name of the algorithm.
-        stages: number of stages.
-        microbatches: number of microbatches that go through the pipeline.
         orders: orders of all workers, which contain each stage and microbatch once.
     """
     receives, sends = _transfers(stages, orders)

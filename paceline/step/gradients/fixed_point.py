@@ -41,11 +41,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class FixedPoint:
-    """Encoder and decoder between the gradients of a run and integers.
-
-    Args:
-        context: training context.
-    """
+    """Encoder and decoder between the gradients of a run and integers."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context

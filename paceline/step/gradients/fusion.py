@@ -38,7 +38,6 @@ class Fusion:
     """Decides after the first step whether microbatches are fused, that is, computed in one pass.
 
     Args:
-        context: training context.
         together: whether all workers decide together. Otherwise each worker decides for its own steps.
     """
 

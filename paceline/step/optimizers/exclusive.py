@@ -39,11 +39,7 @@ def refuse_other_steps(optimizer: Optimizer) -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise if ``step`` is called outside ``updating``. This is the hook.
-
-    Raises:
-        InputError: the session is not the caller.
-    """
+    """Raise InputError if ``step`` is called outside ``updating``. This is the hook."""
     if not updating.depth:
         raise InputError(
             f"The script calls step() of the optimizer {type(optimizer).__name__}, which session.step(batch) does: the "

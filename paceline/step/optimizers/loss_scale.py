@@ -26,9 +26,6 @@ class LossScale:
     Args:
         state: state of the strategy; see :class:`paceline.step.context.TrainingContext`.
         samples: number of samples in a batch. A loss is their sum, so the next power of two divides its multiplier.
-
-    Attributes:
-        overflowed: whether the last step overflowed.
     """
 
     def __init__(self, state: dict[str, Any], samples: int = 1) -> None:

@@ -56,10 +56,6 @@ class _NotKeptError(TypeError):
 class OwnValues:
     """Attributes of an optimizer, of the optimizers that it holds, and of the plain objects that these hold.
 
-    Args:
-        optimizer: this worker's optimizer.
-        parameters: parameters of the model, by name.
-
     Attributes:
         tell: called with a warning, once for each value that is not saved although an update has replaced it.
     """
@@ -216,21 +212,13 @@ def _has_tensors(written: list[Any]) -> bool:
 
 
 def check_own_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
-    """Raise if an optimizer has tensors of its own and not every worker makes every update.
-
-    Raises:
-        InputError: names the attribute.
-    """
+    """Raise InputError if an optimizer has tensors of its own and not every worker makes every update."""
     for name in OwnValues(optimizer, parameters).tensors:
         raise InputError(_NOT_OF_ALL.format(what="The optimizer keeps tensors", name=name, strategy=strategy))
 
 
 def refuse_change(before: dict[str, Any], after: dict[str, Any], strategy: str) -> None:
-    """Raise if an update has changed an optimizer's own values while servers have copies of the optimizer.
-
-    Raises:
-        InputError: names the attribute.
-    """
+    """Raise InputError if an update has changed an optimizer's own values while servers hold copies of it."""
     for name, value in after.items():
         if not same(before.get(name), value):
             raise InputError(_NOT_OF_ALL.format(what="The update has changed a value", name=name, strategy=strategy))

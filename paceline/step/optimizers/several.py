@@ -24,11 +24,7 @@ from paceline.system.torch_internals import mark_scheduled
 
 
 class SeveralOptimizers(Optimizer):
-    """Optimizer that combines several optimizers: the parameter groups of all of them, and one shared state.
-
-    Args:
-        optimizers: optimizers by name.
-    """
+    """Optimizer that combines several optimizers: the parameter groups of all of them, and one shared state."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self.optimizers = dict(optimizers)
@@ -55,11 +51,7 @@ class SeveralOptimizers(Optimizer):
 
 
 class SeveralSchedules(LRScheduler):
-    """Schedules of several optimizers.
-
-    Args:
-        schedules: schedules by the names of their optimizers.
-    """
+    """Schedules of several optimizers."""
 
     def __init__(self, schedules: Mapping[str, LRScheduler]) -> None:
         self.schedules = dict(schedules)
@@ -115,8 +107,6 @@ def copied(
     """Copy an optimizer and its schedule.
 
     Args:
-        optimizer: optimizer to copy.
-        schedule: schedule of the optimizer, or None.
         memo: replacements by object id, as for ``copy.deepcopy``: for parameters, and for the state.
 
     Raises:

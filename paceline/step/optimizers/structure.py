@@ -51,12 +51,9 @@ class Structure:
         self._remember()
 
     def check(self) -> None:
-        """Raise if a parameter requires a gradient that the optimizer did not get.
+        """Raise InputError if a parameter requires a gradient that the optimizer did not get.
 
         A parameter of the start may be removed or move to another module. A module without parameters may be replaced.
-
-        Raises:
-            InputError: names the parameter.
         """
         self.update()
         for name, value in self._untrained.items():

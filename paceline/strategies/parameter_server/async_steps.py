@@ -37,17 +37,11 @@ from paceline.strategies.parameter_server.sharing import Shared
 
 @dataclass(frozen=True)
 class Gradients:
-    """Mean gradients of a step, which are in ``.grad``.
-
-    Attributes:
-        step: number of the step.
-        parts: results of its microbatch groups.
-        buffers: means of the buffers that the forward pass changes.
-    """
+    """Mean gradients of a step, which are in ``.grad``."""
 
     step: int
-    parts: list[MicrobatchResult]
-    buffers: list[torch.Tensor]
+    parts: list[MicrobatchResult]  # results of its microbatch groups
+    buffers: list[torch.Tensor]  # means of the buffers that the forward pass changes
 
 
 class Server(ABC):

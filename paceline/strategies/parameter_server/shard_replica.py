@@ -34,32 +34,21 @@ from paceline.step.context import TrainingContext
 @sendable
 @dataclass(frozen=True)
 class PendingGradients:
-    """Metadata of the gradients of a step for one shard.
+    """Metadata of the gradients of a step for one shard."""
 
-    Attributes:
-        shard: index of the shard.
-        rank: rank of the worker that computed the gradients.
-        step: number of the step.
-        there: for each parameter of the shard, whether it has a gradient.
-        norm: norm of all gradients, before clipping.
-        buffers: buffers that the forward pass has changed.
-    """
-
-    shard: int
-    rank: int
-    step: int
-    there: list[bool]
-    norm: torch.Tensor
-    buffers: dict[str, torch.Tensor]
+    shard: int  # index of the shard
+    rank: int  # rank of the worker that computed the gradients
+    step: int  # number of the step
+    there: list[bool]  # for each parameter of the shard, whether it has a gradient
+    norm: torch.Tensor  # norm of all gradients, before clipping
+    buffers: dict[str, torch.Tensor]  # buffers that the forward pass has changed
 
 
 class ShardReplica:
     """Shard that this worker holds. Any thread may use it.
 
     Args:
-        context: training context.
         part: parameters of the shard, by name.
-        buffers: names of the buffers of the shard.
         forward: client of the worker with the second copy. None if this is the second copy, or the only one.
     """
 

@@ -59,11 +59,7 @@ def on_one_machine(context: TrainingContext, audited: bool = True) -> OnOneMachi
 
 
 def over_network(context: TrainingContext) -> OverNetwork:
-    """Create the shared objects of workers on several machines.
-
-    Raises:
-        ConfigError: the workers are on GPUs.
-    """
+    """Create the shared objects of workers on several machines. Raises ConfigError if the workers are on GPUs."""
     peers = connect_servers(context)
     claims = NetworkClaims(peers, copies_of(context))
     staleness = Staleness(claims.delays, claims.rounds, context.strategy_state.get(STATE, {}))

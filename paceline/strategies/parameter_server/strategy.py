@@ -68,11 +68,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Raise if the servers do not fit the model or the workers, or if settings belong to another mode.
-
-    Raises:
-        ConfigError: a setting does not fit.
-    """
+    """Raise ConfigError if the servers do not fit the model or the workers, or if settings belong to another mode."""
     server = settings.server
     check_shares(settings, order, workers, largest)
     if settings.backup.workers:

@@ -43,11 +43,7 @@ def audits_of(
     """Return the audits of a step on this worker, by stage and microbatch.
 
     Args:
-        context: training context.
-        step: number of the step.
         first: number of the first microbatch of the step.
-        stages: stages of this worker.
-        last: last stage of the model.
         worker_of: function that returns the rank that computes a stage for a microbatch.
         data: microbatches that this worker has loaded.
     """
@@ -66,11 +62,7 @@ class StageAudit:
     """Audit of a microbatch, which a stage computes twice.
 
     Args:
-        context: training context.
-        step: audited step.
         microbatch: index of the microbatch in the step.
-        stage: number of the stage.
-        local: the stage.
         is_last: whether the output of the stage is the loss.
         data: microbatch as this worker has loaded it, or None. It is loaded a second time.
 
@@ -120,7 +112,6 @@ class StageAudit:
         """Add the digests of the outputs, or of the loss, and of the buffers after a forward pass.
 
         Args:
-            outputs: outputs of the stage.
             again: whether it was the second pass.
         """
         for place, value in enumerate(outputs):
@@ -134,7 +125,6 @@ class StageAudit:
         """Add the digests of the gradients that the backward pass in the context computes for this microbatch.
 
         Args:
-            inputs: inputs of the stage.
             again: whether it is the second pass.
         """
         kept = {name: value.grad for name, value in self._parameters.items()}

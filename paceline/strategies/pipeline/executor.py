@@ -89,8 +89,6 @@ class Executor:
     Microbatches are numbered from the last time that the pipeline was empty.
 
     Args:
-        context: training context.
-        stages: stages of this worker.
         workers_of: for each stage of the model, the ranks that hold it.
 
     Attributes:
@@ -150,7 +148,6 @@ class Executor:
         """Add the microbatches of a step.
 
         Args:
-            step: number of the step.
             groups: single microbatches of the step that this worker has loaded.
             worker_of: function that returns the rank that computes a stage for a microbatch.
             first: number of the first microbatch of the step.
@@ -261,11 +258,7 @@ class Executor:
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
 
     def _check_draws(self, stage: int, microbatch: int) -> None:
-        """Raise if a stage draws random numbers after it has sent activations without generator states.
-
-        Raises:
-            InputError: the stage has sent such activations.
-        """
+        """Raise InputError if a stage draws random numbers after it has sent activations without generator states."""
         if stage in self._silent:
             raise InputError(
                 f"Stage {stage} draws random numbers in step {self._origins[microbatch][0]}, but did not in the first "

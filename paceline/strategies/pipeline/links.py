@@ -15,7 +15,6 @@ class Links:
     """Senders and receivers by stage, neighboring stage (``peer``) and the rank that holds the neighbor.
 
     Args:
-        context: training context.
         workers_of: for each stage, the ranks that hold it.
     """
 

@@ -37,8 +37,6 @@ class Released:
     the same storage.
 
     Args:
-        model: whole model.
-        optimizer: optimizer of the model.
         used: names of the parameters that this worker computes with.
         updated: names of the parameters that this worker updates.
     """

@@ -35,37 +35,24 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class LocalStage:
-    """Stage that this worker holds.
-
-    Attributes:
-        forward: forward pass of the stage.
-        trained: names of the parameters that it trains.
-        buffers: names of its buffers.
-        kept: names of values that the forward pass of the model keeps, which the loss must not read.
-    """
+    """Stage that this worker holds."""
 
     forward: Callable[[Any], Any]
-    trained: Sequence[str]
+    trained: Sequence[str]  # names of the parameters that it trains
     buffers: frozenset[str]
-    kept: Sequence[str]
+    kept: Sequence[str]  # names of values that the forward pass of the model keeps, which the loss must not read
 
 
 @sendable
 @dataclass(frozen=True)
 class Partition:
-    """Cut of a model into stages.
+    """Cut of a model into stages."""
 
-    Attributes:
-        bounds: first layer and end of each stage.
-        times: measured seconds of each layer, forward and backward. None if not measured.
-        fixed: whether the settings forbid another cut.
-        kept: names of values that the forward pass of the model keeps, which the loss must not read.
-    """
-
-    bounds: Sequence[tuple[int, int]]
+    bounds: Sequence[tuple[int, int]]  # first layer and end of each stage
+    # measured seconds of each layer, forward and backward. None if not measured.
     times: Sequence[tuple[float, float]] | None = None
-    fixed: bool = True
-    kept: Sequence[str] = ()
+    fixed: bool = True  # whether the settings forbid another cut
+    kept: Sequence[str] = ()  # names of values that the forward pass of the model keeps, which the loss must not read
 
 
 class Stages:
@@ -77,8 +64,6 @@ class Stages:
         partition: cut of the model. Defaults to the cut that the settings ask for.
 
     Attributes:
-        count: number of stages.
-        partition: cut of the model.
         workers_of: for each stage, the ranks that hold it.
         local: stages of this worker, by number.
         replicas: workers that hold the same stages.

@@ -46,12 +46,9 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Raise if the workers cannot hold the stages, or if settings need an uncut model.
+    """Raise ConfigError if the workers cannot hold the stages, or if settings need an uncut model.
 
     The workers share the model, so there may be fewer microbatches than workers; but some schedules need a multiple.
-
-    Raises:
-        ConfigError: the number of workers or a setting does not fit.
     """
     if workers > 1:
         _check_layout(settings, workers, order.microbatches)

@@ -29,7 +29,6 @@ class TiedWeights:
     """Tied weights of the stages of this worker.
 
     Args:
-        context: training context.
         users: for each parameter name, the stages that use it, in order.
         workers_of: for each stage, the ranks that hold it.
     """

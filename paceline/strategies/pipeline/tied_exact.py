@@ -30,9 +30,6 @@ class TiedUses:
     """Recorder of the gradient of each use of a parameter in one stage, from the last use to the first.
 
     Args:
-        name: name of the parameter, which other stages use as well.
-        stage: number of the stage.
-        parameter: the parameter.
         outputs: outputs of the stage, from which the backward pass will start.
     """
 
@@ -80,11 +77,7 @@ class TiedUses:
         )
 
     def check_complete(self, gradient: torch.Tensor | None) -> None:
-        """Raise if a gradient is not the sum over the recorded uses.
-
-        Raises:
-            InputError: the gradient was changed, or also comes from elsewhere.
-        """
+        """Raise InputError if a gradient is not the sum over the recorded uses."""
         found = self.gradients()
         if self._is_output or _equal(functools.reduce(torch.add, found) if found else None, gradient):
             return

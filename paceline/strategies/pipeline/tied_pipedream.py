@@ -30,12 +30,6 @@ _TAGS = 1 << 25
 class TiedPipeDream:
     """Tied weights of the stage of one worker.
 
-    Args:
-        context: training context.
-        stage: stage of this worker.
-        tied: parameters that several stages use.
-        stream: asynchronous pipeline.
-
     Raises:
         ConfigError: a stage that uses a tied parameter is replicated.
     """

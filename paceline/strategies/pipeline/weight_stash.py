@@ -17,19 +17,12 @@ from paceline.system.torch_internals import preserve_versions
 
 
 class WeightStash:
-    """Versions of the weights of a stage.
-
-    Args:
-        parameters: trained parameters of the stage.
-
-    Attributes:
-        newest: number of updates in the newest version.
-    """
+    """Versions of the weights of a stage."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
         self._older: dict[int, list[torch.Tensor]] = {}
-        self.newest = 0
+        self.newest = 0  # number of updates in the newest version
 
     def __len__(self) -> int:
         return len(self._older) + 1

@@ -19,12 +19,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class History:
-    """Events of a run.
+    """Events of a run."""
 
-    Attributes:
-        lines: virtual time, sign of each worker at that time, and description of each event.
-    """
-
+    # virtual time, sign of each worker at that time, and description of each event
     lines: list[tuple[float, dict[int, str], str]] = field(default_factory=list)
 
     def add(self, time: float, text: str, signs: Mapping[int, str] | None = None) -> None:
@@ -32,7 +29,6 @@ class History:
 
         Args:
             time: virtual seconds.
-            text: description of the event.
             signs: new sign of each worker whose state changes.
         """
         before = self.lines[-1][1] if self.lines else {}

@@ -20,21 +20,14 @@ class Process:
     """Simulated process.
 
     Args:
-        hub: scheduler of the process.
-        name: name of the process in histories.
         main: main function of the process. Its exception is stored in :attr:`error`.
-
-    Attributes:
-        ended: whether the process has ended or was killed.
-        error: exception that ended the process, or None.
-        stopped: virtual time until which the process is stopped, as by SIGSTOP.
     """
 
     def __init__(self, hub: Hub, name: str, main: Act) -> None:
         self.name = name
-        self.ended = False
-        self.error: BaseException | None = None
-        self.stopped = 0.0
+        self.ended = False  # whether the process has ended or was killed
+        self.error: BaseException | None = None  # exception that ended the process, or None
+        self.stopped = 0.0  # virtual time until which the process is stopped, as by SIGSTOP
         self._hub, self._main = hub, main
         self._waits = True
         self._greenlet = greenlet(self._run, hub.greenlet)
@@ -87,16 +80,11 @@ class Process:
 
 
 class Hub:
-    """Virtual clock and schedule of actions.
-
-    Attributes:
-        now: current virtual time in seconds.
-        running: process that is running, or None.
-    """
+    """Virtual clock and schedule of actions."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        self.running: Process | None = None
+        self.now = 0.0  # current virtual time in seconds
+        self.running: Process | None = None  # process that is running, or None
         self.greenlet = greenlet.getcurrent()
         self._due: list[tuple[float, int, Act]] = []
         self._number = itertools.count()

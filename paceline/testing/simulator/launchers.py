@@ -35,15 +35,7 @@ class Supervised(Protocol):
 
 
 class Launcher:
-    """Launcher that starts and watches workers, as ``launchers.workers.Workers`` does.
-
-    Args:
-        hub: scheduler with the virtual clock.
-        processes: object that starts and ends workers.
-        agent: agent that decides when to start and end workers.
-        first: number of the first worker.
-        workers: initial number of workers.
-    """
+    """Launcher that starts and watches workers, as ``launchers.workers.Workers`` does."""
 
     def __init__(self, hub: Hub, processes: Supervised, agent: Any, first: int, workers: int) -> None:
         self._hub, self._processes, self._agent = hub, processes, agent
@@ -111,11 +103,7 @@ class RemoteLauncher:
     """Launcher of another machine. Its agent joins the run and then starts workers.
 
     Args:
-        hub: scheduler with the virtual clock.
-        network: network to the coordinator.
         server: coordinator's end of the connection.
-        processes: object that starts and ends workers.
-        request: launch request of this machine.
         address: address of the machine in the network, a number below that of the coordinator.
     """
 

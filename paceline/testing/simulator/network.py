@@ -24,7 +24,6 @@ class Network:
     """Network that delays each message randomly, but preserves the order of messages on a connection.
 
     Args:
-        hub: scheduler with the virtual clock.
         random: random numbers for the delays.
         reach: called after a process has sent a message to the coordinator, as an additional fault point.
     """
@@ -51,10 +50,6 @@ class Link:
     """Connection of a worker to the coordinator, an implementation of ``comm.rendezvous.coordinator_client.Link``.
 
     Args:
-        hub: scheduler with the virtual clock.
-        network: network that carries the messages.
-        number: number of the worker.
-        process: process of the worker.
         server: coordinator's end of all connections.
     """
 
@@ -117,19 +112,11 @@ class Link:
 
 
 class Server:
-    """Coordinator's end of its connections, in place of ``coordinator.wire.connections.Connections``.
-
-    Args:
-        hub: scheduler with the virtual clock.
-        receiver: coordinator.
-
-    Attributes:
-        refused: reasons for refused connections. Must stay empty.
-    """
+    """Coordinator's end of its connections, in place of ``coordinator.wire.connections.Connections``."""
 
     def __init__(self, hub: Hub, receiver: Receiver) -> None:
         self._hub, self._receiver = hub, receiver
-        self.refused: list[str] = []
+        self.refused: list[str] = []  # reasons for refused connections. Must stay empty.
 
     def start(self) -> None:
         """Call the coordinator's ``tick`` every ``TICK_SECONDS``."""
@@ -165,12 +152,8 @@ class Server:
 
 @dataclass
 class Box:
-    """Messages that a worker has received from other workers.
+    """Messages that a worker has received from other workers."""
 
-    Attributes:
-        messages: received messages, by generation, sender and tag.
-        closed: generations and senders whose connections have ended.
-    """
-
+    # received messages, by generation, sender and tag
     messages: dict[tuple[int, int, Any], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
-    closed: set[tuple[int, int]] = field(default_factory=set)
+    closed: set[tuple[int, int]] = field(default_factory=set)  # generations and senders whose connections have ended

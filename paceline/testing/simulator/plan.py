@@ -15,41 +15,27 @@ requests the worker to end. ``join`` adds a slot for one more worker. In ``fail`
 
 @dataclass(frozen=True)
 class Fault:
-    """Fault of a simulated run, and its time.
+    """Fault of a simulated run, and its time."""
 
-    Attributes:
-        kind: one of :data:`KINDS`.
-        when: unit of ``at``: ``time`` (virtual seconds), ``point`` (number of fault points reached by workers),
-            ``next`` (seconds after the previous fault), ``end`` (seconds after a worker first exits with code 0).
-        at: time of the fault, in the unit of ``when``.
-        victim: number that selects a running worker or a machine. A fault at a point hits the worker that reached it.
-        seconds: duration of the fault.
-    """
-
-    kind: str
+    kind: str  # one of :data:`KINDS`
+    # unit of ``at``: ``time`` (virtual seconds), ``point`` (number of fault points reached by workers), ``next``
+    # (seconds after the previous fault), ``end`` (seconds after a worker first exits with code 0)
     when: str
-    at: float
+    at: float  # time of the fault, in the unit of ``when``
+    # number that selects a running worker or a machine. A fault at a point hits the worker that reached it.
     victim: int
-    seconds: float
+    seconds: float  # duration of the fault
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of a simulated run.
+    """Plan of a simulated run."""
 
-    Attributes:
-        seed: seed of all other random numbers.
-        workers: initial number of workers on each machine.
-        least: minimum number of workers that can train.
-        sharded: whether each worker holds only a part of the state.
-        faults: faults to inject.
-    """
-
-    seed: int
-    workers: tuple[int, ...]
-    least: int
-    sharded: bool
-    faults: tuple[Fault, ...]
+    seed: int  # seed of all other random numbers
+    workers: tuple[int, ...]  # initial number of workers on each machine
+    least: int  # minimum number of workers that can train
+    sharded: bool  # whether each worker holds only a part of the state
+    faults: tuple[Fault, ...]  # faults to inject
 
     @classmethod
     def of(cls, seed: int) -> Plan:

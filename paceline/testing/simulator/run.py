@@ -35,14 +35,7 @@ _SIGNS = {"stop": "~", "cut": "/"}
 
 
 class Simulation:
-    """Simulation of a plan, which checks the invariants of the run.
-
-    Args:
-        plan: plan to run.
-
-    Attributes:
-        history: events of the run.
-    """
+    """Simulation of a plan, which checks the invariants of the run."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

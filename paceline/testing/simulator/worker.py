@@ -63,7 +63,6 @@ class State:
     """State of training, in place of ``checkpoint.training_state.TrainingState``.
 
     Args:
-        script: state of the script.
         parts: number of parts of the model. Each part is a number as described in the module docstring.
     """
 
@@ -195,8 +194,6 @@ class Simulated(Strategy):
     """Strategy in which workers gather their microbatches and then update all parts, or their own if parts are divided.
 
     Args:
-        context: training context, with the world.
-        state: state of training.
         pause: function that suspends the worker for some virtual seconds.
         random: random numbers for the duration of a step.
     """
@@ -263,15 +260,10 @@ class Worker:
     """Worker of a simulated run.
 
     Args:
-        machines: objects that all workers share.
-        link: connection to the coordinator.
-        number: number of the worker.
-        disk: disk with the checkpoints.
         random: random numbers for the durations of computations.
         sharded: whether each worker holds only a part of the state.
 
     Attributes:
-        world: world of this worker.
         seen: steps that its script took, and the losses that the script received.
         evaluated: results of its evaluations.
         done: registered value of the script: steps whose loop body has run in this worker or the source of its state.

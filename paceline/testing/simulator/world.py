@@ -22,27 +22,17 @@ from paceline.testing.simulator.network import Box, Network
 
 @dataclass
 class Machines:
-    """Objects that the workers of a run share.
-
-    Attributes:
-        hub: scheduler with the virtual clock.
-        network: simulated network.
-        random: random numbers that decide whether a worker identifies a lost peer.
-        boxes: received messages of each worker, by worker number.
-        processes: process of each worker, by worker number.
-        memberships: worker numbers of each generation, as recorded by the first worker that entered it.
-        arenas: number of each worker's shared-memory arena, by generation and worker number.
-        leaving: numbers of the workers that leave the run voluntarily.
-    """
+    """Objects that the workers of a run share."""
 
     hub: Hub
     network: Network
-    random: Random
-    boxes: dict[int, Box]
-    processes: dict[int, Process]
+    random: Random  # random numbers that decide whether a worker identifies a lost peer
+    boxes: dict[int, Box]  # received messages of each worker, by worker number
+    processes: dict[int, Process]  # process of each worker, by worker number
+    # worker numbers of each generation, as recorded by the first worker that entered it
     memberships: dict[int, tuple[int, ...]]
-    arenas: dict[int, dict[int, int]]
-    leaving: set[int]
+    arenas: dict[int, dict[int, int]]  # number of each worker's shared-memory arena, by generation and worker number
+    leaving: set[int]  # numbers of the workers that leave the run voluntarily
 
 
 class Broken(AssertionError):
@@ -50,13 +40,7 @@ class Broken(AssertionError):
 
 
 class SimulatedWorld(Waiting):
-    """World that gathers values and sends tensors over the simulated network. The loss of a worker ends waits for it.
-
-    Args:
-        machines: objects that all workers share.
-        coordinator: coordinator client of this worker.
-        timeout: timeout in seconds of a wait for another worker.
-    """
+    """World that gathers values and sends tensors over the simulated network. A lost worker ends the waits for it."""
 
     device = torch.device("cpu")
     shared_memory = host_memory = None

@@ -22,21 +22,13 @@ _log = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class Beginning:
-    """Training context with its initial state.
+    """Training context with its initial state."""
 
-    Attributes:
-        context: training context, before the rendezvous.
-        run_spec: values on which all workers must agree, by key.
-        state: training state.
-        checkpointer: checkpointer of the run.
-        resume: checkpoint to start from: a path, ``auto`` for the newest complete one, or None.
-    """
-
-    context: TrainingContext
-    run_spec: dict[str, object]
+    context: TrainingContext  # training context, before the rendezvous
+    run_spec: dict[str, object]  # values on which all workers must agree, by key
     state: TrainingState
     checkpointer: Checkpointer
-    resume: str | None
+    resume: str | None  # checkpoint to start from: a path, ``auto`` for the newest complete one, or None
 
     def begin(self) -> Progress:
         """Compare run specs, load the checkpoint or initial weights, and return the progress. All workers call this."""

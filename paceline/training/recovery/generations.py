@@ -34,7 +34,6 @@ class Generations:
     """Membership of this worker from one generation to the next.
 
     Args:
-        launched: launch parameters of this worker.
         seconds: timeout for other workers, in seconds.
 
     Attributes:

@@ -42,7 +42,6 @@ class Recovery:
     """Transition of this worker from one membership to the next.
 
     Args:
-        coordinator: client of the coordinator, which decides the membership.
         beginning: training context, and the initial state for when no worker has a state.
     """
 

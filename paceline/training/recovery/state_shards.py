@@ -19,7 +19,6 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
     """Gather the whole state on all workers, if it is sharded. All workers call this together.
 
     Args:
-        context: training context.
         everyone: progress of each worker; None for workers without a state.
 
     Returns:

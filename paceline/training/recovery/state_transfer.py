@@ -31,7 +31,6 @@ def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> 
     """Send the state of the senders to all other workers. All workers call this together.
 
     Args:
-        world: all workers of the run.
         senders: ranks that have the state. The first sender also sends its layout.
         state: state of a sender; None on receivers.
 

@@ -154,11 +154,9 @@ def visible(gpus: int, seen: int, variable: str | None, built_with: str | None, 
     """Check that torch sees the GPUs of the machine.
 
     Args:
-        gpus: number of GPUs of the machine.
         seen: number of GPUs that torch sees.
         variable: value of CUDA_VISIBLE_DEVICES, or None.
         built_with: CUDA version that torch was built with, or None.
-        workers: number of workers on the machine.
     """
     check = "visible GPUs"
     values = f"torch sees {seen} of {gpus} GPUs"

@@ -33,9 +33,6 @@ class Following:
     """Monitor of a submitted run.
 
     Args:
-        kubectl: kubectl in the namespace of the run.
-        kind: kind of the submitted object.
-        pods: specification of the submitted pods.
         patience_seconds: timeout for a node for the first pod, and for an answer of the cluster.
     """
 

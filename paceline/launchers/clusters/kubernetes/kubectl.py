@@ -49,7 +49,6 @@ class Kubectl:
         """Run ``kubectl`` and return its output.
 
         Args:
-            words: verb, names and options.
             given: standard input. Defaults to empty.
 
         Raises:

@@ -28,31 +28,18 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pods:
-    """Specification of the pods of a run.
+    """Specification of the pods of a run."""
 
-    Attributes:
-        name: name of all objects.
-        image: image of the container.
-        command: command of the agent.
-        count: number of pods.
-        workers: number of workers per pod.
-        grace_seconds: time for the last checkpoint after SIGTERM.
-        runs: parent folder of the run directories.
-        namespace: namespace of all objects. Defaults to the namespace of the context.
-        gpus: number of GPUs per pod, or None.
-        volume: PersistentVolumeClaim for the run directories. Defaults to an emptyDir.
-    """
-
-    name: str
+    name: str  # name of all objects
     image: str
     command: tuple[str, ...]
-    count: int
-    workers: int
-    grace_seconds: float
-    runs: str
-    namespace: str | None = None
-    gpus: int | None = None
-    volume: str | None = None
+    count: int  # number of pods
+    workers: int  # number of workers per pod
+    grace_seconds: float  # time for the last checkpoint after SIGTERM
+    runs: str  # parent folder of the run directories
+    namespace: str | None = None  # namespace of all objects. Defaults to the namespace of the context.
+    gpus: int | None = None  # number of GPUs per pod, or None
+    volume: str | None = None  # PersistentVolumeClaim for the run directories. Defaults to an emptyDir.
 
     def metadata(self) -> Manifest:
         """Return the metadata with name and namespace."""
@@ -61,19 +48,12 @@ class Pods:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of Kubernetes object for the pods.
+    """Kind of Kubernetes object for the pods."""
 
-    Attributes:
-        resource: name of the kind for kubectl.
-        first: suffix that the host name of pod 0 adds to the name of the run.
-        label: label that selects its pods. The value is the name of the run.
-        write: function that returns the manifests of a run.
-    """
-
-    resource: str
-    first: str
-    label: str
-    write: Callable[[Pods], list[Manifest]]
+    resource: str  # name of the kind for kubectl
+    first: str  # suffix that the host name of pod 0 adds to the name of the run
+    label: str  # label that selects its pods. The value is the name of the run.
+    write: Callable[[Pods], list[Manifest]]  # function that returns the manifests of a run
 
     def objects(self, name: str) -> list[str]:
         """Return all objects of a run, as arguments for kubectl."""

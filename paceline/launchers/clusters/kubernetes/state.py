@@ -24,29 +24,17 @@ _LOST = 5
 
 @dataclass(frozen=True)
 class Pod:
-    """State of a pod.
-
-    Attributes:
-        name: name of the pod.
-        uid: unique id, which distinguishes pods with the same name.
-        index: index of the machine.
-        made: creation time.
-        phase: phase in Kubernetes' terms.
-        hopeless: reason why its container can never start, or None.
-        unschedulable: reason why no node has room for the pod, or None.
-        code: exit code of its container, or None.
-        ended: end time of its container. Empty if it has not ended.
-    """
+    """State of a pod."""
 
     name: str
-    uid: str
-    index: int
-    made: str
-    phase: str
-    hopeless: str | None = None
-    unschedulable: str | None = None
-    code: int | None = None
-    ended: str = ""
+    uid: str  # unique id, which distinguishes pods with the same name
+    index: int  # index of the machine
+    made: str  # creation time
+    phase: str  # phase in Kubernetes' terms
+    hopeless: str | None = None  # reason why its container can never start, or None
+    unschedulable: str | None = None  # reason why no node has room for the pod, or None
+    code: int | None = None  # exit code of its container, or None
+    ended: str = ""  # end time of its container. Empty if it has not ended.
 
     @property
     def started(self) -> bool:

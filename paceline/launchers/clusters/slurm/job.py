@@ -58,11 +58,7 @@ _END_SECONDS = 60.0
 
 
 def require(*programs: str) -> None:
-    """Raise StartError if this machine lacks one of Slurm's programs.
-
-    Raises:
-        StartError: a program is not on the PATH.
-    """
+    """Raise StartError if this machine lacks one of Slurm's programs."""
     for name in programs:
         if shutil.which(name) is None:
             raise StartError(
@@ -104,16 +100,7 @@ def seconds_of(limit: str) -> int:
 
 
 def batch_script(request: Request, options: Options, run: Path) -> str:
-    """Return the batch script.
-
-    Args:
-        request: request of the user.
-        options: options of the job.
-        run: run directory.
-
-    Raises:
-        ConfigError: the time limit is invalid.
-    """
+    """Return the batch script. Raises ConfigError if the time limit is invalid."""
     fewest, most = request.nodes or (1, 1)
     lead = math.ceil(request.grace_seconds) + _LEAD_SECONDS
     resumes = request.resume in (None, "auto")  # otherwise a requeued job would restart from that checkpoint

@@ -102,8 +102,6 @@ def steps(request: Request, nodes: list[str], rendezvous: str) -> tuple[Agent, .
     """Return one agent with its srun command for each node.
 
     Args:
-        request: request of the user.
-        nodes: nodes of the allocation.
         rendezvous: ``host:port`` of the first node.
 
     Raises:

@@ -98,13 +98,7 @@ class Stage(threading.Thread):
 
 
 class Slots:
-    """Jobs of an elastic run, one for each agent. Spark runs as many as it has resources for.
-
-    Args:
-        context: SparkContext of the driver.
-        agents: agents of all slots.
-        request: request of the user.
-    """
+    """Jobs of an elastic run, one for each agent. Spark runs as many as it has resources for."""
 
     def __init__(self, context: Any, agents: list[Agent], request: Request) -> None:
         self._context = context

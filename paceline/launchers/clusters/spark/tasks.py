@@ -126,23 +126,15 @@ def _end_sending(one: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """Specification of a task, which Spark sends to the executors.
+    """Specification of a task, which Spark sends to the executors."""
 
-    Attributes:
-        command: command of the agent, with ``MEETING`` as its rendezvous.
-        directory: working directory of the agent.
-        driver: address and port of the driver for the agent's output.
-        environment: additional variables of the agent, with the secret of the run unless `secret_file` has it.
-        secret_file: file with the secret of the run, or None.
-        key: key for the connections to the driver. None if `secret_file` is set.
-    """
-
-    command: tuple[str, ...]
-    directory: Path
-    driver: tuple[str, int]
+    command: tuple[str, ...]  # command of the agent, with ``MEETING`` as its rendezvous
+    directory: Path  # working directory of the agent
+    driver: tuple[str, int]  # address and port of the driver for the agent's output
+    # additional variables of the agent, with the secret of the run unless `secret_file` has it
     environment: Mapping[str, str] = field(repr=False)
-    secret_file: Path | None
-    key: bytes | None = field(repr=False)
+    secret_file: Path | None  # file with the secret of the run, or None
+    key: bytes | None = field(repr=False)  # key for the connections to the driver. None if `secret_file` is set.
 
 
 def run_agent(task: Task, rows: Iterator[int]) -> Iterator[tuple[int, int]]:

@@ -62,19 +62,12 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements for a host.
+    """Requirements for a host."""
 
-    Attributes:
-        python: path of the interpreter.
-        directory: working directory of the agents.
-        files: required files, absolute or relative to `directory`.
-        environment: variables of the agents.
-    """
-
-    python: str
-    directory: str
-    files: tuple[str, ...]
-    environment: Mapping[str, str]
+    python: str  # path of the interpreter
+    directory: str  # working directory of the agents
+    files: tuple[str, ...]  # required files, absolute or relative to `directory`
+    environment: Mapping[str, str]  # variables of the agents
 
 
 def first_input(order: Mapping[str, object]) -> bytes:
@@ -90,7 +83,6 @@ def check_hosts(
 
     Args:
         hosts: names of the hosts, with the command that runs Python on each.
-        needs: requirements for the hosts.
         must_meet: whether to fail if a host does not reach the first host. Otherwise the likeliest address is returned.
         more_come: whether hosts may join later, so that even a single host needs an address that others can reach.
 
@@ -216,11 +208,7 @@ class _Conversation:
         self._process.communicate()
 
     def ask(self, question: bytes) -> Facts:
-        """Send a question and return the answer.
-
-        Raises:
-            StartError: the host did not answer.
-        """
+        """Send a question and return the answer. Raises StartError if the host did not answer."""
         to, answers, errors = self._process.stdin, self._process.stdout, self._process.stderr
         assert to is not None and answers is not None and errors is not None
         late = threading.Timer(_ANSWER_SECONDS, self._process.kill)
@@ -243,8 +231,6 @@ def explain(host: str, code: int, said: str) -> str:
     """Return an error message for a host on which the check could not run.
 
     Args:
-        host: name of the host.
-        code: exit code of the attempt.
         said: standard error output of the attempt.
     """
     if code < 0:

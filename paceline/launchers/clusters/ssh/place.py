@@ -110,15 +110,12 @@ class _Ends:
         first: client of the agent with the coordinator.
         examines: whether the agents are doctors, each of which reports.
         growth: source of additional agents, if there is a discovery script.
-
-    Attributes:
-        refused: exit code of an agent that could not start and ended the run, or 0.
     """
 
     def __init__(self, first: Client, examines: bool, growth: _Growth | None) -> None:
         self._first, self._examines, self._growth = first, examines, growth
         self._delays: dict[str, float] = {}
-        self.refused = 0
+        self.refused = 0  # exit code of an agent that could not start and ended the run, or 0
 
     def again(self, client: Client, code: int) -> float | None:
         if code not in (CONNECTION_FAILED, _LEFT) and 0 <= code < _KILLED:
@@ -148,10 +145,7 @@ class _Growth:
     """Source of agents for the slots that a discovery script adds after the start.
 
     Args:
-        script: discovery script, which runs once a second.
-        request: request of the user.
         agents: initial agents. The first agent runs on this machine.
-        needs: requirements for a host.
         client: builds the client of an agent.
     """
 
