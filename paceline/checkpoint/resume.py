@@ -137,12 +137,7 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
 def _read_together(
     world: World, location: Path | str, check: Check, seconds: float, listed: Storage | None
 ) -> tuple[Content | None, str, str]:
-    """Read a checkpoint on all workers. Return content, kind of result, and reason, with the worst kind of any worker.
-
-    Raises:
-        CheckpointError: a worker refuses the checkpoint, or its storage fails, which does not mean damage.
-        WorkerLost: a worker was lost during the read.
-    """
+    """Read a checkpoint on all workers. Return content, kind of result, and reason, with the worst kind of any worker."""
     content, kind, reason, removed = None, "", "", False
     reader = Reader(world.rank, world.size)
     retries = Retries(seconds)
@@ -170,11 +165,7 @@ def _read_together(
 
 
 def _exchange(world: World, content: Content, reader: Reader) -> Content:
-    """Exchange the tensors that the workers have read, so that each has the complete checkpoint.
-
-    Raises:
-        WorkerLost: a worker was lost during the exchange.
-    """
+    """Exchange the tensors that the workers have read, so that each has the complete checkpoint."""
     if reader.of == 1:
         return content
     manifest, kinds, shares = content.manifest, {}, []

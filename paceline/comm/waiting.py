@@ -149,9 +149,6 @@ class Waiting:
         Args:
             suspects: see :meth:`lost`.
             where: see :meth:`lost`.
-
-        Raises:
-            WorkerLost: the call failed.
         """
         self.waits_for(ranks)
         self.in_process_group = True
@@ -194,10 +191,6 @@ class Transfer:
         self._where = where
 
     def wait(self) -> None:
-        """Wait until the transfer is done. See :attr:`Capabilities.blocking_wait`.
-
-        Raises:
-            WorkerLost: the peer was lost, or sent nothing before the timeout.
-        """
+        """Wait until the transfer is done. See :attr:`Capabilities.blocking_wait`."""
         with self._waiting.waiting_in_group(self._peers or self._waiting.others, self._peers, self._where):
             self._work.wait()

@@ -104,11 +104,7 @@ class World(Waiting):
         return self.transport
 
     def join(self, membership: Membership) -> None:
-        """Join the members of a generation, after :meth:`leave`.
-
-        Raises:
-            WorkerLost: a member was lost before all had joined.
-        """
+        """Join the members of a generation, after :meth:`leave`."""
         assert self.coordinator is not None
         self._members, self.generation = membership.members, membership.generation
         self.rank, self.size = membership.rank_of(self.coordinator.number), len(self._members)
@@ -170,11 +166,7 @@ class World(Waiting):
         return [self._members[rank].worker for rank in ranks]
 
     def await_process_group(self) -> None:
-        """Wait until torch's process group has formed, if it is forming in the background.
-
-        Raises:
-            WorkerLost: another worker was lost during the wait.
-        """
+        """Wait until torch's process group has formed, if it is forming in the background."""
         while self._group.is_connecting(_POLL_SECONDS):
             self.check()
 
@@ -240,7 +232,6 @@ class World(Waiting):
 
         Raises:
             DisagreementError: the workers are in different calls of the script. ``what`` names this worker's call.
-            WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
         if self.size == 1:
             return [value]
@@ -297,11 +288,7 @@ class World(Waiting):
         return [Transfer(self, work, peers, where) for work, peers in started]
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """Open this worker's communicators, if the transport is ordered. All workers must call this in the same order.
-
-        Raises:
-            WorkerLost: another worker was lost.
-        """
+        """Open this worker's communicators, if the transport is ordered. All workers must call it in the same order."""
         own = sorted({one for one in communicators if self.rank in one[1:] and one.sender != one.receiver})
         if own and self.transport.capabilities.ordered:
             with self.waiting_in_group(self.others, [], "while the workers connected"):
@@ -333,11 +320,7 @@ class World(Waiting):
         self.check_silence([], waited)
 
     def confirm(self, step: int) -> None:
-        """Confirm before an update that all workers have their tensors, if the transport's waits do not block.
-
-        Raises:
-            WorkerLost: another worker was lost, or sent nothing before the timeout.
-        """
+        """Confirm before an update that all workers have their tensors, if the transport's waits do not block."""
         if self.size > 1 and not self.transport.capabilities.blocking_wait:
             self.synchronize()
             self.gather(step, "step")

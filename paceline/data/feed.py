@@ -327,10 +327,6 @@ class KeyedDataset(Dataset[Any]):
         Args:
             item: first sample of the request, as it was read.
             sizes: sizes of the containers in the data set before the first read.
-
-        Raises:
-            InputError: ``stops`` is set, and a sample differs, or the data set draws from a private generator or keeps
-                its random draws.
         """
         stops, self._stops = self._stops, None
         sample, keeps = request.samples[0], False

@@ -128,11 +128,7 @@ def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
 def _computed(
     context: TrainingContext, steps: int, measure: Measure, chunks: Chunks, rank: int, size: int, what: str
 ) -> list[tuple[int, Any]]:
-    """Return the contribution of each chunk of this worker, with the chunk's index.
-
-    Raises:
-        InputError: a contribution cannot be sent. A single worker checks this too, because others may join.
-    """
+    """Return the contribution of each chunk of this worker, with the chunk's index."""
     compute, found = context.compute, []
     with _evaluating(context), preserve_generators():
         for number, samples, data in chunks.of(rank, size):

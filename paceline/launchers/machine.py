@@ -150,10 +150,7 @@ def listens(port: int) -> bool:
 
 
 def _draw(port: int) -> int:
-    """Check that a port is free, and mark it as drawn by a socket name in this network namespace.
-    Raises:
-        OSError: the port is in use or marked.
-    """
+    """Check that a port is free, and mark it as drawn by a socket name in this network namespace."""
     _bind(port)
     if sys.platform == "linux":
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mark:

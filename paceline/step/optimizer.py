@@ -165,11 +165,7 @@ class OptimizerStep:
         return [name for name, value in self.parameters.items() if id(value) not in held]
 
     def _take_owned(self, model: nn.Module) -> None:
-        """Train the optimizer's frozen parameters too, because they may be unfrozen later.
-
-        Raises:
-            InputError: the optimizer has parameters outside of the model, which would not be averaged or saved.
-        """
+        """Train the optimizer's frozen parameters too, because they may be unfrozen later."""
         owned = {value for group in self.optimizer.param_groups for value in group["params"]}
         named = dict(model.named_parameters())
         for value in owned.difference(named.values()):

@@ -164,11 +164,7 @@ def _call(function: Callable[..., None], instance: object, directory: Path, unti
 
 
 def _write_call(call: Call, given: dict[str, Any], directory: Path) -> None:
-    """Write the function's location and arguments to files for the processes.
-
-    Raises:
-        ConfigError: a new process could not find the function, or an argument cannot be pickled.
-    """
+    """Write the function's location and arguments to files for the processes."""
     if "<locals>" in call.name or not Path(call.file).is_file():
         raise ConfigError(
             f"A new process cannot find {call.name} by its name: write it at the top level of a file, or use "

@@ -39,7 +39,6 @@ class Evaluations:
 
         Raises:
             InputError, DisagreementError: as for :func:`paceline.evaluation.measure.evaluate`.
-            WorkerLost: not enough workers are left.
         """
         loop = self._loop
 
@@ -101,10 +100,6 @@ def _on_rank_0(world: World, act: Callable[[], Any]) -> tuple[Any, int]:
     """Call ``act`` on rank 0. Return its result on all workers, and the largest notice of any worker (``comm.world``).
 
     If ``act`` raises, rank 0 raises that error and the other ranks raise an error that quotes it.
-
-    Raises:
-        InputError: ``act`` raised on rank 0, or its result cannot be sent or saved.
-        WorkerLost: another worker has exited or has not responded before the timeout.
     """
     value, failed, error = None, "", None
     if world.rank == 0:

@@ -88,7 +88,6 @@ class TrainingLoop:
         If a batch has several phases, ``phase`` is the name of an optimizer, and the result is that of its phase.
 
         Raises:
-            WorkerLost: not enough workers are left.
             SystemExit: the run has ended, or this worker leaves it.
         """
         self.check_open()
@@ -233,7 +232,6 @@ class TrainingLoop:
 
         Raises:
             DisagreementError: the states differ, which is checked only with ``exact``.
-            WorkerLost: not enough workers are left.
         """
         self._together(self._synchronize)
         self.activity.begin("in the script")
@@ -272,11 +270,7 @@ class TrainingLoop:
         self.activity.begin("in the script")
 
     def _follow(self, notice: int) -> None:
-        """Act on the notice of a step: continue, re-form, or save and stop.
-
-        Raises:
-            SystemExit: the run has ended, or this worker leaves it.
-        """
+        """Act on the notice of a step: continue, re-form, or save and stop."""
         repeats = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
         action = decide(notice, self._recovery is not None, repeats or self.context.loop.lacks_copies)
         if action is Action.RE_FORM:

@@ -136,9 +136,6 @@ def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None
     Args:
         leaves: whether the state may be saved or sent to joining workers. If not, only warn.
         text: description of the change.
-
-    Raises:
-        InputError: ``leaves`` is true.
     """
     if leaves:
         raise InputError(text)

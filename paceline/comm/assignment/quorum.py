@@ -52,11 +52,7 @@ class Quorum(Protocol):
         ...
 
     def wait(self, until: float | None = None) -> bool:
-        """Wait for enough results, at most until a ``time.monotonic`` time, and return whether there are enough.
-
-        Raises:
-            WorkerLost: a worker was lost, or the awaited workers were silent for the timeout.
-        """
+        """Wait for enough results, at most until a ``time.monotonic`` time, and return whether there are enough."""
         ...
 
     def open_group(self) -> int | None:

@@ -138,9 +138,6 @@ class Claims(Protocol):
 
         Args:
             awaited: returns the ranks on which the condition depends.
-
-        Raises:
-            WorkerLost: a worker was lost, or an awaited worker was silent for the timeout.
         """
         ...
 

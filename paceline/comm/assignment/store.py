@@ -43,11 +43,7 @@ class Store:
         return "/".join(map(str, ("paceline", self._purpose, self._token, *parts)))
 
     def ask(self, question: Callable[[dist.distributed_c10d.Store], _T]) -> _T:
-        """Call ``question`` with the store and return its answer.
-
-        Raises:
-            WorkerLost: the worker that serves the store or another worker was lost.
-        """
+        """Call ``question`` with the store and return its answer."""
         self._world.check()
         try:
             return question(self._store)

@@ -20,11 +20,7 @@ class PendingGather:
         self._gathered: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for all workers' tensors. Return them stacked in rank order, on the device of this worker's tensor.
-
-        Raises:
-            WorkerLost: another worker was lost, or sent nothing before the timeout.
-        """
+        """Wait for all workers' tensors. Return them stacked in rank order, on the device of this worker's tensor."""
         if self._gathered is None:
             self._gathered = self._finish()
         return self._gathered

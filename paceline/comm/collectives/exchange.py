@@ -57,9 +57,6 @@ def exchange(world: World, shares: Sequence[range], receivers: Sequence[int], fi
 
     Returns:
         the bytes of the whole state on a receiver, None on other workers.
-
-    Raises:
-        WorkerLost: a worker was lost during the transfer.
     """
     flat = None
     if world.rank in receivers:

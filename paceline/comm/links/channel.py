@@ -85,7 +85,6 @@ class Sender:
 
         Raises:
             InputError: types or shapes differ from an earlier list for as many samples, or the list is too long.
-            WorkerLost: the receiver was lost.
         """
         values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
         forms = tuple(
@@ -167,11 +166,7 @@ class Receiver:
         self._make_ready()
 
     def take(self) -> list[torch.Tensor | None]:
-        """Return the oldest expected list after it arrives. Tensors that need a gradient have ``requires_grad`` set.
-
-        Raises:
-            WorkerLost: the sender was lost, or sent nothing before the timeout.
-        """
+        """Return the oldest expected list after it arrives. Tensors that need a gradient have ``requires_grad`` set."""
         first, values = self._expected[0], list[torch.Tensor | None]()
         with self._world.awaiting(f"to send {self._what}"):
             if not first.ready:

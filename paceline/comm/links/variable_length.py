@@ -34,11 +34,7 @@ class VariableLengthSender:
         self._values = Sender(world, peer, tag + channel.TAGS, what)
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
-        """Start sending a list. The tensors must not change until :meth:`finish`.
-
-        Raises:
-            WorkerLost: the receiver was lost.
-        """
+        """Start sending a list. The tensors must not change until :meth:`finish`."""
         self._counts.send(0, [torch.tensor(len(values))], host=range(1))
         if values:
             whole = values[0].unsqueeze(0) if len(values) == 1 else torch.stack([*values])
@@ -64,11 +60,7 @@ class VariableLengthReceiver:
         self._values = Receiver(world, peer, tag + channel.TAGS, what)
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next list and return it.
-
-        Raises:
-            WorkerLost: the sender was lost, or sent nothing before the timeout.
-        """
+        """Wait for the next list and return it."""
         count = _one(self._counts, 0)
         return [*_one(self._values, int(count)).unbind()] if count else []
 

@@ -123,7 +123,6 @@ class CoordinatorClient:
         """Report that this worker is ready for the next generation and wait until it forms.
 
         Raises:
-            WorkerLost: the connection to the coordinator is lost.
             StartError: this worker does not match the others.
         """
         self._link.send(

@@ -217,7 +217,6 @@ class NetworkClaims:
             awaited: returns the ranks on which the condition depends.
 
         Raises:
-            WorkerLost: a worker was lost.
             WorkerSilent: the table has not changed for the timeout.
         """
         self._read(-1)

@@ -151,11 +151,7 @@ class RpcClient:
         self.seconds = world.timeout  # timeout in seconds for an answer
 
     def start(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> None:
-        """Send a request. Call :meth:`finish` for its answer before the next request.
-
-        Raises:
-            WorkerLost: the connection to the other worker is lost.
-        """
+        """Send a request. Call :meth:`finish` for its answer before the next request."""
         self.check()
         with self._guarded():
             self._connect()
@@ -165,7 +161,6 @@ class RpcClient:
         """Wait for the answer to the request and return its message and bytes.
 
         Raises:
-            WorkerLost: the connection is lost, or the other worker was silent for the timeout.
             PacelineError: the handler raised it. Other errors of the handler become a RuntimeError.
         """
         with self._guarded():
@@ -343,11 +338,7 @@ def _send(write: Callable[[memoryview], int], words: Any, parts: Sequence[Bytes]
 
 
 def _receive(read: Callable[[memoryview], int], most: int) -> tuple[Any, bytearray]:
-    """Read a frame and return its message and bytes.
-
-    Raises:
-        ValueError: the frame is longer than allowed, or its message cannot be decoded.
-    """
+    """Read a frame and return its message and bytes."""
 
     def take(size: int) -> bytearray:
         data = bytearray(size)

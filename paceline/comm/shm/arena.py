@@ -89,11 +89,7 @@ def can_share() -> bool:
 
 
 def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:
-    """Open the arenas of a generation's members without any message. Return None if a member cannot open them all.
-
-    Raises:
-        WorkerLost: a member was lost before all members were ready.
-    """
+    """Open the arenas of a generation's members without any message. Return None if a member cannot open them all."""
     files = [
         _open(member.pid, member.arena[0], bytes.fromhex(member.arena[1])) if member.arena else None
         for member in members
@@ -231,11 +227,7 @@ class SharedMemory:
         return all(self._flags[place][slot] >= value for place in places)
 
     def wait(self, slot: int, value: int, places: Sequence[int] | None = None) -> None:
-        """Wait until all workers, or those at ``places``, have raised a flag to at least this value.
-
-        Raises:
-            WorkerLost: an awaited worker was lost, or did not raise its flag before the timeout.
-        """
+        """Wait until all workers, or those at ``places``, have raised a flag to at least this value."""
         awaited = range(len(self._flags)) if places is None else places
         waiting = [place for place in awaited if self._flags[place][slot] < value]
         polls = 0
@@ -266,9 +258,6 @@ class SharedMemory:
 
         Args:
             awaited: function that returns the places of the workers on which the condition currently depends.
-
-        Raises:
-            WorkerLost: a worker was lost, or the wait exceeded the timeout.
         """
         polls, sleep = 0, FIRST_BACKOFF_SECONDS
         begin = checked = 0.0
@@ -292,11 +281,7 @@ class SharedMemory:
             self._waiting.waits_for(())
 
     def check_alive(self, places: list[int], waited: float) -> None:
-        """Check that the workers at these places are alive, after a wait of ``waited`` seconds.
-
-        Raises:
-            WorkerLost: an awaited worker was lost, or the wait has exceeded the timeout.
-        """
+        """Check that the workers at these places are alive, after a wait of ``waited`` seconds."""
         self._check_alive(places, _GAVE_UP, 2, waited)
 
     def _check(self, places: list[int], waited: float) -> None:

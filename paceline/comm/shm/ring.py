@@ -69,11 +69,7 @@ class Ring:
         self._number = 0
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
-        """Wait for a free slot and write the next list of contiguous tensors.
-
-        Raises:
-            WorkerLost: the receiver was lost, or took no list before the timeout.
-        """
+        """Wait for a free slot and write the next list of contiguous tensors."""
         if self._number >= _SLOTS:
             self._shared_memory.wait(self._taken, self._number - _SLOTS + 1, [self._receiver])
         offset = self._next()
@@ -82,11 +78,7 @@ class Ring:
         self._shared_memory.announce(self._sent, self._number)
 
     def take(self, values: Sequence[torch.Tensor]) -> None:
-        """Wait for the next list, and copy it into tensors of the same types and shapes.
-
-        Raises:
-            WorkerLost: the sender was lost, or sent nothing before the timeout.
-        """
+        """Wait for the next list, and copy it into tensors of the same types and shapes."""
         self._shared_memory.wait(self._sent, self._number + 1, [self._sender])
         offset = self._next()
         for value in values:

@@ -35,11 +35,7 @@ class Workers(Protocol):
 
 
 def all_gather_bytes(workers: Workers, own: bytes) -> list[bytes]:
-    """Return the byte strings of all workers in rank order. All workers must call this function together.
-
-    Raises:
-        WorkerLost: another worker was lost, sent nothing before the timeout, or sent garbage.
-    """
+    """Return the byte strings of all workers in rank order. All workers must call this function together."""
     first = (_LENGTH.pack(len(own)) + own[:_FIRST_BYTES]).ljust(_LENGTH.size + _FIRST_BYTES, b"\0")
     firsts = _exchange(workers, first, dict.fromkeys(workers.others, len(first)))
     lengths = {peer: _LENGTH.unpack_from(got)[0] for peer, got in firsts.items()}

@@ -150,7 +150,6 @@ class CarriedState:
 
         Raises:
             InputError: a state has a value that cannot be sent.
-            WorkerLost: a worker was lost during the call.
         """
         own = {microbatch: state for microbatch, (of, state) in self._next.items() if of == step}
         everyone = world.gather(own, "step")

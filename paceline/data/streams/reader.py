@@ -212,11 +212,7 @@ class Stream:
             seed_all(seed_of(SAMPLE, self._seed, self._epoch, self._count))
 
     def _is_expected(self, item: Any) -> bool:
-        """Record the start of a batch. Return False if the data set's state did not lead to the right sample.
-
-        Raises:
-            InputError: the first sample of the batch differs from an earlier read that also began with the epoch.
-        """
+        """Record the start of a batch. Return False if the data set's state did not lead to the right sample."""
         place = self._epoch, self._count // self._batch
         state = self._state if self._states_lead or place[1] == 0 else None
         now, before = Mark(state, digest(item)), self._marks.get(place)

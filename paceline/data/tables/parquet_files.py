@@ -208,11 +208,7 @@ def _search(source: str) -> list[str]:
 
 
 def _chosen(schema: Any, columns: Sequence[str] | None, path: str) -> tuple[str, ...]:
-    """Return the names of the columns to read.
-
-    Raises:
-        InputError: a column is missing, given twice, or cannot become a tensor, text or bytes.
-    """
+    """Return the names of the columns to read."""
     chosen = tuple(schema.names if columns is None else columns)
     for name in chosen:
         if name not in schema.names:
@@ -295,11 +291,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _pyarrow(module: str) -> ModuleType:
-    """Import pyarrow, and return a submodule by name, or pyarrow itself for an empty name.
-
-    Raises:
-        ConfigError: pyarrow is not installed.
-    """
+    """Import pyarrow, and return a submodule by name, or pyarrow itself for an empty name."""
     try:
         import pyarrow
         import pyarrow.fs

@@ -136,11 +136,7 @@ def _fork_and_end() -> int:
 
 
 def _fork_twice() -> int:
-    """Fork a grandchild through a child that ends at once. Return the grandchild's process id, or 0 in the grandchild.
-
-    Raises:
-        OSError: the system does not allow more processes.
-    """
+    """Fork a grandchild through a child that ends at once. Return its process id, or 0 in the grandchild."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

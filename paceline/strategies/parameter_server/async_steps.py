@@ -258,11 +258,7 @@ class AsyncSteps(Strategy):
         )
 
     def _is_drained(self, table: ClaimTable, steps: int) -> bool:
-        """Return whether no step is open.
-
-        Raises:
-            DisagreementError: another worker's loop is beyond the step after which this worker synchronizes.
-        """
+        """Return whether no step is open."""
         if table.top > max(steps, self._top):
             here = f"rank {self._context.world.rank} synchronizing after step {steps - 1}"
             taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)

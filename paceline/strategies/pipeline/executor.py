@@ -183,7 +183,6 @@ class Executor:
 
         Raises:
             InputError: activations have another shape or type than before.
-            WorkerLost: another worker has exited or is silent.
         """
         self._hooks = hooks
         posted = 0

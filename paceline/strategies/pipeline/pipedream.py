@@ -297,12 +297,7 @@ class _StageUpdates(Hooks):
         return [*means[: len(sums)]], means[len(sums) : -1], means[-1]
 
     def _is_finite(self, totals: torch.Tensor) -> bool:
-        """Return whether the losses of an update are finite. All stages see the same losses.
-
-        Raises:
-            NonFiniteLoss: a loss is not finite, and the run is to stop.
-            InputError: the count of the losses is 0.
-        """
+        """Return whether the losses of an update are finite. All stages see the same losses."""
         context = self._context
         if totals[1] == 0:
             raise InputError(

@@ -192,11 +192,7 @@ class Stages:
         return Partition(bounds, times, kept=kept)
 
     def _check_buffers(self) -> None:
-        """Raise if a cut separates two uses of a changing buffer, because neither stage would see all changes.
-
-        Raises:
-            InputError: two stages change the same buffer. Raised on all workers.
-        """
+        """Raise if a cut separates two uses of a changing buffer, because neither stage would see all changes."""
         changing = set(self._context.compute.buffers.agreed)
         for stage, names in enumerate(self._buffers):
             for other in range(stage):

@@ -98,11 +98,7 @@ class TiedWeights:
         return outputs
 
     def _use_gradients(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the gradients of the uses in a stage, last use first; only their sum for the last stage with a use.
-
-        Raises:
-            InputError: the gradients of the first microbatch of a step do not add up to the sum.
-        """
+        """Return the gradients of the uses in a stage, last use first; only their sum for the last stage with a use."""
         uses = self._uses.pop((name, stage, microbatch), None)
         if uses is not None and microbatch == self._checked[name, stage]:
             uses.check_complete(sum_)

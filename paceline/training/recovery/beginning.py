@@ -46,7 +46,6 @@ def load_initial(context: TrainingContext) -> None:
 
     Raises:
         CheckpointError: the weights cannot be read or do not match the model. Raised on all workers.
-        WorkerLost: a worker was lost during the call.
     """
     world, model, settings = context.world, context.compute.model, context.settings.weights
     assert settings.path is not None

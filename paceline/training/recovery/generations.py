@@ -84,7 +84,6 @@ class Generations:
 
         Raises:
             SystemExit: the run has ended.
-            WorkerLost: the run cannot continue, or the coordinator is lost.
         """
         if not self._began:
             self._began = True

@@ -84,7 +84,6 @@ class Recovery:
 
         Raises:
             SystemExit: this worker leaves the run, or the run has ended.
-            WorkerLost: the run cannot continue, or the coordinator is lost.
         """
         world, begin = self._context.world, time.perf_counter()
         lost: list[int] = []

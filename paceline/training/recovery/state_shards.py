@@ -24,9 +24,6 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
     Returns:
         whether the state is complete. False if a shard is lost, or if shards belong to different steps and the strategy
         must reproduce the reference bit for bit.
-
-    Raises:
-        WorkerLost: another worker was lost during the call.
     """
     if all(one is None or one.owned is None for one in everyone):
         return True

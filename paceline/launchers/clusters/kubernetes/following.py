@@ -114,11 +114,7 @@ class Following:
         self._logs = self._kubectl.follow("logs", "-f", *since, pod.name)
 
     def _complain(self, pods: list[Pod]) -> None:
-        """Print why pods do not start.
-
-        Raises:
-            StartError: a pod can never start, or no node had room for a pod in time.
-        """
+        """Print why pods do not start."""
         for pod in pods:
             if pod.hopeless is not None and pod.phase == "Pending":
                 raise StartError(f"Pod {pod.name} cannot start: image {self._pods.image}: {pod.hopeless}.")

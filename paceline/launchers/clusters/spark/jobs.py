@@ -71,11 +71,7 @@ class Stage(threading.Thread):
             self._context.cancelJobGroup(self._group)
 
     def _await_slots(self, rows: Any) -> None:
-        """Wait for the executors, including a returning one. Spark itself would wait for 10 minutes.
-
-        Raises:
-            StartError: the executors have too few slots within the timeout, or the run was stopped.
-        """
+        """Wait for the executors, including a returning one. Spark itself would wait for 10 minutes."""
         inside = self._context._jsc.sc()
         profile = rows._jrdd.rdd().getResourceProfile() or inside.resourceProfileManager().defaultResourceProfile()
         seconds = min(_SLOT_SECONDS, self._patience)
@@ -195,11 +191,7 @@ def _of_python(text: str) -> str:
 
 
 def _with_cpus(rows: Any, cpus: int) -> Any:
-    """Return the rows with `cpus` CPUs per task, whatever the session's setting is.
-
-    Raises:
-        StartError: Spark cannot give a task this many CPUs.
-    """
+    """Return the rows with `cpus` CPUs per task, whatever the session's setting is."""
     if int(rows.context.getConf().get("spark.task.cpus", "1")) == cpus:
         return rows
     if rows.context.master.startswith("local") and not rows.context.master.startswith("local-cluster"):

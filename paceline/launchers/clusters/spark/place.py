@@ -134,11 +134,7 @@ def _elastic(master: str, request: Request, fewest: int, tasks: int) -> Placemen
 
 
 def _follow(stage: Stage, driver: Driver, received: list[int], grace_seconds: float) -> int | None:
-    """Run the stage. Return the exit code of the run, or None if Spark has lost a task.
-
-    Raises:
-        StartError: the stage could not run.
-    """
+    """Run the stage. Return the exit code of the run, or None if Spark has lost a task."""
     deadline = math.inf
     stage.start()
     while stage.is_alive() and len(received) < 2 and time.monotonic() < deadline:
@@ -182,11 +178,7 @@ def _absolute(request: Request) -> Request:
 
 
 def _connect(master: str, request: Request) -> Any:
-    """Start the driver's JVM and connect to the cluster. Return the SparkContext.
-
-    Raises:
-        StartError: pyspark or Java is missing, or the master cannot be used.
-    """
+    """Start the driver's JVM and connect to the cluster. Return the SparkContext."""
     try:
         from pyspark import SparkConf, SparkContext
     except ImportError:
@@ -217,11 +209,7 @@ def _connect(master: str, request: Request) -> Any:
 
 
 def _master_of(session: Any) -> str:
-    """Return the master of a SparkSession.
-
-    Raises:
-        ConfigError: `session` is not a SparkSession, or is a session of Spark Connect.
-    """
+    """Return the master of a SparkSession."""
     context = getattr(session, "sparkContext", None)
     if context is None:
         connect = ".connect." in type(session).__module__
