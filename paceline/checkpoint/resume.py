@@ -137,7 +137,7 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
 def _read_together(
     world: World, location: Path | str, check: Check, seconds: float, listed: Storage | None
 ) -> tuple[Content | None, str, str]:
-    """Read a checkpoint on all workers. Return content, kind of result, and reason, with the worst kind of any worker."""
+    """Read a checkpoint on all workers. Return content, the worst kind of result of any worker, and its reason."""
     content, kind, reason, removed = None, "", "", False
     reader = Reader(world.rank, world.size)
     retries = Retries(seconds)
