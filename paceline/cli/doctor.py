@@ -6,27 +6,13 @@ import contextlib
 import json
 import shlex
 import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import (
-    Address,
-    DryRun,
-    Gpus,
-    Hostfile,
-    Hosts,
-    Master,
-    Nodes,
-    On,
-    RunsDir,
-    SecretFile,
-    WhereToMeet,
-    Workers,
-    chosen_place,
-    node_range,
-)
+from paceline.cli.options import MachineOptions, chosen_place, takes
 from paceline.cli.report import say
 
 if TYPE_CHECKING:
@@ -39,63 +25,52 @@ CONTEXT: dict[str, object] = {}
 MORE_HELP = " On the machines of -H, --hostfile or --on it starts itself. Exit code: 1 if a run would fail."
 
 
-def command(  # noqa: PLR0913 - each argument is an option of the command line
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(MachineOptions):
+    """Options of ``paceline doctor``."""
+
     script: Annotated[
         Path | None, typer.Argument(help="The script that will train.", metavar="[SCRIPT]", show_default=False)
-    ] = None,
-    workers: Workers = 1,
-    nodes: Nodes = None,
-    rendezvous: WhereToMeet = None,
-    secret_file: SecretFile = None,
-    data: Annotated[Path | None, typer.Option(help="The file or folder of the data set: is it alike on all?")] = None,
-    checkpoints: Annotated[
-        Path | None, typer.Option(help="The folder for checkpoints: do all machines share it?")
-    ] = None,
-    runs_dir: RunsDir = Path("runs"),
-    patience: Annotated[float, typer.Option(help="Seconds to wait for the other machines.")] = 60.0,
-    on: On = None,
-    dry_run: DryRun = False,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    gpus: Gpus = None,
-    address: Address = None,
-    master: Master = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all checks, not only what is wrong.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
+    ] = None
+    data: Annotated[Path | None, typer.Option(help="The file or folder of the data set: is it alike on all?")] = None
+    checkpoints: Annotated[Path | None, typer.Option(help="The folder for checkpoints: do all machines share it?")] = (
+        None
+    )
+    patience: Annotated[float, typer.Option(help="Seconds to wait for the other machines.")] = 60.0
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all checks, not only what is wrong.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False
+
+
+@takes(DoctorOptions)
+def command(given: DoctorOptions) -> None:
     """Find problems before a run starts."""
     from paceline.errors import ConfigError
     from paceline.launchers.base import Examination, Request
-    from paceline.launchers.clusters.base import Options
     from paceline.launchers.clusters.registry import LOCAL
 
-    options = Options(hosts=hosts, hostfile=hostfile, gpus=gpus, address=address, master=master)
-    place = chosen_place(on, options, rendezvous, quiet=as_json)
-    if workers < 0 or (workers < 1 and rendezvous is None):
-        raise ConfigError(f"--workers {workers}: at least one worker must train.")
-    if not 0 <= patience <= 1e6:
-        raise ConfigError(f"--patience {patience}: give a number of seconds from 0 to 1000000.")
-    if secret_file is not None and rendezvous is None and place == LOCAL:
-        raise ConfigError("--secret-file is for several machines: give --rendezvous and --nodes, too.")
+    options = given.of_cluster()
+    place = chosen_place(given.on, options, given.rendezvous, quiet=given.as_json)
+    if given.workers < 0 or (given.workers < 1 and given.rendezvous is None):
+        raise ConfigError(f"--workers {given.workers}: at least one worker must train.")
+    if not 0 <= given.patience <= 1e6:
+        raise ConfigError(f"--patience {given.patience}: give a number of seconds from 0 to 1000000.")
     request = Request(
         script=Path(),
-        workers=workers,
-        runs=runs_dir,
-        patience_seconds=patience,
-        nodes=node_range(nodes, rendezvous, place == LOCAL),
-        rendezvous=rendezvous,
-        secret_file=secret_file,
-        examination=Examination(script, data, checkpoints, verbose, as_json),
+        workers=given.workers,
+        runs=given.runs_dir,
+        patience_seconds=given.patience,
+        nodes=given.machines(place == LOCAL),
+        rendezvous=given.rendezvous,
+        secret_file=given.secret_file,
+        examination=Examination(given.script, given.data, given.checkpoints, given.verbose, given.as_json),
     )
     if place != LOCAL:
-        raise typer.Exit(_examine_in(place, request, options, dry_run))
+        raise typer.Exit(_examine_in(place, request, options, given.dry_run))
     raise typer.Exit(_examine_here(request))
 
 
 def _examine_in(name: str, request: Request, options: Options, dry_run: bool) -> int:
     """Run the doctor in agents on a cluster's machines and return the exit code of the first machine's doctor."""
-    from dataclasses import replace
-
     from paceline.diagnostics.doctor.diagnosis import not_started
     from paceline.environments import env
     from paceline.errors import ConfigError, StartError

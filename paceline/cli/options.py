@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.launchers.base import Request
     from paceline.launchers.clusters.base import Options
 
+_Given = TypeVar("_Given")
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
 """Typer settings that pass everything after the script to the script, including options that Paceline also has."""
 
@@ -36,47 +41,84 @@ def _whole_number(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number. Give the number of workers, as in -n 4.") from None
 
 
-Workers = Annotated[
-    int,
-    typer.Option(
-        "--workers",
-        "-n",
-        "-np",
-        "--nproc-per-node",
-        help="How many workers train on each machine.",
-        parser=_whole_number,
-        metavar="INTEGER",
-    ),
-]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where the run directories are.")]
-Nodes = Annotated[
-    str | None,
-    typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
-]
-WhereToMeet = Annotated[
-    str | None,
-    typer.Option(
-        "--rendezvous", help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"
-    ),
-]
-SecretFile = Annotated[
-    Path | None,
-    typer.Option("--secret-file", help="The secret of the machines' runs, the same on all; made if it is not there."),
-]
-On = Annotated[
-    str | None,
-    typer.Option(
-        "--on", help="Where: local, or a place of docs/places.", metavar="PLACE", show_default="where this process is"
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started or submitted.")]
-Hosts = Annotated[str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")]
-Hostfile = Annotated[
-    Path | None, typer.Option("--hostfile", help="ssh, mpi: a file of hosts: lines such as h1 slots=4.")
-]
-Gpus = Annotated[int | None, typer.Option("--gpus", help="slurm, ray, kubernetes: GPUs of each machine.")]
-Address = Annotated[str | None, typer.Option("--address", help="ray: the cluster.")]
-Master = Annotated[str | None, typer.Option("--master", help="spark: the cluster, as in spark://host:7077.")]
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """Options of the commands that start on one or several machines."""
+
+    workers: Annotated[
+        int,
+        typer.Option(
+            "--workers",
+            "-n",
+            "-np",
+            "--nproc-per-node",
+            help="How many workers train on each machine.",
+            parser=_whole_number,
+            metavar="INTEGER",
+        ),
+    ] = 1
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
+    ] = None
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"),
+    ] = None
+    secret_file: Annotated[
+        Path | None, typer.Option(help="The secret of the machines' runs, the same on all; made if it is not there.")
+    ] = None
+    runs_dir: Annotated[Path, typer.Option(help="Where the run directories are.")] = Path("runs")
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Where: local, or a place of docs/places.", metavar="PLACE", show_default="where this process is"
+        ),
+    ] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started or submitted.")] = False
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")
+    ] = None
+    hostfile: Annotated[Path | None, typer.Option(help="ssh, mpi: a file of hosts: lines such as h1 slots=4.")] = None
+    gpus: Annotated[int | None, typer.Option(help="slurm, ray, kubernetes: GPUs of each machine.")] = None
+    address: Annotated[str | None, typer.Option(help="ray: the cluster.")] = None
+    master: Annotated[str | None, typer.Option(help="spark: the cluster, as in spark://host:7077.")] = None
+
+    def of_cluster(self) -> Options:
+        """Return the options that a cluster reads."""
+        from paceline.launchers.clusters.base import Options
+
+        given = {one.name: getattr(self, one.name) for one in fields(Options) if hasattr(self, one.name)}
+        return Options(**given)
+
+    def machines(self, local: bool) -> tuple[int, int] | None:
+        """Return the minimum and maximum number of machines, or None if the options do not name it.
+
+        Raises:
+            ConfigError: the number is invalid, or options that belong together are incomplete.
+        """
+        from paceline.errors import ConfigError
+
+        if self.secret_file is not None and self.rendezvous is None and local:
+            raise ConfigError("--secret-file is for several machines: give --rendezvous and --nodes, too.")
+        return node_range(self.nodes, self.rendezvous, local)
+
+
+def takes(options: type[_Given]) -> Callable[[Callable[[_Given], None]], Callable[..., None]]:
+    """Return a decorator by which typer passes the options of a command as one object."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [one.replace(annotation=hints[one.name]) for one in signature(options).parameters.values()]
+
+    def decorate(function: Callable[[_Given], None]) -> Callable[..., None]:
+        @wraps(function)
+        def command(**given: Any) -> None:
+            function(options(**given))
+
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = hints
+        return command
+
+    return decorate
 
 
 def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import socket
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,28 +14,17 @@ import typer
 
 from paceline.cli.options import (
     BEFORE_SCRIPT,
-    Address,
     Arguments,
-    DryRun,
-    Gpus,
-    Hostfile,
-    Hosts,
-    Master,
-    Nodes,
-    On,
+    MachineOptions,
     Plan,
-    RunsDir,
     Script,
-    SecretFile,
     Set,
-    WhereToMeet,
-    Workers,
     chosen_place,
     misplaced,
-    node_range,
     not_resumed,
     number_range,
     place_of_discovered,
+    takes,
 )
 from paceline.cli.report import alerts_of, hint_of, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
@@ -56,119 +46,110 @@ Exit code: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items(
 """
 
 
-@early.ending()
-def command(  # noqa: PLR0913 - each argument is an option of the command line
-    script: Script,
-    arguments: Arguments = None,
-    workers: Workers = 1,
-    set_: Set = None,
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(MachineOptions):
+    """Options of ``paceline run``."""
+
+    script: Script
+    arguments: Arguments = None
+    set_: Set = None
     resume: Annotated[
         str | None,
         typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint."),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None,
-    runs_dir: RunsDir = Path("runs"),
-    plan: Plan = None,
-    port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None,
+    ] = None
+    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None
+    plan: Plan = None
+    port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None
     elastic: Annotated[
         str | None,
         typer.Option(
             help="Fewest and most workers, as in 2:8: the run goes on when a worker is lost.", metavar="MIN:MAX"
         ),
-    ] = None,
-    standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost ones.")] = 0,
-    nodes: Nodes = None,
-    rendezvous: WhereToMeet = None,
-    secret_file: SecretFile = None,
-    patience: Annotated[
-        float, typer.Option(help="Seconds to wait for workers, or machines, below the fewest.")
-    ] = 600.0,
-    grace: Annotated[
-        float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")
-    ] = 25.0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    on: On = None,
-    dry_run: DryRun = False,
-    hosts: Hosts = None,
-    hostfile: Hostfile = None,
-    time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None,
-    gpus: Gpus = None,
-    image: Annotated[str | None, typer.Option(help="kubernetes: the image of the container.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="kubernetes: the namespace.")] = None,
-    kind: Annotated[str | None, typer.Option(help="kubernetes: job, jobset or trainjob.")] = None,
+    ] = None
+    standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost ones.")] = 0
+    patience: Annotated[float, typer.Option(help="Seconds to wait for workers, or machines, below the fewest.")] = 600.0
+    grace: Annotated[float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")] = (
+        25.0
+    )
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False
+    time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None
+    partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None
+    account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None
+    image: Annotated[str | None, typer.Option(help="kubernetes: the image of the container.")] = None
+    namespace: Annotated[str | None, typer.Option(help="kubernetes: the namespace.")] = None
+    kind: Annotated[str | None, typer.Option(help="kubernetes: job, jobset or trainjob.")] = None
     volume: Annotated[
         str | None, typer.Option(help="kubernetes: a PersistentVolumeClaim for the run directories.", metavar="CLAIM")
-    ] = None,
-    address: Address = None,
-    master: Master = None,
-    detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
+    ] = None
+    detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False
     host_discovery_script: Annotated[
         Path | None,
         typer.Option(help="Prints HOST:WORKERS, asked once a second: workers are added.", metavar="FILE"),
-    ] = None,
+    ] = None
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
-    ] = False,
+    ] = False
     no_preload: Annotated[
         bool,
         typer.Option("--no-preload", help="Start each worker as a new Python; by default all are forks of one."),
-    ] = False,
-    launcher: Annotated[str, typer.Option(hidden=True)] = "local",
-) -> None:
+    ] = False
+    launcher: Annotated[str, typer.Option(hidden=True)] = "local"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether workers may start on other machines, or in an environment that is not known yet."""
+        other = self.hosts or self.hostfile or self.host_discovery_script or self.on not in (None, "local")
+        return bool(other or self.plan or self.horovod or self.dry_run)
+
+
+@takes(RunOptions)
+@early.ending()
+def command(given: RunOptions) -> None:
     """Train with a script on many workers."""
-    elsewhere = plan or horovod or dry_run or hosts or hostfile or host_discovery_script or on not in (None, "local")
-    if not (no_preload or elsewhere) and pays_preload(workers, standby, elastic):
-        early.begin(launcher, script, arguments or (), workers, set_ or ())
+    if not (given.no_preload or given.elsewhere) and pays_preload(given.workers, given.standby, given.elastic):
+        early.begin(given.launcher, given.script, given.arguments or (), given.workers, given.set_ or ())
     from paceline import config
     from paceline.environments import env
-    from paceline.errors import ConfigError
     from paceline.launchers.base import Request
-    from paceline.launchers.clusters.base import Options
     from paceline.launchers.clusters.registry import LOCAL
 
-    settings = config.parse_command_line(set_ or [])
-    if resume is not None:
-        settings["resume"] = resume
-    options = Options(
-        hosts, hostfile, time, partition, account, gpus, image, namespace, kind, volume, address, master, detach=detach
-    )
-    place = chosen_place(on, options, rendezvous, quiet)
-    if host_discovery_script is not None:
-        place = place_of_discovered(host_discovery_script, place, elastic, nodes, options)
-    least, most = bounds(elastic, workers, standby, several=place != LOCAL or nodes is not None)
-    machines = node_range(nodes, rendezvous, place == LOCAL)
-    if secret_file is not None and rendezvous is None and place == LOCAL:
-        raise ConfigError("--secret-file is for runs on several machines: give --rendezvous and --nodes, too.")
+    settings = config.parse_command_line(given.set_ or [])
+    if given.resume is not None:
+        settings["resume"] = given.resume
+    options, discovery = given.of_cluster(), given.host_discovery_script
+    place = chosen_place(given.on, options, given.rendezvous, given.quiet)
+    if discovery is not None:
+        place = place_of_discovered(discovery, place, given.elastic, given.nodes, options)
+    several = place != LOCAL or given.nodes is not None
+    least, most = bounds(given.elastic, given.workers, given.standby, several)
     request = Request(
-        script=script,
-        arguments=tuple(arguments or ()),
-        workers=workers,
+        script=given.script,
+        arguments=tuple(given.arguments or ()),
+        workers=given.workers,
         settings=settings,
-        plan=plan,
-        runs=runs_dir,
-        name=name,
-        port=port,
+        plan=given.plan,
+        runs=given.runs_dir,
+        name=given.name,
+        port=given.port,
         least=least,
         most=most,
-        standby=standby,
-        patience_seconds=patience,
-        grace_seconds=grace,
-        nodes=machines,
-        rendezvous=rendezvous,
-        secret_file=secret_file,
-        launcher=launcher,
-        preload=not no_preload,
-        horovod=horovod,
-        discovery=host_discovery_script,
-        environment=_for_horovod(quiet) if horovod else {},
+        standby=given.standby,
+        patience_seconds=given.patience,
+        grace_seconds=given.grace,
+        nodes=given.machines(place == LOCAL),
+        rendezvous=given.rendezvous,
+        secret_file=given.secret_file,
+        launcher=given.launcher,
+        preload=not given.no_preload,
+        horovod=given.horovod,
+        discovery=discovery,
+        environment=_for_horovod(given.quiet) if given.horovod else {},
     )
-    if place != LOCAL or dry_run:
-        raise typer.Exit(train_on(place, request, options, dry_run))
-    if (hint := misplaced(request)) and not quiet:
+    if place != LOCAL or given.dry_run:
+        raise typer.Exit(train_on(place, request, options, given.dry_run))
+    if (hint := misplaced(request)) and not given.quiet:
         say(hint)
-    code = train(request, quiet=quiet)
+    code = train(request, quiet=given.quiet)
     if file := env.exit_code_file():
         with contextlib.suppress(OSError):  # the folder is on another machine
             file.write_text(str(code))
@@ -177,8 +158,6 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
 
 def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
     """Train on a cluster, or print what would be started on it. Return the exit code."""
-    from dataclasses import replace
-
     from paceline.environments import env
     from paceline.launchers.clusters.base import given_options
     from paceline.launchers.clusters.registry import LOCAL, place_named
@@ -276,8 +255,6 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
 
 def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
     """Join the run on another machine with this machine's workers, and rejoin if its coordinator comes back."""
-    from dataclasses import replace
-
     from paceline.coordinator.agent import RemoteAgent
     from paceline.coordinator.machines import Applicant, interface_of, join
     from paceline.diagnostics.doctor import start
@@ -322,7 +299,6 @@ def _coordinate(
 ) -> int:
     """Run the coordinator, and train with workers of this machine and of machines that join."""
     import secrets
-    from dataclasses import replace
 
     from paceline.cli.display.progress import display
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
