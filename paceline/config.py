@@ -87,11 +87,7 @@ _ELSEWHERE = {
 
 
 def check_keys(keys: Mapping[str, object], where: str) -> None:
-    """Check that all keys are known. ``where`` names their source in the error message.
-
-    Raises:
-        ConfigError: a key is unknown. The message names the first one and suggests the closest known key.
-    """
+    """Check that all keys are known. ``where`` names their source in the error message."""
     known = list(flat_keys())
     for key in keys:
         if key in known or key in SHORT:  # checkpoint is short for checkpoint.directory
@@ -103,11 +99,7 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
 
 
 def check_machines(strategy: str, machines: str) -> None:
-    """Raise for a single-machine strategy on several machines; ``machines`` describes them in the message.
-
-    Raises:
-        ConfigError: the strategy supports one machine only. The message suggests an alternative.
-    """
+    """Raise for a single-machine strategy on several machines; ``machines`` describes them in the message."""
     if strategy in ONE_MACHINE:
         raise ConfigError(
             f"strategy {strategy!r} is for one machine, whose workers share the weights in memory, and there are "
@@ -121,9 +113,6 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
     Args:
         name: value of the setting ``strategy``.
         known: strategy names. Defaults to the built-in ones; only the script knows strategies that it registers.
-
-    Raises:
-        ConfigError: no strategy has this name.
     """
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -133,11 +122,7 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
 
 
 def environment_settings() -> dict[str, str]:
-    """Return the settings in the environment, as strings by dotted key.
-
-    Raises:
-        ConfigError: a variable resembles the variable of a setting. It would otherwise be ignored silently.
-    """
+    """Return the settings in the environment, as strings by dotted key."""
     keys = {env.variable_of(key): key for key in flat_keys()}
     for name in env.unknown_variables(keys):
         near = difflib.get_close_matches(name, keys, n=1, cutoff=0.9)
@@ -193,11 +178,7 @@ def quoted(value: object) -> str:
 
 
 def parse_command_line(pairs: list[str]) -> dict[str, str]:
-    """Parse and validate ``--set`` pairs such as ``["batch=64", "checkpoint.every=10"]``.
-
-    Raises:
-        ConfigError: a pair has no ``=``, a key is unknown, or a value is invalid.
-    """
+    """Parse and validate ``--set`` pairs such as ``["batch=64", "checkpoint.every=10"]``."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -210,11 +191,7 @@ def parse_command_line(pairs: list[str]) -> dict[str, str]:
 
 
 def read_plan(path: Path) -> dict[str, object]:
-    """Read the settings of a plan file (TOML), at most 1 MiB.
-
-    Raises:
-        ConfigError: the file cannot be read, is too long, is not TOML, or has an unknown key.
-    """
+    """Read the settings of a plan file (TOML), at most 1 MiB."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise ConfigError(f"The plan file {path} is not a file.")
@@ -245,9 +222,6 @@ def resolve(
     """Merge the sources and validate the result. Later sources override: script, checkpoint, plan, environment, line.
 
     ``checkpoint`` has the values that were set outside of the script when the checkpoint to resume from was saved.
-
-    Raises:
-        ConfigError: a key is unknown or a value is invalid.
     """
     arguments = dict(script)
     for name in GROUPS:

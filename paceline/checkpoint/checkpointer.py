@@ -316,11 +316,7 @@ class Checkpointer:
 
 
 def key_in(path: Path) -> bytes:
-    """Return the key for checkpoints from a file with a secret.
-
-    Raises:
-        ConfigError: the file does not exist, or other users can read it.
-    """
+    """Return the key for checkpoints from a file with a secret."""
     found = secret.read(path)
     if found is None:
         raise ConfigError(f"checkpoint.key_file = {str(path)!r}: there is no such file.")

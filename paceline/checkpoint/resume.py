@@ -73,11 +73,7 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
 
 
 def read_named(world: World, resume: str, check: Check, seconds: float) -> tuple[Path | str, Content]:
-    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be used.
-    """
+    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content."""
     location = locations.place(ask(world, lambda _: str(load.find(resume)), resume, seconds))
     content, _, reason = _read_together(world, location, check, seconds, listed=None)
     if content is None:
@@ -110,9 +106,6 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
         look: query, called with the seconds since the first attempt.
         where: location of the storage, for errors.
         seconds: timeout in seconds for retries.
-
-    Raises:
-        CheckpointError: the storage cannot be listed.
     """
     retries = Retries(seconds)
     while True:

@@ -191,12 +191,7 @@ class TrainingState:
         return nullcontext() if self._script is None else self._script.of_now()
 
     def snapshot(self, step: int) -> Snapshot:
-        """Return the state after ``step`` steps. The tensors are not copied, so training changes them.
-
-        Raises:
-            CheckpointError: a value of the state cannot be saved, or the model has other parameters or buffers than at
-                the start.
-        """
+        """Return the state after ``step`` steps. The tensors are not copied, so training changes them."""
         if text := self._update.other_names():
             raise CheckpointError(text)
         check_savable(self._update.optimizer, lists=True)

@@ -92,11 +92,7 @@ class MachineOptions:
         return Options(**given)
 
     def machines(self, local: bool) -> tuple[int, int] | None:
-        """Return the minimum and maximum number of machines, or None if the options do not name it.
-
-        Raises:
-            ConfigError: the number is invalid, or options that belong together are incomplete.
-        """
+        """Return the minimum and maximum number of machines, or None if the options do not name it."""
         from paceline.errors import ConfigError
 
         if self.secret_file is not None and self.rendezvous is None and local:
@@ -122,11 +118,7 @@ def takes(options: type[_Given]) -> Callable[[Callable[[_Given], None]], Callabl
 
 
 def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
-    """Return the name of the requested cluster, of the cluster that this process runs on, or ``local``.
-
-    Raises:
-        ConfigError: there is no cluster of this name, or it does not support a given option.
-    """
+    """Return the name of the requested cluster, of the cluster that this process runs on, or ``local``."""
     from paceline.environments import env
     from paceline.errors import ConfigError
     from paceline.launchers.clusters import base, registry
@@ -145,11 +137,7 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
 
 
 def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: str | None, options: Options) -> str:
-    """Return the cluster for the hosts that a discovery script names: this machine, or ssh.
-
-    Raises:
-        ConfigError: other options conflict with the discovery script, or the script cannot be used.
-    """
+    """Return the cluster for the hosts that a discovery script names: this machine, or ssh."""
     from paceline.errors import ConfigError
     from paceline.launchers.clusters.discovery import ask, is_loopback_alone
     from paceline.launchers.clusters.registry import LOCAL
@@ -163,11 +151,7 @@ def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: st
 
 
 def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
-    """Parse ``--nodes`` to the minimum and maximum number of machines. None if the option is not given.
-
-    Raises:
-        ConfigError: the range is invalid, or ``--nodes`` and ``--rendezvous`` do not fit together.
-    """
+    """Parse ``--nodes`` to the minimum and maximum number of machines. None if the option is not given."""
     from paceline.config import quoted
     from paceline.errors import ConfigError
 

@@ -195,11 +195,7 @@ def _for_horovod(quiet: bool) -> dict[str, str]:
 
 
 def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:
-    """Parse ``--elastic MIN:MAX``. With only standbys, on one machine, both bounds are the number of workers.
-
-    Raises:
-        ConfigError: the pair is invalid, or the number of workers is not within the bounds.
-    """
+    """Parse ``--elastic MIN:MAX``. With only standbys, on one machine, both bounds are the number of workers."""
     from paceline.config import quoted
     from paceline.errors import ConfigError
 

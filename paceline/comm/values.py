@@ -60,11 +60,7 @@ def check(value: object) -> None:
 
 
 def encode_call(what: str, value: object, made: tuple[float, float]) -> bytes:
-    """Encode a worker's message in a gather: the name of the call, the value, and the fingerprint of earlier calls.
-
-    Raises:
-        InputError: the value cannot be sent.
-    """
+    """Encode a worker's message in a gather: the name of the call, the value, and the fingerprint of earlier calls."""
     try:
         return encode((what, value, made))
     except TypeError as error:

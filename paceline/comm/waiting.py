@@ -27,11 +27,9 @@ class Recorder(Protocol):
 
     def check(self) -> None:
         """Raise if another worker is known to have made a different call."""
-        ...
 
     def explain(self, lost: PacelineError) -> PacelineError:
         """Return the DisagreementError to raise instead if the workers made different calls, otherwise ``lost``."""
-        ...
 
 
 class Waiting:

@@ -228,11 +228,7 @@ class World(Waiting):
         return recorder
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Gather a value of each worker in rank order. ``values`` defines the types that can be sent.
-
-        Raises:
-            DisagreementError: the workers are in different calls of the script. ``what`` names this worker's call.
-        """
+        """Gather a value of each worker in rank order. ``values`` defines the types that can be sent."""
         if self.size == 1:
             return [value]
         met = self.recorder and what not in _WITHIN

@@ -52,10 +52,6 @@ def parse_rendezvous(text: str, patience_seconds: float = 0.0) -> Rendezvous:
 
     Args:
         patience_seconds: time in seconds to wait until the name has an address. Defaults to a single try.
-
-    Raises:
-        ConfigError: the text is not a host and a port from 1 to 65535.
-        StartError: the name has no address.
     """
     name, _, port = text.rpartition(":")
     if not name or not port.isdecimal() or len(port) > 5 or not 1 <= int(port) <= 65535:
@@ -93,9 +89,6 @@ def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
     """Return the secret that the machines share, or its file if the secret is read from one.
 
     On a loopback address, all launchers belong to one user, and the secret defaults to the user's own file.
-
-    Raises:
-        ConfigError: no secret is given and the address is not loopback.
     """
     given = env.secret()
     if file is None and given is not None:
@@ -237,9 +230,6 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
     Args:
         shared: shared secret, or the file that will contain it.
         seconds: timeout in seconds.
-
-    Raises:
-        StartError: the coordinator cannot be reached in time, or belongs to another run.
     """
     deadline = time.monotonic() + seconds
     reason = "no answer"

@@ -132,9 +132,6 @@ class Feed:
         """Yield the microbatch groups ``groups_of(step)`` of this worker for each step from ``start`` to ``stop``.
 
         On a device other than the CPU, the groups of the next step are copied to the device during a step.
-
-        Raises:
-            InputError: the length of the data set has changed since the start.
         """
         if self._length is not None and len(self._given) != self._length:
             raise InputError(

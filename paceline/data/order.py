@@ -99,11 +99,7 @@ class BatchOrder(ABC):
         return self.first_of(self.epoch_of(start) + epochs)
 
     def steps_at(self, step: int) -> int:
-        """Return the number of steps in the epoch of a step.
-
-        Raises:
-            ConfigError: the data is a stream, and the end of this epoch has not been read yet.
-        """
+        """Return the number of steps in the epoch of a step."""
         epoch = self.epoch_of(step)
         end = self.first_of(epoch + 1)
         if end == UNKNOWN:

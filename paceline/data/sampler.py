@@ -175,11 +175,7 @@ def in_order(data: Sized, seed: int, epoch: int) -> range:
 
 
 def function_of(sampler: Any) -> SampleNumbers:
-    """Return a sampler as a function of (seed, epoch). The caller seeds the generators from which it draws.
-
-    Raises:
-        InputError: it is neither callable nor a torch sampler, or it is a ``DistributedSampler``.
-    """
+    """Return a sampler as a function of (seed, epoch). The caller seeds the generators from which it draws."""
     if isinstance(sampler, DistributedSampler):
         raise InputError(
             f"sampler is a {type(sampler).__name__}, but Paceline hands out the shares itself. Leave it out: the order "

@@ -24,10 +24,6 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
 
     Args:
         batch: number of samples in a step over all workers.
-
-    Raises:
-        ConfigError: the batch has fewer samples than microbatches, or a setting or the sampler does not fit the data.
-        InputError: the data cannot be used.
     """
     parts = settings.microbatches or default_microbatches(batch)
     if batch < parts:
@@ -67,12 +63,7 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
 
 
 def refuse_columns(what: str, data: Any) -> None:
-    """Raise InputError if ``data`` holds columns (inputs and targets) instead of samples.
-
-    Raises:
-        InputError: ``data`` is a tuple of tensors or arrays with an entry for each sample, or a dictionary whose keys
-            are not sample numbers.
-    """
+    """Raise InputError if ``data`` holds columns (inputs and targets) instead of samples."""
     if isinstance(data, Mapping) and data and 0 not in data:
         raise InputError(
             f"{what} is a {type(data).__name__} with the keys {', '.join(map(repr, list(data)[:5]))}, and samples have "

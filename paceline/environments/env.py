@@ -232,11 +232,7 @@ def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: 
 
 
 def horovod_number(name: str, default: float) -> float:
-    """Return the number in a Horovod variable, given its name without ``HOROVOD_``.
-
-    Raises:
-        ConfigError: the value is not a finite number of at least 0.
-    """
+    """Return the number in a Horovod variable, given its name without ``HOROVOD_``."""
     text = os.environ.get(f"HOROVOD_{name}") or str(default)
     try:
         value = float(text)

@@ -23,10 +23,7 @@ def open_mpi(environment: Mapping[str, str]) -> Start | None:
 
 
 def hydra(environment: Mapping[str, str]) -> Start | None:
-    """Return the start by Hydra (MPICH, Intel MPI), or None. srun sets PMI variables too, but not the local ones.
-    Raises:
-        ConfigError: mpiexec runs with -pmi-port, which sets no rank and size.
-    """
+    """Return the start by Hydra (MPICH, Intel MPI), or None. srun sets PMI variables too, but not the local ones."""
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if "PMI_ID" in environment and names[0] not in environment and "MPI_LOCALRANKID" in environment:
         raise ConfigError(

@@ -63,7 +63,6 @@ def evaluate(
     Raises:
         InputError: the data or the contributions cannot be used, a weight of the model changed, or another worker
             failed.
-        DisagreementError: the workers differ in their data, in the frozen parameters or, with ``exact``, in the state.
     """
     world = context.world
 

@@ -28,11 +28,7 @@ class Predictions:
         return _on_host(self._forward(model, data), samples)
 
     def combine(self, contributions: list[Any]) -> Any:
-        """Return the outputs for all samples.
-
-        Raises:
-            InputError: the outputs of some chunks cannot be joined with the others.
-        """
+        """Return the outputs for all samples."""
         outlines = list(map(_outline, contributions))
         other = next((one for one in outlines if one != outlines[0]), None)
         if other is not None:

@@ -69,9 +69,6 @@ def check_allowed(here: int, largest: int, given: Allowed | None = None) -> None
         here: number of workers on this machine.
         largest: maximum number of workers in the run.
         given: limits to check against. Defaults to the limits of this process.
-
-    Raises:
-        StartError: the workers need more open files, or more processes and threads, than the limits allow.
     """
     given = given or allowed()
     files, processes = files_needed(here, largest), processes_needed(here)
@@ -123,9 +120,6 @@ def choose_port(wanted: int | None) -> int:
     The workers bind the port seconds later. Therefore a free port is drawn below the ephemeral range, which serves
     outgoing connections, and from ports that no other process has drawn this way and still holds. Another program can
     still take it on purpose. A worker then reports the conflict.
-
-    Raises:
-        StartError: the wanted port is in use.
     """
     if wanted is None:
         below, chance = _first_given_port(), SystemRandom()  # tests may have seeded the default generator

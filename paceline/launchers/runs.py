@@ -127,9 +127,6 @@ def found(runs: Path, run: str | None) -> Path:
 
     Args:
         run: name of a run in `runs`, or path of any run directory. None selects the run that was started last.
-
-    Raises:
-        ConfigError: no such run exists.
     """
     started = sorted(_dated(runs.glob("*/launch.json")), reverse=True)
     newest = [path.parent for _, path in started]

@@ -33,35 +33,27 @@ class Supervisor(Protocol):
 
     def started(self, number: int, pid: int) -> None:
         """Handle the start of a worker."""
-        ...
 
     def ended(self, one: WorkerExit) -> bool:
         """Handle the end of a worker. Return whether the other workers continue."""
-        ...
 
     def to_start(self, at_once: bool) -> int:
         """Return the number of workers to start now. `at_once`: a start does not use a core for seconds."""
-        ...
 
     def shown(self) -> int:
         """Return the number of the worker whose output is shown."""
-        ...
 
     def over(self) -> bool:
         """Return whether the remaining workers must end."""
-        ...
 
     def waits(self) -> bool:
         """Return whether the launcher keeps running although no worker of this machine is left."""
-        ...
 
     def interrupted(self) -> None:
         """Handle a signal to the launcher."""
-        ...
 
     def grace(self) -> tuple[float, float]:
         """Return the delays in seconds after which workers that must end get SIGTERM and SIGKILL."""
-        ...
 
 
 class AllOrNothing:

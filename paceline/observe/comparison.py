@@ -97,7 +97,6 @@ def compare(run: Path, step: int | None = None) -> Comparison:
 
     Raises:
         ConfigError: the step does not exist, or some of its records are missing.
-        InputError: the run has no events or no pipeline, or records of every step are missing.
     """
     pipelines = [one for one in pipelines_of(read(run, ("cut", "step"))) if one.finished_steps]
     if not pipelines:

@@ -81,11 +81,7 @@ class _StepRecord(NamedTuple):
 
 
 def pipelines_of(records: Iterable[Record]) -> list[Pipeline]:
-    """Return the pipelines in the records ``cut`` and ``step`` of a run, oldest first.
-
-    Raises:
-        InputError: all records of cuts are from another version of Paceline.
-    """
+    """Return the pipelines in the records ``cut`` and ``step`` of a run, oldest first."""
     cuts: list[Record] = []
     finished: list[_StepRecord] = []
     for record in records:

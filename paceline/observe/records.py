@@ -27,9 +27,6 @@ def read(run: Path, events: Container[str], steps: Container[int] | None = None)
     Args:
         steps: steps whose records to read. Defaults to all. A record without a step, such as an update of PipeDream,
             belongs to the preceding record of the same rank.
-
-    Raises:
-        InputError: a file cannot be read.
     """
     for path in sorted((run / "events").glob("rank-*.jsonl")):
         try:

@@ -25,11 +25,7 @@ def layers_of(model: nn.Module, example: Any) -> Layers:
 
 
 def bounds_of(layers: Layers, stages: int, cut: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the first layer and the end of each stage; ``cut`` names the layers at which stages 1, 2, ... begin.
-
-    Raises:
-        ConfigError: the cut does not fit the model or the number of stages.
-    """
+    """Return the first layer and the end of each stage; ``cut`` names the layers at which stages 1, 2, ... begin."""
     names = layers.names
     if stages > len(names):
         raise ConfigError(

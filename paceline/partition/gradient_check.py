@@ -41,9 +41,6 @@ def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGro
     Args:
         group: first microbatch.
         exact: whether the bits must be equal. Tied weights are checked where they are added up.
-
-    Raises:
-        InputError: the loss or a gradient differs, from pass to pass or by layers, or the model fails layer by layer.
     """
     model = compute.model
     uses = [name for place in range(len(layers.names)) for name in layers.stage(place, place + 1).parameters]

@@ -28,7 +28,6 @@ def profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None) ->
     """Measure the layers of a model on rank 0, then the links of all workers. All workers call this together.
 
     Raises:
-        ConfigError: the loss is not ``loss(output, target)``, so the model cannot be cut.
         InputError: the model cannot be cut, or the loss uses its parameters.
     """
     if loss is None:

@@ -66,9 +66,6 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
     """Return the cut whose slowest stage takes the least time, preferring even stages among equal cuts.
 
     Omits replicas that cost more than they gain, so some workers may remain unused.
-
-    Raises:
-        ConfigError: no stages, more stages than layers or workers, or a stage that does not fit into memory.
     """
     workers = stages if cluster.workers is None else cluster.workers
     if stages < 1:
@@ -98,11 +95,7 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
 
 
 def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]], cluster: Cluster) -> None:
-    """Check that each stage of a cut fits into the memory of a worker.
-
-    Raises:
-        ConfigError: a stage does not fit. Names the stage and its size.
-    """
+    """Check that each stage of a cut fits into the memory of a worker."""
     costs_of, limit = StageCosts(layers, cluster), cluster.memory_bytes
     for place, (begin, end) in enumerate(bounds):
         needs = costs_of.memory(begin, end, 1, len(bounds) - place - 1)

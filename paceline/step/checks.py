@@ -30,11 +30,7 @@ class MicrobatchResult(NamedTuple):
 
 
 def mean_loss(parts: Sequence[MicrobatchResult], exact: Exact) -> float:
-    """Return the mean loss over the batch. With ``exact`` its bits do not depend on which worker computed what.
-
-    Raises:
-        InputError: the counts add up to zero.
-    """
+    """Return the mean loss over the batch. With ``exact`` its bits do not depend on which worker computed what."""
     count = math.fsum(part.counted for part in parts)
     if count == 0:
         raise InputError(

@@ -46,10 +46,6 @@ def check_closures(update: OptimizerStep, strategy: str, *, able: bool, phases: 
         able: whether the strategy can recompute a step, and autocast is not float16.
         phases: whether each of several optimizers has its own loss.
         carries: whether the forward pass carries a state from batch to batch.
-
-    Raises:
-        ConfigError: the run cannot recompute a step.
-        InputError: the optimizer shares its gradients with others, or the forward pass carries a state.
     """
     if not update.closure_users:
         return

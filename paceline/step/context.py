@@ -110,19 +110,11 @@ class Batch:
         return self.samples
 
     def __iter__(self) -> NoReturn:
-        """Refuse to unpack a batch, as in ``for input, target in session.batches()``, and explain what to write.
-
-        Raises:
-            InputError: always.
-        """
+        """Refuse to unpack a batch, as in ``for input, target in session.batches()``, and explain what to write."""
         raise InputError(_NO_VALUES.format(values="values to unpack"))
 
     def __getitem__(self, place: Any) -> NoReturn:
-        """Refuse to read a value of a batch, as in ``batch[0]``.
-
-        Raises:
-            InputError: always.
-        """
+        """Refuse to read a value of a batch, as in ``batch[0]``."""
         raise InputError(_NO_VALUES.format(values="values to read"))
 
     def __getattr__(self, name: str) -> NoReturn:

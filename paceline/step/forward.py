@@ -190,11 +190,7 @@ class ForwardRunner:
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """Raise if a forward pass in this context changes weights, because each worker would change them differently.
-
-        Raises:
-            InputError: names a parameter that has changed.
-        """
+        """Raise InputError if a forward pass in this context changes weights, which each worker would do otherwise."""
         if self._largest == 1:
             yield
             return
@@ -274,11 +270,7 @@ class _Again:
 
 
 def recompute(model: nn.Module, classes: tuple[str, ...], buffers: Buffers) -> None:
-    """Make modules of these classes recompute their activations in the backward pass (Chen et al. 2016).
-
-    Raises:
-        InputError: the model has no module of one of the classes.
-    """
+    """Make modules of these classes recompute their activations in the backward pass (Chen et al. 2016)."""
     found = set()
     for module in model.modules():
         if type(module).__name__ in classes:

@@ -188,11 +188,7 @@ def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
 
 
 def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
-    """Return the forward pass for ``loss(model(input), target)``. ``loss`` may also be a metric.
-
-    Raises:
-        InputError: ``loss`` is a class, not an object.
-    """
+    """Return the forward pass for ``loss(model(input), target)``. ``loss`` may also be a metric."""
     if isinstance(loss, type):
         raise InputError(f"{loss.__name__} is a class: give an object of it, {loss.__name__}().")
     loss = keras_loss.adapted(loss)

@@ -50,11 +50,7 @@ class Scaling:
 
 
 def scaling_of(settings: Settings, workers: int) -> Scaling:
-    """Return the scaling that the settings ask for, with its reason as text.
-
-    Raises:
-        ConfigError: a scaling or a warm-up is set without a batch that grows with the number of workers.
-    """
+    """Return the scaling that the settings ask for, with its reason as text."""
     if settings.scale_lr is None:
         if settings.warmup_steps:
             raise ConfigError(
@@ -183,9 +179,6 @@ class OptimizerStep:
 
         Args:
             names: names of the parameters to copy. The others are empty in the copy and get no gradient.
-
-        Raises:
-            InputError: the optimizer or the schedule cannot be copied.
         """
         made = copy.copy(self)
         made.parameters = {

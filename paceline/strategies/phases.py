@@ -108,12 +108,7 @@ def _context_of(context: TrainingContext, name: str) -> TrainingContext:
 def named_forwards(
     forward: object, update: OptimizerStep, capabilities: Capabilities, settings: Settings
 ) -> dict[str, Forward]:
-    """Return the forward passes by optimizer name, or an empty dict if a batch has a single loss.
-
-    Raises:
-        InputError: the names differ from those of the optimizers.
-        ConfigError: the strategy takes one step for each batch.
-    """
+    """Return the forward passes by optimizer name, or an empty dict if a batch has a single loss."""
     if not isinstance(forward, Mapping):
         return {}
     names = update.names

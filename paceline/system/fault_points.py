@@ -43,7 +43,6 @@ class OrderedFaults(Protocol):
 
     def reach(self, point: Point, step: int) -> None:
         """Inject the faults that are planned for this point of this step."""
-        ...
 
 
 _ordered: OrderedFaults | None = None

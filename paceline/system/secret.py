@@ -80,11 +80,7 @@ def parse(text: str, source: str) -> Secret:
 
 
 def read(path: Path) -> Secret | None:
-    """Read a secret file. Return None if the file does not exist.
-
-    Raises:
-        ConfigError: other users may read or change the file, or it contains no valid secret.
-    """
+    """Read a secret file. Return None if the file does not exist."""
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -101,11 +97,7 @@ def read(path: Path) -> Secret | None:
 
 
 def read_or_make(path: Path) -> Secret:
-    """Read a secret file. Create it with a random secret if it does not exist.
-
-    Raises:
-        ConfigError: as in :func:`read`, or the file cannot be written.
-    """
+    """Read a secret file. Create it with a random secret if it does not exist."""
     while (found := read(path)) is None:
         try:
             descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=".secret-")  # mode 0600
@@ -125,9 +117,6 @@ def own_file() -> Path:
     """Return the secret file that all launchers of this user share for runs on this machine only.
 
     The file is never removed, because no launcher knows whether another launcher is about to read it.
-
-    Raises:
-        ConfigError: its folder is not a directory, belongs to another user, or is accessible to other users.
     """
     folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

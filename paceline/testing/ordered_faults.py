@@ -17,11 +17,7 @@ from paceline.testing.faults import Fault, Plan, read
 
 
 def from_environment(text: str, rank: Callable[[], int]) -> OrderedFaults:
-    """Return the faults of the plan in ``PACELINE_FAULTS``.
-
-    Raises:
-        ConfigError: the text is not a plan, or no directory for the marks is known.
-    """
+    """Return the faults of the plan in ``PACELINE_FAULTS``."""
     plan, run = read(text), env.run_directory()
     directory = plan.directory or (run / "faults" if run else None)
     if directory is None:

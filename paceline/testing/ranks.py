@@ -80,15 +80,12 @@ class Process(Protocol):
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""
-        ...
 
     def send_signal(self, number: int, /) -> None:
         """Send a signal to the process."""
-        ...
 
     def wait(self) -> object:
         """Wait until the process has ended."""
-        ...
 
 
 def run(  # noqa: PLR0913 - all but the first three are rarely given

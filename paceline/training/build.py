@@ -298,11 +298,7 @@ def _phases(
 
 
 def phase_of(context: TrainingContext, optimizer: str | None) -> str:
-    """Return the phase that the script requests, empty if the session has one forward function.
-
-    Raises:
-        ConfigError: ``optimizer`` is missing, unknown, or given in a session with one forward function.
-    """
+    """Return the phase that the script requests, empty if the session has one forward function."""
     if optimizer is None and not context.phases:
         return ""
     if optimizer is not None and optimizer in context.phases:

@@ -302,11 +302,7 @@ class TrainingLoop:
         self._closed = world.coordinator is not None or world.size > 1
 
     def check_open(self) -> None:
-        """Check that this session is still open.
-
-        Raises:
-            ConfigError: the script has started another session on several workers.
-        """
+        """Check that this session is still open."""
         if self._closed:
             raise ConfigError(
                 "This session ended when the script started the next one: on several workers they train one after "

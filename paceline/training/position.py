@@ -89,9 +89,6 @@ class Position:
         Args:
             batch: argument that the script has passed to ``step``.
             is_phase: whether the call takes one phase of the batch.
-
-        Raises:
-            InputError: the argument is not a batch, or the batch is out of date.
         """
         if not isinstance(batch, Batch):
             raise InputError(f"session.step takes a batch from session.batches(), not a {type(batch).__name__}.")

@@ -32,11 +32,7 @@ class ScriptState:
         self._progress = progress
 
     def register(self, values: Mapping[str, Any]) -> None:
-        """Register values, and restore the content of those that a checkpoint or another worker has provided.
-
-        Raises:
-            InputError: a name is already registered, a value cannot be saved, or restored content has another type.
-        """
+        """Register values, and restore the content of those that a checkpoint or another worker has provided."""
         for name, value in values.items():
             if name in self.values:
                 raise InputError(f"register({name}=...): there is a registered {name!r} already.")

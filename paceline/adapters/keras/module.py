@@ -18,11 +18,7 @@ from paceline.system.torch_internals import apply_to_tensors, called_by_torch, o
 
 
 def adapted(model: Any) -> Any:
-    """Return a module that trains a Keras model. Return other models unchanged.
-
-    Raises:
-        InputError: the model has no weights yet, or uses a back end other than torch.
-    """
+    """Return a module that trains a Keras model. Return other models unchanged."""
     if not is_keras(model, "Layer"):
         return model
     if not isinstance(model, nn.Module):

@@ -15,11 +15,7 @@ from paceline.errors import InputError
 
 
 def adapted(made: Any, model: nn.Module) -> Any:
-    """Return a torch optimizer for a Keras optimizer. Return other optimizers unchanged.
-
-    Raises:
-        InputError: the model is not a Keras model, or the optimizer cannot be used.
-    """
+    """Return a torch optimizer for a Keras optimizer. Return other optimizers unchanged."""
     if not is_keras(made, "BaseOptimizer"):
         return made
     kind = type(made).__name__

@@ -87,11 +87,7 @@ class Averages:
 
     @contextmanager
     def choose(self) -> Iterator[None]:
-        """Choose the averages for evaluation and export in this context.
-
-        Raises:
-            ConfigError: the run keeps no averages.
-        """
+        """Choose the averages for evaluation and export in this context."""
         if self.settings.kind is None:
             raise ConfigError("session.averaged() needs an average of the weights: set average='ema', or 'swa'.")
         self.chosen = True

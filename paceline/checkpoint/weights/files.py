@@ -49,9 +49,6 @@ def write(path: Path | str, weights: Mapping[str, Any]) -> Path | str:
 
     Returns:
         the absolute path, or the URL.
-
-    Raises:
-        CheckpointError: the file cannot be written, or a package that it needs is not installed.
     """
     check_package(path)
     location = place(str(path))
@@ -99,11 +96,7 @@ def _put(url: str, weights: Mapping[str, Any]) -> None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it.
-
-    Raises:
-        CheckpointError: fsspec, or its package for this kind of URL, is not installed.
-    """
+    """Return the fsspec file system of a URL, and the path in it."""
     assert is_url(url)
     try:
         from fsspec.core import url_to_fs

@@ -49,9 +49,6 @@ def match(
         rename: prefixes to replace, as ``old=new``. The longest matching prefix applies.
         skip: prefixes of model names that are not loaded.
         strict: whether to raise if a name is missing or unknown.
-
-    Raises:
-        CheckpointError: a shape differs, no name fits, ``rename`` makes duplicates, or ``strict`` and names differ.
     """
     state = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
     other_buffers = {name for name, _ in model.named_buffers()} - state.keys()  # not persistent

@@ -41,7 +41,6 @@ def read(path: Path | str, key: str | None = None) -> dict[str, torch.Tensor]:
 
     Raises:
         ConfigError: the name or the key cannot be used.
-        CheckpointError: the weights cannot be read, the file holds something else, or a needed package is missing.
     """
     try:
         if isinstance(path, Path) and not os.path.lexists(path):
@@ -63,9 +62,6 @@ def of_checkpoint(path: Path | str, *, averaged: bool = False) -> dict[str, torc
     Args:
         path: path or URL of a checkpoint, or of a folder of checkpoints, of which the newest is read.
         averaged: whether to return averages (:class:`~paceline.checkpoint.weights.averages.Averages`) where they exist.
-
-    Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or it has no averages.
     """
     where = load.find(str(path))
     if isinstance(where, Path) and where.is_file():

@@ -78,9 +78,6 @@ def command(
 def translate(words: Sequence[str]) -> Translated:
     """Translate a command line of ``horovodrun`` to one of ``paceline run``. Reads host files and starts nothing.
 
-    Raises:
-        ConfigError: an option has no counterpart (the message names an alternative), or options do not fit together.
-
     Example:
         >>> translate(["-np", "2", "python", "train.py", "--lr", "1"]).words
         ('run', '--horovod', '-n', '2', 'train.py', '--lr', '1')

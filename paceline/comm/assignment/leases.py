@@ -54,19 +54,15 @@ class Leasing(Protocol):
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         """Start a step. ``seconds`` holds each worker's measured seconds per microbatch, or 0 if unknown."""
-        ...
 
     def next(self) -> Lease | None:
         """Wait for the next lease and return it, or None if this worker has nothing more to do in this step."""
-        ...
 
     def overtaken(self, microbatch: int) -> bool:
         """Return whether a result for a leased microbatch already counts."""
-        ...
 
     def finish(self, microbatch: int) -> bool:
         """Report a leased microbatch as computed and return whether this result is the first, which counts."""
-        ...
 
 
 def leases_for(world: World, microbatches: int) -> Leasing:

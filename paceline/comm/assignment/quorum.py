@@ -37,31 +37,24 @@ class Quorum(Protocol):
         Raises:
             DisagreementError: another worker is at another step.
         """
-        ...
 
     def start(self, group: int) -> None:
         """Report that this worker starts to compute a group."""
-        ...
 
     def finish(self, group: int) -> bool:
         """Report that this worker has computed a group and return whether its result counts."""
-        ...
 
     def is_late(self, group: int) -> bool:
         """Return whether a result for a group would no longer count."""
-        ...
 
     def wait(self, until: float | None = None) -> bool:
         """Wait for enough results, at most until a ``time.monotonic`` time, and return whether there are enough."""
-        ...
 
     def open_group(self) -> int | None:
         """Return a group whose result is needed, preferably computed by few workers, or None if there are enough."""
-        ...
 
     def agreed(self) -> dict[int, int]:
         """Return the rank whose result counts for each group. Final once there are enough results."""
-        ...
 
 
 def quorum_for(world: World) -> Quorum:

@@ -123,15 +123,12 @@ class Claims(Protocol):
 
     def begin(self, table: ClaimTable) -> None:
         """Reset the table. Only rank 0 may call this, while no other worker uses the table."""
-        ...
 
     def await_begin(self) -> None:
         """Wait until the table is reset. All workers call this."""
-        ...
 
     def read(self) -> ClaimTable:
         """Return the current table."""
-        ...
 
     def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
         """Wait for a condition on the table.
@@ -139,7 +136,6 @@ class Claims(Protocol):
         Args:
             awaited: returns the ranks on which the condition depends.
         """
-        ...
 
     def change(self) -> AbstractContextManager[ClaimTable]:
         """Change the table in a context. The table stays as it is if the body raises.
@@ -147,23 +143,18 @@ class Claims(Protocol):
         Raises:
             WorkerLost: a worker was lost, and other workers have already closed the table.
         """
-        ...
 
     def arrive(self) -> None:
         """Announce that this worker synchronizes."""
-        ...
 
     def missing(self) -> list[int]:
         """Return the ranks that have not called :meth:`arrive`."""
-        ...
 
     def close(self) -> ClaimTable:
         """Close the table to further changes and return it. For workers that re-form after a loss."""
-        ...
 
     def last(self) -> ClaimTable:
         """Return the table after :meth:`close`, including updates that were made but not written to it."""
-        ...
 
 
 class StepClaims:

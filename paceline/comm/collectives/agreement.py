@@ -64,9 +64,6 @@ def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
     Args:
         everyone: the facts of each worker, by rank.
         where: prefix of the error message.
-
-    Raises:
-        DisagreementError: a fact differs. The message has the first such fact, each rank's value, and advice.
     """
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:

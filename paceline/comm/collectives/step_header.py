@@ -307,11 +307,7 @@ def _hash(names: tuple[str, ...]) -> float:
 
 
 def agreed_names(known: list[tuple[int, tuple[str, ...]]]) -> tuple[str, ...]:
-    """Return the metric names, which must be the same on all given ranks.
-
-    Raises:
-        InputError: the names differ. The message lists the names of two workers.
-    """
+    """Return the metric names, which must be the same on all given ranks."""
     (first, names), *others = known
     for rank, other in others:
         if other != names:

@@ -47,27 +47,21 @@ class Board(Protocol):
             mark: hash of what must be equal.
             text: number and line of the record.
         """
-        ...
 
     def publish_in_group(self, slot: int, text: bytes) -> None:
         """Publish a call in a smaller group. ``slot`` counts the calls in all smaller groups."""
-        ...
 
     def differs(self, number: int, mark: int) -> bool:
         """Return whether another worker is known to have made a different call with this number. This is cheap."""
-        ...
 
     def barrier(self, number: int, seconds: float) -> None:
         """Wait at most ``seconds`` until the other workers have published a call with this number."""
-        ...
 
     def linger(self, seconds: float) -> None:
         """Wait at most ``seconds`` until the others have read the calls, because this worker may hold the store."""
-        ...
 
     def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
         """Return the records of reachable workers: at least these numbers, and smaller groups if ``others``."""
-        ...
 
 
 def line(record: Record) -> bytes:

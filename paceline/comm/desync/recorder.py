@@ -198,11 +198,7 @@ class CallRecorder:
         return fingerprint
 
     def check_agreement(self, fingerprints: list[tuple[float, float]]) -> None:
-        """Compare the fingerprints that :meth:`barrier` returned on the workers.
-
-        Raises:
-            DisagreementError: the workers' calls differ. Names the first such call, the ranks and the script's lines.
-        """
+        """Compare the fingerprints that :meth:`barrier` returned on the workers."""
         if all(one == fingerprints[0] for one in fingerprints):
             self._agreed = self._number
             return

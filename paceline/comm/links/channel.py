@@ -82,9 +82,6 @@ class Sender:
             values: tensors to send. They must not change until :meth:`finish`.
             host: indices of the tensors that the receiver reads on its host, which must be on the CPU. They go over
                 the transport of the host, whose waits block, also where the workers compute on the CPU.
-
-        Raises:
-            InputError: types or shapes differ from an earlier list for as many samples, or the list is too long.
         """
         values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
         forms = tuple(

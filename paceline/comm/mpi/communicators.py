@@ -33,7 +33,6 @@ def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
         seconds: timeout in seconds of the wait for the other workers.
 
     Raises:
-        StartError: several workers have the same rank in MPI.
         RuntimeError: a worker was lost, the store was closed, or the timeout expired.
     """
     mpi = initialized()

@@ -33,11 +33,7 @@ def load() -> Any:
 
 @functools.cache
 def initialized() -> Any:
-    """Return ``mpi4py.MPI``, initialized for calls from several threads.
-
-    Raises:
-        StartError: mpi4py cannot be imported, or MPI was finalized or initialized for calls from one thread only.
-    """
+    """Return ``mpi4py.MPI``, initialized for calls from several threads."""
     try:
         mpi = load()
     except (ImportError, RuntimeError) as error:

@@ -42,7 +42,6 @@ def find_address(start: Start, seconds: float) -> Iterator[Address]:
     """Find the address of rank 0. Within the job, rank 0 answers the port requests of other ranks.
 
     Raises:
-        ConfigError: the environment names no address, and the launcher offers no way to exchange it.
         StartError: rank 0 did not announce its address.
     """
     if start.host is not None and start.port is not None:
@@ -142,9 +141,6 @@ def exchange_by_mpi(start: Start, seconds: float) -> Address:
 
     Args:
         seconds: timeout in seconds for the other ranks.
-
-    Raises:
-        StartError: a rank is missing at the timeout, or mpi4py is missing.
     """
     who = start.identity
     late = (

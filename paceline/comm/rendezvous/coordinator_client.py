@@ -39,19 +39,15 @@ class Link(Protocol):
 
     def start(self, client: CoordinatorClient) -> None:
         """Begin to call the client: ``receive`` per message, ``send_heartbeat`` every second, ``lose`` at the end."""
-        ...
 
     def send(self, message: Message) -> None:
         """Send a message without blocking."""
-        ...
 
     def put(self, message: Message) -> None:
         """Queue a message for :meth:`get`."""
-        ...
 
     def get(self) -> Message:
         """Wait for the next queued message."""
-        ...
 
 
 class CoordinatorClient:
@@ -120,11 +116,7 @@ class CoordinatorClient:
         planned: bool = False,
         ended: Sequence[int] = (),
     ) -> Membership | Departure:
-        """Report that this worker is ready for the next generation and wait until it forms.
-
-        Raises:
-            StartError: this worker does not match the others.
-        """
+        """Report that this worker is ready for the next generation and wait until it forms."""
         self._link.send(
             {
                 "type": "ready",

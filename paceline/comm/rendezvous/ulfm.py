@@ -33,9 +33,6 @@ def find_coordinator(seconds: float) -> env.LaunchInfo | None:
 
     Args:
         seconds: timeout in seconds for the other processes.
-
-    Raises:
-        StartError: a process is missing at the timeout, or mpi4py is missing.
     """
     start = env.started_by()
     who = start.identity

@@ -62,7 +62,6 @@ class Blocks(Protocol):
 
     def share(self, size: int) -> list[memoryview]:
         """Map a new block of memory. The shard uses the first returned view."""
-        ...
 
 
 class OwnBlocks:
@@ -78,7 +77,6 @@ class Buffered(Protocol):
 
     def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the buffers with their names."""
-        ...
 
 
 class Shard:

@@ -51,7 +51,6 @@ class Work(Protocol):
 
     def wait(self) -> object:
         """Wait until the operation is done. See :attr:`Capabilities.blocking_wait`."""
-        ...
 
 
 Started: TypeAlias = "list[tuple[Work, list[int]]]"
@@ -78,11 +77,9 @@ class Transport(Protocol):
         Raises:
             RuntimeError: a connection failed.
         """
-        ...
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
         """Open the communicators that are needed and not yet open. Their workers must call this in the same order."""
-        ...
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
         """Start sends and receives. Return the works of the receives, then of the sends, or one work for all of them.
@@ -95,11 +92,9 @@ class Transport(Protocol):
         Raises:
             TransportError: a peer cannot be reached.
         """
-        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """Start an in-place sum of a tensor over all workers."""
-        ...
 
     def synchronize(self, look: Callable[[float], None]) -> None:
         """Wait on the host until the device has finished its work, so that received tensors can be read.
@@ -107,8 +102,6 @@ class Transport(Protocol):
         Args:
             look: called during the wait with the seconds waited. May raise.
         """
-        ...
 
     def abort(self) -> None:
         """End all waits for other workers. Any thread may call this. Tensors that have not arrived are garbage."""
-        ...

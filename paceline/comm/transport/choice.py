@@ -23,9 +23,6 @@ def transport_for(device: torch.device, same_host: bool, shared: bool = False, w
         same_host: whether workers of one machine can share host memory.
         shared: whether some workers have the same device, which NCCL does not allow.
         wanted: ``mpi`` or ``auto``.
-
-    Raises:
-        ConfigError: the wanted transport does not support the device, or MPI did not start this process.
     """
     if wanted == "mpi" and device.type == "cpu":
         return Mpi()

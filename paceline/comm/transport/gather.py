@@ -27,11 +27,9 @@ class Workers(Protocol):
     @property
     def others(self) -> list[int]:
         """Ranks of all other workers."""
-        ...
 
     def start_transfers(self, sends: list[Message], receives: list[Message], *, host: bool = False) -> Sequence[Work]:
         """See ``World.start_transfers``."""
-        ...
 
 
 def all_gather_bytes(workers: Workers, own: bytes) -> list[bytes]:

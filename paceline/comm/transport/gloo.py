@@ -78,7 +78,6 @@ class Gloo:
 class _Wait(Protocol):
     def end(self) -> None:
         """End the wait, which may have ended already. Any thread may call this method."""
-        ...
 
 
 class Waits:

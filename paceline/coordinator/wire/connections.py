@@ -55,15 +55,12 @@ class Receiver(Protocol):
 
     def handle(self, peer: Peer, message: Message) -> None:
         """Handle a validated message of an authenticated client."""
-        ...
 
     def disconnected(self, peer: Peer) -> None:
         """Handle the end of an authenticated client's connection."""
-        ...
 
     def tick(self, now: float) -> None:
         """Run periodic work. Called about every ``TICK_SECONDS``."""
-        ...
 
 
 class Refusals:

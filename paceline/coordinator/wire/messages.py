@@ -117,11 +117,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """Open a listening socket. Port 0 selects a free port.
-
-    Raises:
-        StartError: the address cannot be used, for example because the port is in use.
-    """
+    """Open a listening socket. Port 0 selects a free port."""
     try:
         return socket.create_server(address, backlog=1024)
     except OSError as error:

@@ -31,11 +31,7 @@ States = dict[int, Any]
 
 
 def takes_state(forward: Any) -> bool:
-    """Return whether ``forward`` has a third positional parameter without a default, ``state``.
-
-    Raises:
-        ConfigError: ``forward`` is a mapping of alternating forward passes, and one of them has that parameter.
-    """
+    """Return whether ``forward`` has a third positional parameter without a default, ``state``."""
     if isinstance(forward, Mapping):
         for name, one in forward.items():
             if takes_state(one):
@@ -55,11 +51,7 @@ def takes_state(forward: Any) -> bool:
 
 
 def check_rows(order: BatchOrder, data: Any) -> None:
-    """Raise InputError if the rows of a batch are known not to continue the rows of the previous batch.
-
-    Raises:
-        InputError: the last batch of an epoch is short, or ``TokenRows`` has another number of rows than the batch.
-    """
+    """Raise InputError if the rows of a batch are known not to continue the rows of the previous batch."""
     rows = data.rows if isinstance(data, TokenRows) else order.batch
     if rows != order.batch:
         raise InputError(f"The data are {rows} rows of tokens, but batch = {order.batch}: set batch to {rows}.")

@@ -103,11 +103,7 @@ class StreamOrder(BatchOrder):
         return {"lengths": self._lengths[:epoch], "index": index, "marks": known, "draws": self._stream.draws}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a state that :meth:`state` returned.
-
-        Raises:
-            InputError: an epoch of the state has another length, so the state is of another stream.
-        """
+        """Continue from a state that :meth:`state` returned."""
         lengths, index = list(state["lengths"]), int(state["index"])
         for epoch, (here, there) in enumerate(zip(self._lengths, lengths, strict=False)):
             if here != there:

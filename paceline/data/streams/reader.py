@@ -99,11 +99,7 @@ class Stream:
         self._marks[epoch, index] = mark
 
     def check_repeats(self) -> None:
-        """Read the first sample again to check that the data set can be iterated over more than once.
-
-        Raises:
-            InputError: the sample differs.
-        """
+        """Read the first sample again to check that the data set can be iterated over more than once."""
         first = self.batch(0, 0).items[0]
         self._batches.clear()
         self._marks.clear()

@@ -22,12 +22,7 @@ _ROW_GROUP_BYTES = 2**20
 
 
 def write(frame: Any, folder: str | Path) -> int:
-    """Write the rows in one pass and return their number.
-
-    Raises:
-        ConfigError: pyspark is not installed.
-        InputError: a column has a type that a data set cannot read, or the folder already exists.
-    """
+    """Write the rows in one pass and return their number."""
     try:
         from pyspark.ml.functions import vector_to_array
         from pyspark.sql import Observation, functions

@@ -50,7 +50,6 @@ def find(paths: Sequence[str], columns: Sequence[str] | None) -> Files:
 
     Raises:
         ConfigError: pyarrow is not installed.
-        InputError: a path does not exist, the files have no rows, a column cannot be read, or the files differ.
     """
     parquet = _pyarrow("parquet")
     found = sorted((path, source) for source in paths for path in _search(source))
@@ -104,9 +103,6 @@ def read(system: Any, file: File, group: int, columns: Sequence[str], footer: An
     Args:
         group: index of the row group.
         footer: footer of the file, if it has been read. Reading a footer of 2,000 row groups takes 6 ms.
-
-    Raises:
-        InputError: the file cannot be read or has changed since it was found, or a column has nulls.
     """
     parquet = _pyarrow("parquet")
     try:

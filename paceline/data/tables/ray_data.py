@@ -21,12 +21,7 @@ _ROW_GROUP_BYTES = 2**20
 
 
 def write(dataset: Any, folder: str | Path) -> tuple[int, list[str]]:
-    """Write the rows in one pass. Return their number and the names of the columns.
-
-    Raises:
-        ConfigError: ray.data is not installed.
-        InputError: a column has a type that a data set cannot read, the folder already exists, or there are no rows.
-    """
+    """Write the rows in one pass. Return their number and the names of the columns."""
     try:
         import ray
         import ray.data
@@ -77,11 +72,7 @@ def _write_table(table: Any, target: str, number: int) -> tuple[int, list[str]]:
 
 
 def plain(column: Any, name: str) -> Any:
-    """Return a column without Ray's extension types: tensors of one shape become nested lists.
-
-    Raises:
-        InputError: a data set cannot read the type of the column.
-    """
+    """Return a column without Ray's extension types: tensors of one shape become nested lists."""
     import pyarrow
 
     kind, shape = column.type, None

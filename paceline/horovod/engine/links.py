@@ -109,9 +109,6 @@ def open_links(
         store: store used by this call alone, in which rank 0 publishes its address.
         seconds: timeout in seconds.
         is_cut_short: returns whether a worker is known to be lost.
-
-    Raises:
-        StartError: some workers did not connect before the timeout.
     """
     if size == 1:
         return Links(rank, {})

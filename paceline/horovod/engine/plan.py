@@ -36,15 +36,12 @@ class Watch(Protocol):
 
     def waiting(self, name: str, set_: int) -> None:
         """Record the start of a wait."""
-        ...
 
     def waited(self, name: str) -> None:
         """Record the end of a wait."""
-        ...
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
         """Build the error for a failed wait."""
-        ...
 
 
 _FIRST_BYTES = 1 << 20

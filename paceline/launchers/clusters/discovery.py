@@ -83,9 +83,6 @@ def ask(script: Path) -> Slots:
 def parse_slots(text: str) -> Slots:
     """Parse lines ``host:slots``, or ``host`` for one slot. Slots of a repeated host are added.
 
-    Raises:
-        ConfigError: a line has neither form.
-
     Example:
         >>> parse_slots("h1:2\\nh2\\nh1:1\\n")
         {'h1': 3, 'h2': 1}

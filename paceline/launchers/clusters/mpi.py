@@ -81,9 +81,6 @@ def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Age
         version: output of ``mpiexec --version``.
         root: whether root runs mpiexec, which Open MPI only allows with an option.
         agents: agents with their hosts. No host options are needed if all run on this machine.
-
-    Raises:
-        StartError: the MPI implementation is unknown.
     """
     hosts = [agent.machine for agent in agents if agent.machine != _HERE]
     if "OpenRTE" in version or "Open MPI" in version:

@@ -228,9 +228,6 @@ class _Nodes:
         """Start an actor for each agent. Actors beyond the minimum start when resources become available.
 
         The agents start once the coordinator listens. Otherwise an agent on the same node would become coordinator.
-
-        Raises:
-            StartError: a node does not have the script or folder, or its actor did not start in time.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

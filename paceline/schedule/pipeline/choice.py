@@ -28,11 +28,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(settings: PipelineSettings, workers: int) -> Shape:
-    """Return the layout of a pipeline on ``workers`` workers.
-
-    Raises:
-        ConfigError: the settings do not match each other or the number of workers.
-    """
+    """Return the layout of a pipeline on ``workers`` workers."""
     chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
     if settings.schedule == "interleaved" and chunks < 2:
         raise ConfigError(
@@ -86,11 +82,7 @@ def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replic
 
 
 def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: int) -> AsyncPipeline:
-    """Return the asynchronous pipeline for batches of ``microbatches`` microbatches.
-
-    Raises:
-        ConfigError: the settings do not match each other or the number of workers.
-    """
+    """Return the asynchronous pipeline for batches of ``microbatches`` microbatches."""
     _, _, replicas = shape_of(settings, workers)
     every = settings.update_every or microbatches
     turns = math.lcm(*replicas)

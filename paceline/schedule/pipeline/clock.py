@@ -101,7 +101,6 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     """Simulate a schedule and return its timeline.
 
     Raises:
-        ConfigError: the times are for another number of stages.
         InputError: the schedule has a deadlock. ``prove`` checks more rules.
     """
     lengths = [len(one) for one in (times.forward, times.input, times.weight, times.reduce, times.update)]

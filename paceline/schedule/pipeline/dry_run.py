@@ -33,9 +33,6 @@ def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) 
     Args:
         perform: performs an operation, given the worker, the index in its list, and the operation. Returns whether it
             was performed. If not, it is tried again after other workers have advanced.
-
-    Raises:
-        InputError: the schedule has a deadlock.
     """
     position = [0] * len(schedule.workers)
     advanced = True

@@ -27,11 +27,7 @@ GRADIENT = (Kind.BACKWARD, Kind.INPUT)
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Check that arguments of a schedule are integers of at least ``least``.
-
-    Raises:
-        ConfigError: a value is smaller or not an integer.
-    """
+    """Check that arguments of a schedule are integers of at least ``least``."""
     for name, value in values.items():
         if not isinstance(value, int):
             raise ConfigError(f"a schedule needs a whole number of {name}, not {value!r}")

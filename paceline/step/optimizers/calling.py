@@ -46,11 +46,7 @@ def begin_training(optimizer: Optimizer) -> None:
 
 
 def check_modes(optimizer: Optimizer, strategy: str, *, able: bool) -> None:
-    """Raise if an optimizer has evaluation weights and the strategy does not keep its whole state on every worker.
-
-    Raises:
-        ConfigError: names the optimizer's class and the strategy.
-    """
+    """Raise if an optimizer has evaluation weights and the strategy does not keep its whole state on every worker."""
     if with_modes(optimizer) and not able:
         raise ConfigError(
             f"{type(with_modes(optimizer)[0]).__name__} has other weights for evaluation (it has train() and eval()), "

@@ -24,11 +24,7 @@ _WRITE = "Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4)."
 
 
 def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
-    """Return the optimizer of a model's trainable parameters.
-
-    Raises:
-        InputError: ``factory`` is not a factory, or its result is not an optimizer or cannot be used.
-    """
+    """Return the optimizer of a model's trainable parameters."""
     if isinstance(factory, Optimizer) or not callable(factory):
         raise InputError(
             f"optimizer must be a factory, something that is called with the parameters, but it is "
@@ -89,11 +85,7 @@ def _check_apart(several: Mapping[str, Optimizer], model: nn.Module) -> None:
 
 
 def make_schedule(schedule: Any, optimizer: Optimizer) -> LRScheduler | None:
-    """Return the schedule of an optimizer. Several optimizers share a factory or have a factory for each name.
-
-    Raises:
-        InputError: ``schedule`` is not a factory, or its result cannot be used.
-    """
+    """Return the schedule of an optimizer. Several optimizers share a factory or have a factory for each name."""
     if schedule is None:
         return None
     if not isinstance(optimizer, SeveralOptimizers):

@@ -67,11 +67,7 @@ def over_network(context: TrainingContext) -> OverNetwork:
 
 
 def connect_servers(context: TrainingContext) -> RpcPeers:
-    """Connect the workers over the network, as servers and clients of each other.
-
-    Raises:
-        ConfigError: the workers are on GPUs.
-    """
+    """Connect the workers over the network, as servers and clients of each other."""
     if not context.world.transport.capabilities.on_host:
         raise ConfigError(
             f"strategy {context.settings.strategy!r} needs workers on CPUs, and this one is on {context.world.device}: "
@@ -87,11 +83,7 @@ def copies_of(context: TrainingContext) -> int:
 
 
 def shared_memory_of(context: TrainingContext) -> SharedMemory:
-    """Return the shared memory of workers on one machine.
-
-    Raises:
-        ConfigError: the workers are on several machines, or on GPUs.
-    """
+    """Return the shared memory of workers on one machine."""
     if context.world.shared_memory is None:
         raise ConfigError(
             f"strategy {context.settings.strategy!r} is for one machine, a Linux on x86-64 whose workers share memory "

@@ -16,11 +16,9 @@ class Counts(Protocol):
 
     def add(self, number: int) -> None:
         """Count a number once more."""
-        ...
 
     def total(self) -> Counter[int]:
         """Return the counts of all workers."""
-        ...
 
 
 class Staleness:

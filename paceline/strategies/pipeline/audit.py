@@ -153,7 +153,6 @@ class StageAudit:
             outputs_of: function that computes the outputs of the stage from its inputs and the data.
 
         Raises:
-            InputError: the results differ, and the run is to stop.
             WorkerLost: the results differ, and another worker was lost: the received gradients may be garbage.
         """
         context, begin = self._context, time.perf_counter()

@@ -57,9 +57,6 @@ class TiedUses:
 
         Args:
             autocast: whether uses share a cast of the parameter.
-
-        Raises:
-            InputError: the parameter has a hook, is an output of the stage, or is cast by autocast.
         """
         parameter = self._parameter
         if gradient_hooks(parameter):

@@ -50,11 +50,7 @@ def missing(context: TrainingContext, everyone: Sequence[Progress | None]) -> li
 def go_back(
     context: TrainingContext, checkpointer: Checkpointer, state: TrainingState, everyone: Sequence[Progress | None]
 ) -> int:
-    """Load the newest checkpoint on all workers and return its number of steps.
-
-    Raises:
-        CheckpointError: there is no checkpoint.
-    """
+    """Load the newest checkpoint on all workers and return its number of steps."""
     modes, trained = training_flags(context.compute.model), requires_grad_flags(context.compute.model.parameters())
     with (
         modes.set_to(modes.current()),

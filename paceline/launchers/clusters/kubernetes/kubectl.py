@@ -50,9 +50,6 @@ class Kubectl:
 
         Args:
             given: standard input. Defaults to empty.
-
-        Raises:
-            StartError: ``kubectl`` failed or timed out.
         """
         try:
             ended = subprocess.run(

@@ -68,11 +68,7 @@ def require(*programs: str) -> None:
 
 
 def scontrol(*words: str) -> str:
-    """Run scontrol and return its output.
-
-    Raises:
-        StartError: scontrol failed.
-    """
+    """Run scontrol and return its output."""
     done = subprocess.run(["scontrol", *words], capture_output=True, text=True, env=env.inherited())
     if done.returncode:
         raise StartError(f"scontrol {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")
@@ -85,11 +81,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 def seconds_of(limit: str) -> int:
-    """Return a time limit of Slurm in seconds: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.
-
-    Raises:
-        ConfigError: the limit has none of these forms.
-    """
+    """Return a time limit of Slurm in seconds: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
     found = _TIME.fullmatch(limit)
     if found is None:
         raise ConfigError(f"--time {quoted(limit)}: give minutes, or hours as in 2:00:00, or days as in 1-12:00:00.")
@@ -153,7 +145,6 @@ def submit(placement: Placement, request: Request) -> Job:
 
     Raises:
         ConfigError: the run directory cannot be used.
-        StartError: Slurm refuses the job.
     """
     command = placement.agents[0].command
     script = Path(command[-1])

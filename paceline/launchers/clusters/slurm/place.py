@@ -103,9 +103,6 @@ def steps(request: Request, nodes: list[str], rendezvous: str) -> tuple[Agent, .
 
     Args:
         rendezvous: ``host:port`` of the first node.
-
-    Raises:
-        ConfigError: the allocation has too few nodes.
     """
     fewest, most = request.nodes or (len(nodes), len(nodes))
     if len(nodes) < fewest:

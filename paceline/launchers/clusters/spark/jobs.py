@@ -105,11 +105,7 @@ class Slots:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Slots:
-        """Wait for a first executor, and check that it can run an agent.
-
-        Raises:
-            StartError: no executor ran a task in time, or the check failed.
-        """
+        """Wait for a first executor, and check that it can run an agent."""
         seconds = self._request.patience_seconds
         found: list[str] = []
         paths = [str(path) for path in (Path.cwd(), *self._request.files)]

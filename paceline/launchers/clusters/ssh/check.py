@@ -85,9 +85,6 @@ def check_hosts(
         hosts: names of the hosts, with the command that runs Python on each.
         must_meet: whether to fail if a host does not reach the first host. Otherwise the likeliest address is returned.
         more_come: whether hosts may join later, so that even a single host needs an address that others can reach.
-
-    Raises:
-        StartError: a host cannot be reached, fails a requirement, or does not reach the first host.
     """
     token = secrets.token_hex(8)
     with contextlib.ExitStack() as opened, ThreadPoolExecutor(len(hosts)) as pool:
