@@ -155,11 +155,7 @@ def say(line: str) -> None:
 
 
 def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, lines: Sequence[str]) -> str:
-    """Return a hint for a run without a failure, or an empty string.
-
-    Args:
-        lines: lines that rank 0 printed.
-    """
+    """Return a hint for a run without a failure, or an empty string. ``lines``: lines that rank 0 printed."""
     from paceline.launchers import call_worker
 
     if not (coordinator.ranks or request.horovod or request.script == Path(call_worker.__file__)):

@@ -20,11 +20,7 @@ from paceline.system.torch_internals import StreamSampler
 
 
 def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch: int) -> BatchOrder:
-    """Return the sample order for a data set or a stream.
-
-    Args:
-        batch: number of samples in a step over all workers.
-    """
+    """Return the sample order for a data set or a stream. ``batch``: number of samples in a step over all workers."""
     parts = settings.microbatches or default_microbatches(batch)
     if batch < parts:
         raise ConfigError(

@@ -131,11 +131,7 @@ class Claims(Protocol):
         """Return the current table."""
 
     def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
-        """Wait for a condition on the table.
-
-        Args:
-            awaited: returns the ranks on which the condition depends.
-        """
+        """Wait for a condition on the table. ``awaited``: returns the ranks on which the condition depends."""
 
     def change(self) -> AbstractContextManager[ClaimTable]:
         """Change the table in a context. The table stays as it is if the body raises.

@@ -13,11 +13,7 @@ from paceline.comm.world import World
 
 
 class Subgroup:
-    """Workers that hold the same stages.
-
-    Args:
-        ranks: ranks of the subgroup, including this worker's.
-    """
+    """Workers that hold the same stages. ``ranks``: ranks of the subgroup, including this worker's."""
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self._world = world

@@ -25,11 +25,7 @@ _POLL_SECONDS = 0.001
 
 
 class Presence:
-    """This rank's view of the other ranks.
-
-    Args:
-        names: numbers of the communicator's ranks in error messages.
-    """
+    """This rank's view of the other ranks. ``names``: numbers of the communicator's ranks in error messages."""
 
     def __init__(self, comm: Any, names: Sequence[int]) -> None:
         self._mpi = initialized()

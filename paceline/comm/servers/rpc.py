@@ -50,11 +50,7 @@ Handler = Callable[[int, Any, bytearray], Answer]
 
 
 class RpcServer:
-    """Server for the requests of other workers.
-
-    Args:
-        most: size of the largest request in bytes, without its message.
-    """
+    """Server for the requests of other workers. ``most``: size of the largest request in bytes, without its message."""
 
     def __init__(self, host: str, key: bytes, most: int) -> None:
         self._handlers: dict[str, Handler] = {}

@@ -44,11 +44,7 @@ class GoneError(Exception):
 
 
 class Asked:
-    """Machine that answers questions: this machine.
-
-    Args:
-        address: address by which the other machines know it.
-    """
+    """Machine that answers questions: this machine. ``address``: address by which the other machines know it."""
 
     def __init__(self, host: str, address: str, examiner: Examiner | None = None) -> None:
         self.host, self.address, self.name = host, address, host

@@ -17,11 +17,7 @@ Act = Callable[[], None]
 
 
 class Process:
-    """Simulated process.
-
-    Args:
-        main: main function of the process. Its exception is stored in :attr:`error`.
-    """
+    """Simulated process. ``main``: main function of the process. Its exception is stored in :attr:`error`."""
 
     def __init__(self, hub: Hub, name: str, main: Act) -> None:
         self.name = name

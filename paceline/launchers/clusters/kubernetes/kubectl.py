@@ -46,11 +46,7 @@ class Kubectl:
         self._command = [program, *(["--namespace", namespace] if namespace else [])]
 
     def run(self, *words: str, given: str | None = None) -> str:
-        """Run ``kubectl`` and return its output.
-
-        Args:
-            given: standard input. Defaults to empty.
-        """
+        """Run ``kubectl`` and return its output. ``given``: standard input. Defaults to empty."""
         try:
             ended = subprocess.run(
                 [*self._command, *words],

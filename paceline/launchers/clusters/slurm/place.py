@@ -99,11 +99,7 @@ def _port(job: int) -> int:
 
 
 def steps(request: Request, nodes: list[str], rendezvous: str) -> tuple[Agent, ...]:
-    """Return one agent with its srun command for each node.
-
-    Args:
-        rendezvous: ``host:port`` of the first node.
-    """
+    """Return one agent with its srun command for each node. ``rendezvous``: ``host:port`` of the first node."""
     fewest, most = request.nodes or (len(nodes), len(nodes))
     if len(nodes) < fewest:
         raise ConfigError(f"--nodes {fewest}: the allocation has {len(nodes)}: {' '.join(nodes)}.")
