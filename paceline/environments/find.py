@@ -11,12 +11,79 @@ are checked from the innermost engine to the outermost::
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from paceline.environments.mpi import hydra, open_mpi
-from paceline.environments.slurm import slurm_step
-from paceline.environments.start import Identity, Start, number, read_identity
+from paceline.environments.start import LOOPBACK, Identity, Start, number, read_identity
+from paceline.errors import ConfigError
+
+_LOWEST_PORT, _PORTS = 10_000, 20_000
+"""Port range below the system's ephemeral ports."""
+
+
+def slurm_step(environment: Mapping[str, str]) -> Start | None:
+    """Return the start by srun, or None."""
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    if not {"SLURM_STEP_ID", "SLURM_JOB_ID", *names} <= environment.keys():
+        return None
+    tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = number(environment, "SLURM_NODEID", 0)
+    who = read_identity(environment, *names, local_world_size=tasks[node] if 0 <= node < len(tasks) else None)
+    host = first_host(environment.get("SLURM_STEP_NODELIST", "")) if len(tasks) > 1 else LOOPBACK
+    job, step = (number(environment, f"SLURM_{name}_ID", 0) for name in ("JOB", "STEP"))
+    cores = number(environment, "SLURM_CPUS_ON_NODE", 0) or None
+    return Start("Slurm", who, host or None, _LOWEST_PORT + (101 * job + step) % _PORTS, cores=cores)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Parse Slurm's list of tasks per node: ``3,1(x2)`` is ``[3, 1, 1]``."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            raise ConfigError(f"{text!r} in the environment does not say how many tasks are on each node of Slurm.")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a Slurm host list: ``a`` of ``a,b``, ``h08-ib`` of ``h[08-10,12]-ib,gpu1``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None  # the pattern also matches an empty string
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def open_mpi(environment: Mapping[str, str]) -> Start | None:
+    """Return the start by Open MPI 4 or 5, or None. With ``--with-ft ulfm`` processes survive the loss of another."""
+    rank, size, local_rank, local_size = (
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    if not {rank, size} <= environment.keys():
+        return None
+    parts = [environment.get(name, "") for name in ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR")]
+    who = read_identity(environment, rank, size, local_rank, local_size)
+    survives = environment.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
+    return replace(_of_mpi("Open MPI", who, " ".join(filter(None, parts))), survives=survives)
+
+
+def hydra(environment: Mapping[str, str]) -> Start | None:
+    """Return the start by Hydra (MPICH, Intel MPI), or None. srun sets PMI variables too, but not the local ones."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if "PMI_ID" in environment and names[0] not in environment and "MPI_LOCALRANKID" in environment:
+        raise ConfigError(
+            "mpiexec with -pmi-port does not say how many workers there are: leave -pmi-port out, or set RANK and "
+            "WORLD_SIZE of each."
+        )
+    if not {*names} <= environment.keys():
+        return None
+    engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environment) else "MPICH"
+    manager = number(environment, "PMI_FD", -1) if "PMI_FD" in environment else None
+    return _of_mpi(engine, read_identity(environment, *names), environment.get("PMI_PORT", ""), manager)
+
+
+def _of_mpi(engine: str, who: Identity, job: str, manager: int | None = None) -> Start:
+    return Start(engine, who, LOOPBACK if who.local_world_size == who.world_size else None, None, job, manager)
 
 
 def find_start(environment: Mapping[str, str]) -> Start:

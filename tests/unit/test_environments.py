@@ -5,8 +5,7 @@ import pytest
 from paceline.comm.rendezvous.devices import Gpus, choose_free, choose_gpu
 from paceline.comm.rendezvous.networks import shared_address
 from paceline.comm.rendezvous.port_exchange import PortServer, ask_port
-from paceline.environments.find import find_start
-from paceline.environments.slurm import first_host, tasks_per_node
+from paceline.environments.find import find_start, first_host, tasks_per_node
 from paceline.environments.start import Identity, threads_of
 from paceline.errors import ConfigError
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.diagnostics.verify import causes
-from paceline.diagnostics.verify.difference import Difference, Kind
+from paceline.diagnostics.verify.causes import Difference, Kind
 from paceline.diagnostics.verify.run_trace import RunTrace, StepTrace, TensorSketch
 
 Result = Literal["identical", "rounding", "different"]

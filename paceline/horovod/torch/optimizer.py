@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from paceline.horovod.engine.requests import GLOBAL
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.runtime import generations, size
-from paceline.horovod.torch.adasum_optimizer import AdasumReducing
+from paceline.horovod.torch.allreduce import allreduce_async
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.gradients import Gradients, Reduces
 from paceline.horovod.torch.requests import Adasum, Average, reduction_of
@@ -213,3 +213,38 @@ def _groups(groups: Groups, parameters: list[torch.Tensor]) -> list[list[torch.T
     if len(set(given)) < len(given):
         raise ValueError("groups: a parameter can be in one group only.")
     return [kept for group in found if (kept := [one for one in group if one in set(parameters)])]
+
+
+class AdasumReducing(Optimizer):
+    """Methods added to the class of the optimizer."""
+
+    _base: type[Optimizer]
+    _parameter_names: dict[torch.Tensor, str]
+    _compression: type[Compressor]
+
+    def synchronize(self) -> None:
+        """Do nothing, because gradients stay local to this worker."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Raise AssertionError, because there is no synchronization to skip.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError("skip_synchronize is not for op=hvd.Adasum: it combines the updates in step().")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with the gradients of this worker, then combine the parameter changes of all workers."""
+        before = {one: one.detach().clone() for one in self._parameter_names if one.requires_grad}
+        loss = self._base.step(self, closure)
+        handles = []
+        with torch.no_grad():
+            for one, old in before.items():
+                small, context = self._compression.compress(one.detach() - old)
+                handles.append((allreduce_async(small, name=self._parameter_names[one], op=Adasum), context))
+            for (one, old), (handle, context) in zip(before.items(), handles, strict=True):
+                one.copy_(old + self._compression.decompress(handle.results(), context))
+        return loss
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing, because gradients add up until ``step``."""
