@@ -159,8 +159,6 @@ class OrderedTransport:
             device=torch.device("cpu"),
             on_host=False,
             same_host=False,
-            point_to_point=True,
-            collectives=True,
             ordered=True,
             blocking_wait=False,
         )

@@ -17,8 +17,6 @@ class Capabilities(NamedTuple):
     device: torch.device  # device of its tensors
     on_host: bool  # whether tensors are in host memory, where the host can read them and workers can share them
     same_host: bool  # whether workers of one machine can exchange tensors through shared memory
-    point_to_point: bool  # whether two workers can exchange a tensor while the others do something else
-    collectives: bool  # whether the back end can add up tensors by itself
     # whether a communicator runs its operations in the order of submission and ignores tags. A receive then blocks all
     # later operations, so two workers that send both ways at once need a communicator per direction.
     ordered: bool

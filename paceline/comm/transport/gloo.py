@@ -37,8 +37,6 @@ class Gloo:
             device=torch.device("cpu"),
             on_host=True,
             same_host=same_host,
-            point_to_point=True,
-            collectives=True,
             ordered=False,
             blocking_wait=True,
         )

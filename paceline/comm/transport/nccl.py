@@ -28,8 +28,6 @@ class Nccl:
             device=device,
             on_host=False,
             same_host=False,
-            point_to_point=True,
-            collectives=True,
             ordered=True,
             blocking_wait=False,
         )
