@@ -111,7 +111,6 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
     """Check that a strategy of this name exists.
 
     Args:
-        name: value of the setting ``strategy``.
         known: strategy names. Defaults to the built-in ones; only the script knows strategies that it registers.
     """
     if name not in known:
@@ -306,11 +305,7 @@ def flat(settings: Settings) -> dict[str, object]:
 
 
 def kept(settings: Settings, sources: Mapping[str, str]) -> dict[str, list[object]]:
-    """Return the settings to store in a checkpoint, by dotted key: the value, and whether the script has set it.
-
-    Args:
-        sources: sources of the settings that are not defaults, by dotted key.
-    """
+    """Return the settings to store in a checkpoint, by dotted key: the value, and whether the script has set it."""
     values = flat(settings)
     return {key: [values[key], source == "script"] for key, source in sources.items() if key not in OF_ONE_START}
 

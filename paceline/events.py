@@ -46,7 +46,6 @@ class EventLog:
 
     Args:
         rank: rank of this process, or the name of a process that is no worker.
-        generation: number of membership changes before this log.
     """
 
     def __init__(

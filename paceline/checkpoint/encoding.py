@@ -37,8 +37,6 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
     Args:
         value: value of the types that :func:`decode` creates.
-        tensors: receives the tensors in the value under new names.
-        where: description of the value, for errors.
 
     Raises:
         EncodingError: a value has another type. The message names the first such value.
@@ -82,7 +80,6 @@ def decode(written: Any, tensors: Mapping[str, torch.Tensor], now: Any, where: s
 
     Args:
         now: value that the script has at this position, or None.
-        where: description of the value, for errors.
 
     Raises:
         EncodingError: :func:`encode` did not write the value, or the script has another function at its position.

@@ -69,12 +69,7 @@ class _Recorded:
 
 
 def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], known: dict[str, str]) -> CheckpointShard:
-    """Write tensors to a file.
-
-    Args:
-        create: function that opens a new file by name.
-        known: hashes of tensors that need not be computed. Computed hashes are added.
-    """
+    """Write tensors to a file. ``known``: hashes of tensors that need not be computed. Computed hashes are added."""
     offsets, records, rest = {}, {}, hashlib.sha256()
     with create(name) as file:
         recorded = _Recorded(file)
@@ -158,10 +153,6 @@ class _Checked:
 
 def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[str, torch.Tensor]:
     """Read files that a manifest describes. Return the tensors in them, in the order of the files.
-
-    Args:
-        open_file: function that opens a file by name.
-        manifest: result of :func:`paceline.checkpoint.manifest.parse`.
 
     Raises:
         DamagedError: a file has another size, or a file or tensor has another hash than in the manifest.

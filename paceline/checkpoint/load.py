@@ -56,7 +56,6 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None], re
     """Read a checkpoint, or the files of one reader.
 
     Args:
-        location: path or URL of the checkpoint.
         check: function that is called with location and manifest before the tensors are read, and may raise.
         reader: reader whose files to read. Defaults to all files.
 

@@ -47,7 +47,6 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
 
     Args:
         check: function that raises if a manifest does not fit the run.
-        seconds: timeout in seconds for retries while the storage fails.
 
     Raises:
         CheckpointError: the checkpoint was refused, or the storage failed until the timeout.
@@ -104,8 +103,6 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
 
     Args:
         look: query, called with the seconds since the first attempt.
-        where: location of the storage, for errors.
-        seconds: timeout in seconds for retries.
     """
     retries = Retries(seconds)
     while True:

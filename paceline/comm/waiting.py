@@ -142,12 +142,7 @@ class Waiting:
 
     @contextmanager
     def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> Iterator[None]:
-        """Record a wait for these ranks in a call of the process group, which the loss of a worker interrupts.
-
-        Args:
-            suspects: see :meth:`lost`.
-            where: see :meth:`lost`.
-        """
+        """Record a wait for these ranks in a call of the process group, which the loss of a worker interrupts."""
         self.waits_for(ranks)
         self.in_process_group = True
         try:

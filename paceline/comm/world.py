@@ -270,7 +270,6 @@ class World(Waiting):
         """Start sends and receives, and return their transfers. The caller must wait for each transfer.
 
         Args:
-            sends, receives, over: see :meth:`Transport.start`.
             where: purpose of the transfers, for errors. Defaults to :attr:`purpose`.
             host: whether the tensors are on the CPU. By default they are on the device of this worker.
         """

@@ -225,12 +225,7 @@ class Applicant:
 
 
 def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float) -> tuple[AgentClient, Secret]:
-    """Connect to the coordinator on another machine, and retry until it has started.
-
-    Args:
-        shared: shared secret, or the file that will contain it.
-        seconds: timeout in seconds.
-    """
+    """Connect to the coordinator on another machine, and retry until it has started."""
     deadline = time.monotonic() + seconds
     reason = "no answer"
     while time.monotonic() < deadline:

@@ -30,11 +30,7 @@ class MemberList:
         self._members: tuple[Member, ...] = ()
 
     def changes(self, workers: Sequence[Worker], generation: int) -> list[tuple[list[int], Message]]:
-        """Advance to a generation, and return its messages, each with the numbers of the workers to send it to.
-
-        Args:
-            workers: members by rank.
-        """
+        """Advance to a generation, and return its messages, each with the numbers of the workers to send it to."""
         before, self._members = self._members, _members_of(workers)
         follows = [generation > 0 and one.knows == generation - 1 for one in workers]
         about = {"generation": generation, "fresh": all(one.progress is None for one in workers)}

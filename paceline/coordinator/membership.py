@@ -142,7 +142,6 @@ class MembershipProtocol:
 
         Args:
             reason: sentence that names the worker and what happened.
-            now: current time on the caller's clock, in seconds.
             may_run: whether the process may still run. Defaults to False.
             confirmed: whether the loss is known from more than the reports of other workers. Defaults to True.
         """
@@ -213,7 +212,6 @@ class MembershipProtocol:
         """End the run. With ``save``, the members report ready once more and the most advanced one saves a checkpoint.
 
         Args:
-            now: current time on the caller's clock, in seconds.
             save: whether to save a checkpoint first. Defaults to False.
             about: ``kind`` and ``workers`` of a failure that only the coordinator detects, for the report.
         """

@@ -57,7 +57,6 @@ class Coordinator:
     """Server that receives the reports of workers and agents. :class:`MembershipProtocol` makes the decisions.
 
     Args:
-        listener: listening socket from :func:`paceline.coordinator.wire.messages.listen`.
         local_workers: number of workers that start on this machine. Defaults to 0.
         show: function that shows a line of output that rank 0 prints on another machine.
         system: connections, clock and process checks. Defaults to the real ones.

@@ -25,7 +25,6 @@ def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
     """Return values of the data that must be equal on all workers, besides the number of samples.
 
     Args:
-        data: argument given to ``start``.
         exact: whether to compare every bit of floating-point values. If False, only which values are large is compared,
             because normalized data may differ in the last bits on another processor.
     """

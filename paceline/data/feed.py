@@ -322,7 +322,6 @@ class KeyedDataset(Dataset[Any]):
         """Read samples of the first request again, and check that they repeat and draw anew. Undo all side effects.
 
         Args:
-            item: first sample of the request, as it was read.
             sizes: sizes of the containers in the data set before the first read.
         """
         stops, self._stops = self._stops, None

@@ -44,8 +44,6 @@ def threads_of(own: int, machine: int, workers: int) -> int:
 
     Args:
         own: number of cores on which the worker may run: all cores of the start, or fewer if the worker is bound.
-        machine: number of cores that the start may use on this machine.
-        workers: number of workers of the start on this machine.
 
     Example:
         >>> threads_of(own=8, machine=8, workers=4), threads_of(own=2, machine=8, workers=4)

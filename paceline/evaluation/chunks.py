@@ -43,10 +43,6 @@ class Chunk(NamedTuple):
 class Chunks:
     """Chunks of a data set or of a stream.
 
-    Args:
-        data: map-style or iterable data set.
-        what: name of the session's method, for errors.
-
     Attributes:
         samples: number of samples. For a stream it is known once the stream has been read.
 

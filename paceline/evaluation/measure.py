@@ -54,7 +54,6 @@ def evaluate(
     raise an error that quotes it. A script that catches the error finds all workers at the same point.
 
     Args:
-        what: name of the session's method, for errors.
         everywhere: whether all workers get the result. If False, only rank 0 does.
 
     Returns:

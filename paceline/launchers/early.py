@@ -20,11 +20,7 @@ _TRUE = ("true", "1", "yes", "on")
 
 
 def begin(launcher: str, script: Path, arguments: Sequence[str], workers: int, settings: Sequence[str]) -> None:
-    """Call the launcher's ``begin_early`` if its command and environment can already be predicted.
-
-    Args:
-        settings: ``key=value`` pairs of the command line.
-    """
+    """Call the launcher's ``begin_early`` if its command and environment can already be predicted."""
     here = machine.measure()
     if launcher not in LAUNCHERS or env.plan_file() is not None or len(here.domains) > 1 or not script.is_file():
         return
@@ -38,7 +34,6 @@ def guess_threads(settings: Sequence[str], environment: Mapping[str, str], usual
     """Guess the number of threads per worker. Return it and whether the user has set it.
 
     Args:
-        settings: ``key=value`` pairs of the command line.
         usual: number of threads without a setting.
     """
     given = dict(one.partition("=")[::2] for one in settings)

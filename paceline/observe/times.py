@@ -16,9 +16,6 @@ def profiled_times(pipeline: Pipeline) -> Times | None:
 
     Each half of a split backward pass counts as half of it, but the whole pass of the first stage as second half. With
     ``recompute`` a backward pass begins with a forward pass.
-
-    Returns:
-        the times, or None if the layers were not profiled.
     """
     if pipeline.times is None:
         return None

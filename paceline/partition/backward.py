@@ -16,9 +16,7 @@ def backward(
     """Compute the gradients of the inputs and of the weights into their ``.grad``.
 
     Args:
-        outputs: outputs of the stage, or the loss of the last stage.
         output_gradients: gradients of the outputs. None for a loss.
-        inputs: inputs of the stage, from the previous stage.
     """
     gradients: Sequence[torch.Tensor | None] = [None] if output_gradients is None else output_gradients
     pairs = [

@@ -39,7 +39,6 @@ def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGro
     """Raise if the gradients computed layer by layer differ from those of the whole model.
 
     Args:
-        group: first microbatch.
         exact: whether the bits must be equal. Tied weights are checked where they are added up.
     """
     model = compute.model
@@ -126,11 +125,7 @@ def _check_reads(
 
 
 class _Others:
-    """Context that changes the parameters and buffers of all other layers while a layer runs.
-
-    Args:
-        names: names of the tensors to change.
-    """
+    """Context that changes the parameters and buffers of all other layers while a layer runs."""
 
     def __init__(self, layers: Layers, model: nn.Module, names: Collection[str]) -> None:
         stages = [layers.stage(place, place + 1) for place in range(len(layers.names))]

@@ -34,9 +34,7 @@ def measure(
     """Return the median costs of each layer after a warm-up pass, without a change to the model.
 
     Args:
-        example: input of the model for one microbatch.
         loss: function of the model's output that returns a scalar. Its time counts for the last layer.
-        repeats: number of measurements of each layer.
         precision: context of the forward pass, such as autocast.
     """
     last = len(layers.names) - 1

@@ -134,12 +134,7 @@ class Record:
 
 
 class Recorder(Watch):
-    """Recorder of a forward pass.
-
-    Args:
-        layers: modules that are layers, by name.
-        changing: names of the buffers that a forward pass changes.
-    """
+    """Recorder of a forward pass."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], changing: Iterable[str]) -> None:
         super().__init__()

@@ -57,9 +57,7 @@ class Section:
     """Layers of one stage, in one mode of the model.
 
     Args:
-        layers: modules that are layers, by name.
         bounds: first call of the stage, and the call that ends the stage.
-        changing: names of the buffers that change.
     """
 
     def __init__(

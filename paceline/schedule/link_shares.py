@@ -24,9 +24,6 @@ _LEAST_MESSAGE = 2**16
 def of_links(rates: Sequence[float]) -> list[float]:
     """Return the share of each machine. The shares add up to 1.
 
-    Args:
-        rates: rate of each machine's link, in any unit.
-
     >>> of_links([1.0, 1.0, 1.0, 0.9])
     [0.25, 0.25, 0.25, 0.25]
     >>> of_links([1.0, 1.0, 1.0, 0.5])

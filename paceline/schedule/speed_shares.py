@@ -36,11 +36,7 @@ class SpeedShares:
         self.counts = tuple(map(len, even(total, workers)))
 
     def observe(self, seconds: Sequence[float], counts: Sequence[int]) -> bool:
-        """Add the measurements of a step: computing seconds and number of microbatches of each worker.
-
-        Returns:
-            whether the shares have changed.
-        """
+        """Add the seconds and microbatches that each worker computed. Return whether the shares have changed."""
         for measured, spent, count in zip(self._measured, seconds, counts, strict=True):
             if count:
                 measured.append(spent / count)

@@ -133,7 +133,6 @@ class Buffers:
         Call this right after the forward pass of the microbatch.
 
         Args:
-            samples: number of samples in the microbatch.
             whole: number of samples in the batch, by which the sum over all microbatches is divided.
             part: names of the buffers in a part of the model. Defaults to the whole model.
         """

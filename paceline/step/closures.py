@@ -44,7 +44,6 @@ def check_closures(update: OptimizerStep, strategy: str, *, able: bool, phases: 
 
     Args:
         able: whether the strategy can recompute a step, and autocast is not float16.
-        phases: whether each of several optimizers has its own loss.
         carries: whether the forward pass carries a state from batch to batch.
     """
     if not update.closure_users:

@@ -49,10 +49,8 @@ def commit(  # noqa: PLR0913 - the results of a step
     """Check a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
-        groups: microbatch groups that this worker computed.
         parts: results of all workers' microbatch groups, in the order of microbatches.
         statistics: means of the buffers that the forward pass changes.
-        notice: notice about membership from any worker.
         apply: makes the update. Defaults to a full update on this worker.
         again: recomputes the gradients for an optimizer that needs a closure. None if the strategy cannot.
 
@@ -109,7 +107,6 @@ def skip(
 
     Args:
         step: step number. The mean gradients of the step are in ``.grad``.
-        parts: results of all microbatch groups.
         locate: returns the microbatches of a group whose loss is NaN or infinite.
 
     Raises:

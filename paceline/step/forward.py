@@ -233,11 +233,7 @@ Context = AbstractContextManager[object]
 
 
 def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Context]:
-    """Return the ``context_fn`` of a checkpoint: recomputation draws the same random numbers and sees the same buffers.
-
-    Args:
-        part: names of the buffers that the recomputed part uses.
-    """
+    """Return the ``context_fn`` of a checkpoint: recomputation draws the same numbers and sees the same buffers."""
     first, again = replay_context()
     return first, _Again(again, buffers.copies(part))
 

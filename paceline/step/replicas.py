@@ -151,7 +151,6 @@ class Replicas:
         """Compare the digests of all workers. All workers call this at the same point of a step.
 
         Args:
-            sums: digest of each rank.
             seconds: seconds that each rank computed in this step.
 
         Raises:

@@ -62,7 +62,6 @@ def install(
     Args:
         who: function that returns the rank of this worker and the number of workers.
         path: file to write the failure record to, which the launcher prints. If None, the hook prints the error.
-        step: function that returns the current step.
         close: function that is called before the process exits, to flush events.
         explain: function from a printed error to an explanation, empty if it has none.
     """

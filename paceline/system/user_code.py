@@ -51,9 +51,6 @@ def without_own_frames(error: BaseException, trace: TracebackType | None, where:
 
     An error that is raised in Paceline itself keeps all frames.
 
-    Args:
-        where: text that says where to find the omitted frames.
-
     Returns:
         the formatted traceback; empty if no frames are omitted.
     """

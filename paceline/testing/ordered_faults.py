@@ -145,7 +145,6 @@ class OrderedFaults:
 
     Args:
         directory: directory in which files mark the faults that have happened.
-        rank: function that returns the current rank of this process.
     """
 
     def __init__(self, plan: Plan, directory: Path, rank: Callable[[], int]) -> None:

@@ -207,7 +207,6 @@ class TrainingLoop:
 
         Args:
             kind: kind of the call, from ``training.progress``.
-            doing: description of the call, for messages.
             act: function that makes the call after all workers have reached it. Returns the result and the largest
                 notice of any worker.
             then: function that is called when the result is known, also if it was stored. Defaults to no action.

@@ -13,9 +13,6 @@ from paceline.training.progress import Call
 class Position:
     """Position of the script, which also seeds the random numbers that the script draws.
 
-    Args:
-        steps: number of steps that the script has passed.
-
     Attributes:
         steps: number of steps that the script has passed.
         epoch: epoch that ``session.epochs`` yielded last; None outside of that loop.
@@ -62,7 +59,6 @@ class Position:
         """Set the position, and seed the global random number generators for it.
 
         Args:
-            steps: number of steps that the script has passed.
             before: whether the script has received the batch of step ``steps`` without having taken the step.
             turn: index of the phase just taken, if a batch has several.
         """
@@ -87,7 +83,6 @@ class Position:
         """Check that a batch can still be passed to ``step``, and return the number of its phases already taken.
 
         Args:
-            batch: argument that the script has passed to ``step``.
             is_phase: whether the call takes one phase of the batch.
         """
         if not isinstance(batch, Batch):

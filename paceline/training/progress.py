@@ -189,8 +189,6 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
 
     Args:
         everyone: progress of each rank before the loss; None for ranks without a state.
-        rank: rank whose progress to return.
-        steps: number of steps of the checkpoint.
         history: results stored in the checkpoint (:meth:`Progress.history`).
     """
     own, known = everyone[rank], [one for one in everyone if one is not None]

@@ -35,10 +35,8 @@ class Records:
         """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases.
 
         Args:
-            seconds: duration in seconds.
             waited: part of the duration spent waiting for data, in seconds.
             phase: name of an optimizer, if the batch has several phases.
-            turn: index of the phase.
             again: whether the step is a repetition, which is not traced again.
         """
         context = self._context

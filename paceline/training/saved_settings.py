@@ -48,7 +48,6 @@ def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
 
     Args:
         run: run directory, if there is one. Otherwise the default is checkpoints/<script>.
-        number: number of the session in this process, from 1.
     """
     suffix = "" if number == 1 else f"-{number}"
     if run is not None:

@@ -135,7 +135,6 @@ def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None
 
     Args:
         leaves: whether the state may be saved or sent to joining workers. If not, only warn.
-        text: description of the change.
     """
     if leaves:
         raise InputError(text)

@@ -40,9 +40,6 @@ class KerasModule(nn.Module):
 
     Parameters and buffers are named by the paths of the Keras variables and share memory with them.
 
-    Args:
-        model: Keras model with weights.
-
     Raises:
         InputError: two weights of the model have the same path.
     """

@@ -27,9 +27,6 @@ class Feed:
 
     A worker that becomes rank 0 opens the trackers of the same run. It first sends the values that the previous rank 0
     may not have sent, from its own memory and from the event files.
-
-    Args:
-        events: folder of the event files, if any.
     """
 
     def __init__(self, names: tuple[str, ...], events: Path | None) -> None:

@@ -23,14 +23,7 @@ _log = logging.getLogger("paceline")
 
 
 class Tracking:
-    """Interface of a session to its trackers.
-
-    Args:
-        number: number of the session in this process, from 1.
-
-    Raises:
-        ConfigError: the package of a tracker is not installed.
-    """
+    """Interface of a session to its trackers. Raises ConfigError if the package of a tracker is not installed."""
 
     def __init__(
         self, settings: Settings, sources: Mapping[str, str], events: EventLog, run: Path | None, number: int
@@ -55,7 +48,6 @@ class Tracking:
 
         Args:
             run_id: ID that all continuations of a run share. Empty if the run cannot be continued.
-            position: number of completed steps.
         """
         if self._feed is None:
             return

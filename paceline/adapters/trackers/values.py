@@ -28,7 +28,6 @@ def recorded(events: Path, run: str, position: int) -> list[Values]:
 
     Args:
         run: ID of the run. Records of other runs are left out.
-        position: number of completed steps.
     """
     found: list[Values] = []
     for path in sorted(events.glob("rank-*.jsonl")):

@@ -38,11 +38,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 class Retries:
-    """Exponential backoff between attempts, from 0.1 to 10 seconds.
-
-    Args:
-        seconds: timeout after which no more attempts are made.
-    """
+    """Exponential backoff between attempts, from 0.1 to 10 seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -53,7 +53,6 @@ class Averages:
         """Make an update, and average its result if the step is due.
 
         Args:
-            step: number of earlier updates.
             update: function that changes the parameters from their gradients.
         """
         if self.settings.kind is None:

@@ -59,12 +59,7 @@ def check(world: World, facts: Mapping[str, object]) -> None:
 
 
 def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
-    """Compare the facts of all workers.
-
-    Args:
-        everyone: the facts of each worker, by rank.
-        where: prefix of the error message.
-    """
+    """Compare the facts of all workers."""
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:
         values = [own.get(key, "nothing") for own in everyone]

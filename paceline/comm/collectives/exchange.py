@@ -28,9 +28,7 @@ def even_shares(total: int, senders: Sequence[int], size: int) -> list[range]:
     """Divide bytes evenly among senders, in whole cache lines.
 
     Args:
-        total: number of bytes.
         senders: ranks that hold the state.
-        size: number of workers.
 
     Returns:
         range of bytes that each rank sends, empty if it sends nothing.

@@ -41,12 +41,7 @@ class Board(Protocol):
     """Whether published calls are visible immediately, so that :meth:`differs` can compare them."""
 
     def publish(self, number: int, mark: int, text: bytes) -> bool:
-        """Publish a call in the group of all workers and return whether it differs, as :meth:`differs` does.
-
-        Args:
-            mark: hash of what must be equal.
-            text: number and line of the record.
-        """
+        """Publish a call in the group of all workers and return whether it differs, as :meth:`differs` does."""
 
     def publish_in_group(self, slot: int, text: bytes) -> None:
         """Publish a call in a smaller group. ``slot`` counts the calls in all smaller groups."""

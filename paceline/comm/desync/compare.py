@@ -76,9 +76,6 @@ def swapped(records_of: dict[int, list[Record]]) -> str | None:
     """Return a sentence about the first equal calls whose lines the workers passed in different orders, or None.
 
     Only the calls in the group of all workers between the last two calls of the session are compared.
-
-    Args:
-        records_of: latest calls of each reachable rank, as for :func:`compare`.
     """
     found = _in_group(records_of, "")
     windows = {rank: _window(records) for rank, records in found.items()}

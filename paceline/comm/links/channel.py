@@ -49,8 +49,6 @@ class Sender:
 
     Args:
         peer: rank of the receiver.
-        tag: first tag to use.
-        what: description of the sent tensors, for errors.
         ring: ring buffer in shared memory for lists that fit. Defaults to none.
         exact: whether the receiver restores the strides of a view into a larger tensor, because bits may depend on
             them. By default the received tensor is dense.
@@ -139,14 +137,7 @@ class Sender:
 
 
 class Receiver:
-    """Receiver of the lists of a :class:`Sender`, in the same order.
-
-    Args:
-        peer: rank of the sender.
-        tag: first tag of the sender.
-        what: description of the received tensors, for errors.
-        ring: ring buffer of the sender.
-    """
+    """Receiver of the lists of a :class:`Sender`, in the same order."""
 
     def __init__(self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None) -> None:
         self._world = world

@@ -21,13 +21,7 @@ def communicator_of(tag: int, sender: int, receiver: int) -> Communicator:
 
 
 class VariableLengthSender:
-    """Sender of lists of any length to one worker.
-
-    Args:
-        peer: rank of the receiver.
-        tag: first tag to use.
-        what: description of the sent tensors, for errors.
-    """
+    """Sender of lists of any length to one worker."""
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
         self._counts = Sender(world, peer, tag, what)
@@ -47,13 +41,7 @@ class VariableLengthSender:
 
 
 class VariableLengthReceiver:
-    """Receiver of the lists of a :class:`VariableLengthSender`, in the same order.
-
-    Args:
-        peer: rank of the sender.
-        tag: first tag of the sender.
-        what: description of the received tensors, for errors.
-    """
+    """Receiver of the lists of a :class:`VariableLengthSender`, in the same order."""
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
         self._counts = Receiver(world, peer, tag, what)

@@ -27,11 +27,6 @@ def of_ranks(ranks: Sequence[int]) -> Any:
 def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
     """Create the communicator of the workers that meet at a store.
 
-    Args:
-        store: store that only this group uses.
-        rank, size: rank of this worker in the group, and size of the group.
-        seconds: timeout in seconds of the wait for the other workers.
-
     Raises:
         RuntimeError: a worker was lost, the store was closed, or the timeout expired.
     """
@@ -52,14 +47,7 @@ def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
 
 
 def _of_survivors(ranks: Sequence[int], tag: str, store: Any, seconds: float) -> Any:
-    """Create a communicator without lost ranks, in a thread, because MPI would wait forever after a further loss.
-
-    Args:
-        ranks: MPI ranks of the members.
-        tag: string that only this communicator uses.
-        store: store that ends the wait when it is closed.
-        seconds: timeout in seconds.
-    """
+    """Create a communicator without lost ranks, in a thread, because MPI would wait forever after a further loss."""
     mpi = initialized()
     group = mpi.COMM_WORLD.Get_group().Incl([*ranks])
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()

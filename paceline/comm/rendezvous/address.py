@@ -137,11 +137,7 @@ def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
 
 
 def exchange_by_mpi(start: Start, seconds: float) -> Address:
-    """Choose an address on rank 0 and announce it to the other ranks over MPI.
-
-    Args:
-        seconds: timeout in seconds for the other ranks.
-    """
+    """Choose an address on rank 0 and announce it to the other ranks over MPI."""
     who = start.identity
     late = (
         f"Rank {who.rank} waited {seconds:.0f} s in MPI for the other {who.world_size - 1} ranks, to learn where rank "

@@ -54,7 +54,6 @@ class CoordinatorClient:
     """Client of the coordinator in a worker.
 
     Args:
-        seconds: timeout in seconds for other workers (``timeout_seconds``).
         session: number of calls of ``paceline.start`` in the script.
 
     Attributes:
@@ -204,11 +203,6 @@ class CoordinatorClient:
 
 class SocketLink:
     """Link over a TCP socket, served by a thread.
-
-    Args:
-        address: ``host:port`` of the coordinator.
-        key: key of this worker, from its launcher.
-        seconds: timeout in seconds for the connection.
 
     Raises:
         StartError: the coordinator cannot be reached or belongs to another run.

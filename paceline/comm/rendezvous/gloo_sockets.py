@@ -22,12 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def gloo_sockets(own: Iterable[bytes], others: Iterable[bytes]) -> Iterator[socket.socket]:
-    """Yield a duplicate of each of gloo's sockets. The caller closes it.
-
-    Args:
-        own: values that this worker has written to the store.
-        others: values that this worker has read from the store.
-    """
+    """Yield a duplicate of each of gloo's sockets. The caller closes it."""
     here, there = {_published(value) for value in own} - {b""}, {_published(value) for value in others} - {b""}
     numbers = map(int, os.listdir(_SOCKETS)) if os.path.isdir(_SOCKETS) else ()
     for number in [one for one in numbers if _is_gloo(one, here, there)]:  # before a duplicate has one of the numbers

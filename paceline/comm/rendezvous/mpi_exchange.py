@@ -25,7 +25,6 @@ def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str,
 
     Args:
         start: launch parameters from MPI. Without a host, rank 0 listens at an address that all machines reach.
-        listen: opens a listening socket at a host.
     """
     engine, size = start.engine, start.identity.world_size
     mpi = _import(engine)

@@ -33,7 +33,6 @@ class ProcessGroup:
 
     Args:
         agree: chooses the transport, called with the generation's store, this worker's rank and the number of workers.
-        timeout: torch's own timeout in seconds.
     """
 
     def __init__(self, agree: Callable[[Store, int, int], Transport], timeout: float) -> None:

@@ -29,11 +29,7 @@ _coordinators: list[subprocess.Popen[str]] = []
 
 
 def find_coordinator(seconds: float) -> env.LaunchInfo | None:
-    """Find the coordinator of this worker, and start it on rank 0. Return None if this run cannot survive a loss.
-
-    Args:
-        seconds: timeout in seconds for the other processes.
-    """
+    """Find the coordinator of this worker, and start it on rank 0. Return None if this run cannot survive a loss."""
     start = env.started_by()
     who = start.identity
     if not start.survives or who.world_size == 1 or dist.is_initialized():

@@ -84,7 +84,6 @@ class Shard:
 
     Args:
         memory: memory for the shard, shared by the workers or private.
-        parameters: parameters of this shard, by name.
         optimizer: optimizer of all parameters.
     """
 

@@ -117,7 +117,6 @@ def attach_hosts(
 
     Args:
         arena: arena of this worker. None if it cannot share memory.
-        hosts: ranks of the workers on each machine.
         gather: function like ``World.gather``. All workers of all machines must call this function together.
     """
     if arena is not None:

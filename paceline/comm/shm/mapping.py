@@ -23,7 +23,6 @@ def map_shared(file: int, size: int, offset: int) -> memoryview:
 
     Args:
         file: file descriptor, which may be closed afterwards.
-        size: number of bytes, at least 1.
         offset: start of the mapping in the file, a multiple of the page size.
 
     Raises:

@@ -20,11 +20,7 @@ _MOST_FLAGS = 1 << 13
 
 
 class Rings:
-    """Ring buffers between the workers of a machine. All workers must create them together, with the same count.
-
-    Args:
-        count: number of rings from each worker to each worker.
-    """
+    """Ring buffers between the workers of a machine. All workers must create them together, with the same count."""
 
     def __init__(self, shared_memory: SharedMemory, size: int, count: int) -> None:
         self._shared_memory = shared_memory
@@ -53,7 +49,6 @@ class Ring:
     """Queue of lists of tensors from one worker to another.
 
     Args:
-        shared_memory: memory shared by both workers.
         sent: rank of the sender, and the flag that announces the number of lists written.
         taken: rank of the receiver, and the flag that announces the number of lists taken.
         first_slot: first slot of the ring in the sender's arena.

@@ -24,11 +24,7 @@ INTERRUPTED = "interrupted, as another worker was lost"
 
 
 class Gloo:
-    """Default process group for tensors on the CPU.
-
-    Args:
-        same_host: whether the workers of a machine can share memory.
-    """
+    """Default process group for tensors on the CPU."""
 
     backend = "gloo"
 

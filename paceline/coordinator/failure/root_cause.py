@@ -38,11 +38,7 @@ class Failure:
 def diagnose(
     launch: Launch, result: RunResult, coordinator: CoordinatorReport | None = None, seen: int | None = 0
 ) -> Failure | None:
-    """Return the root cause of a failed run, or None if all workers ended well.
-
-    Args:
-        seen: worker whose output was shown.
-    """
+    """Return the root cause of a failed run, or None if all workers ended well."""
     coordinator = coordinator or CoordinatorReport()
     ended = [one for one in (*result.exits, *coordinator.exits) if one.code not in (0, errors.PREEMPTED)]
     records = coordinator.reports

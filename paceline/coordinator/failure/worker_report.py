@@ -116,7 +116,6 @@ def report_of(
     """Return the failure report of a worker.
 
     Args:
-        seen: worker whose output was shown.
         record: report that the worker wrote. Defaults to its file in the run directory.
     """
     plain = WorkerReport(

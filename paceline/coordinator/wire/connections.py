@@ -93,8 +93,6 @@ class Connections:
     """Thread that serves all connections.
 
     Args:
-        listener: listening socket from :func:`paceline.coordinator.wire.messages.listen`.
-        keys: function from a role to its key.
         lock: lock that is held during calls of the receiver and while sending.
         kinds: kinds of messages that clients may send. Defaults to those of a run.
     """

@@ -132,7 +132,6 @@ def connect(address: tuple[str, int], role: str, key: bytes, seconds: float) -> 
     """Connect and authenticate to a coordinator.
 
     Args:
-        address: host and port of the coordinator.
         seconds: timeout in seconds for the connection, and again for the authentication.
 
     Raises:

@@ -97,9 +97,6 @@ class CarriedState:
     def forward(self, model: nn.Module, data: Any, step: int, microbatch: int) -> Any:
         """Run the forward pass of a microbatch on a copy of its state, which the pass may change in place.
 
-        Returns:
-            the loss, in any of its forms.
-
         Raises:
             InputError: the pass does not return a pair (loss, next state), or the batch is short.
         """

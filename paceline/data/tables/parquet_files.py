@@ -101,7 +101,6 @@ def read(system: Any, file: File, group: int, columns: Sequence[str], footer: An
     """Read and decode columns of a row group. Return them and the footer of the file.
 
     Args:
-        group: index of the row group.
         footer: footer of the file, if it has been read. Reading a footer of 2,000 row groups takes 6 ms.
     """
     parquet = _pyarrow("parquet")

@@ -100,9 +100,7 @@ def check_names(machine: str, resolved: Mapping[str, str | None], addresses: Map
     """Check that a machine resolves the other machines' names to their addresses.
 
     Args:
-        machine: machine that resolved the names.
         resolved: address of each name on that machine.
-        addresses: correct address of each name.
     """
     check = "names of the others"
     wrong = [

@@ -31,9 +31,6 @@ _POLL_SECONDS = 0.2
 class Links:
     """Connections of this worker: to rank 0, or from rank 0 to all others. None if it is the only worker.
 
-    Args:
-        connections: connections by the rank of the other end.
-
     Attributes:
         looked: monotonic time of the last :meth:`receive` call. Messages that had arrived by then have been read.
     """
@@ -107,7 +104,6 @@ def open_links(
     Args:
         host: address at which the other workers reach rank 0.
         store: store used by this call alone, in which rank 0 publishes its address.
-        seconds: timeout in seconds.
         is_cut_short: returns whether a worker is known to be lost.
     """
     if size == 1:

@@ -68,8 +68,6 @@ class Plan:
         group: process group used by this plan alone.
         parameters: parameters with their names, in the order in which their gradients are expected.
         dtype: dtype of transferred gradients. None keeps their own dtype, which must be the same for all.
-        factors: factors before and after the sum.
-        set_: ID of the process set.
     """
 
     def __init__(

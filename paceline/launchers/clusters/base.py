@@ -154,8 +154,6 @@ def agent_command(
     """Return the command line of an agent.
 
     Args:
-        workers: number of workers on this machine.
-        total: number of workers on all machines.
         nodes: minimum and maximum number of machines.
         rendezvous: ``host:port`` of the first machine.
         python: interpreter on the machine. Defaults to the path of this interpreter.

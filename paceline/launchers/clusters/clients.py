@@ -67,7 +67,6 @@ def follow(
 
     Args:
         clients: clients to start. The client with the coordinator is first.
-        grace_seconds: time between the first signal and the forced end.
         ended: decides whether the other clients continue.
         again: decides whether a client that ended before the first client is restarted.
         more: returns clients to start later.

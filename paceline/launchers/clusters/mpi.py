@@ -78,7 +78,6 @@ def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Age
     """Return the command that starts one agent on each host, with options for processes that use all cores.
 
     Args:
-        version: output of ``mpiexec --version``.
         root: whether root runs mpiexec, which Open MPI only allows with an option.
         agents: agents with their hosts. No host options are needed if all run on this machine.
     """

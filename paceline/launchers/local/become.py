@@ -32,7 +32,6 @@ def follow(launcher: int, go: int) -> None:
     """Wait until the launcher has adopted this process. Exit if the launcher gives up or ends.
 
     Args:
-        launcher: process id of the launcher.
         go: pipe with a byte after the adoption, or without one if the launcher gives up. Closed by this function.
     """
     wanted = os.read(go, 1)
@@ -101,7 +100,6 @@ def main_module(command: Sequence[str], paths: Sequence[str]) -> tuple[types.Cod
 
     Args:
         command: interpreter, ``-u``, script and arguments.
-        paths: ``sys.path`` without the script's folder.
 
     Raises:
         OSError: the script cannot be read.

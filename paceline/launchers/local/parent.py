@@ -47,7 +47,6 @@ class Parent:
     """Server that forks a worker for each request of the launcher.
 
     Args:
-        launcher: process id of the launcher.
         cores: whether this process is bound to cores.
         folders: see :func:`paceline.launchers.local.unsafe.check_folders`.
     """

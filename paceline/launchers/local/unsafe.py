@@ -104,7 +104,6 @@ def check_folders(folders: Sequence[str], modules: Mapping[str, ModuleType], alw
 
     Args:
         folders: folders in which a worker first looks for modules, in search order.
-        modules: loaded modules by name.
         always: names of modules that every Python loads before it knows these folders.
     """
     loaded = {name.partition(".")[0] for name in modules} - {"__main__"}
@@ -181,7 +180,6 @@ def late_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
 
     Args:
         before: environment at the start of a forked worker.
-        now: current environment.
     """
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     changed = [name for name in names if LOAD_TIME.fullmatch(name) and name not in _SET_BY_TORCH]

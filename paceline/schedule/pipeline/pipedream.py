@@ -193,7 +193,6 @@ def pipedream(
     """Return a PipeDream schedule from an empty pipeline to an empty pipeline.
 
     Args:
-        microbatches: number of microbatches that go through the pipeline.
         every: backward passes of a stage per update.
         vertical_sync: whether all stages use the version that stage 0 had when the microbatch entered.
         replicas: workers per stage, or of each stage.
@@ -208,7 +207,6 @@ def pipedream_2bw(stages: int, microbatches: int, every: int, replicas: int | tu
     """Return a PipeDream-2BW schedule from an empty pipeline to an empty pipeline.
 
     Args:
-        microbatches: number of microbatches that go through the pipeline.
         every: number of microbatches of a group, at least one per worker.
         replicas: workers per stage, or of each stage.
 

@@ -34,9 +34,6 @@ class Peaks:
 def prove(schedule: Schedule) -> Peaks:
     """Prove that a schedule can be executed and computes every microbatch once in every stage.
 
-    Returns:
-        the peak memory of the workers.
-
     Raises:
         InputError: the schedule is wrong. Names the worker, the operation and the problem.
     """

@@ -70,9 +70,6 @@ def replicated_orders(
 
     Args:
         order: returns the operations of a worker, given its index in the pipeline and the number of microbatches.
-        workers: number of workers of each pipeline.
-        microbatches: number of microbatches of all pipelines.
-        replicas: number of pipelines.
 
     Returns:
         the orders of all workers. Workers with the same index in their pipelines are adjacent.

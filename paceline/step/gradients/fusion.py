@@ -89,7 +89,6 @@ class Fusion:
         """Compute the first step's loss again in one pass once its gradients are known, and decide whether to fuse.
 
         Args:
-            groups: microbatch groups that this worker computed.
             pairs: float64 tensor of shape [groups, 2 + 2 * metrics], sums of losses and counts, and of metrics.
         """
         if not self._open:

@@ -24,7 +24,6 @@ class LossScale:
     """Loss scale of a run, kept in the strategy's state, which is saved in checkpoints and sent to joiners.
 
     Args:
-        state: state of the strategy; see :class:`paceline.step.context.TrainingContext`.
         samples: number of samples in a batch. A loss is their sum, so the next power of two divides its multiplier.
     """
 

@@ -34,7 +34,6 @@ class Structure:
     """Modules, parameters and buffers of a model, and which of the parameters are not trained.
 
     Args:
-        model: the model at the start.
         frozen: the model's parameters that the optimizer does not have, by name.
 
     Attributes:

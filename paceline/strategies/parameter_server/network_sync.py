@@ -75,12 +75,7 @@ class NetworkServers:
             self._announce(written=0)
 
     def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Update the shards that this worker holds from ``.grad``, and pull the others.
-
-        Args:
-            step: number of updates before this one.
-            norm: global norm of the mean gradients, before clipping.
-        """
+        """Update the shards that this worker holds from ``.grad``, and pull the others."""
         update, version = self._context.update, self.version + 1
         for name, parameter in update.parameters.items():
             if name not in self._here:

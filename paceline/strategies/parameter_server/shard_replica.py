@@ -48,7 +48,6 @@ class ShardReplica:
     """Shard that this worker holds. Any thread may use it.
 
     Args:
-        part: parameters of the shard, by name.
         forward: client of the worker with the second copy. None if this is the second copy, or the only one.
     """
 

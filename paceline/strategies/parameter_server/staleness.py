@@ -25,7 +25,6 @@ class Staleness:
     """Histograms of delays and missing rounds, which outlive each worker.
 
     Args:
-        delays, rounds: histograms in which to count.
         state: result of :meth:`state` from earlier generations.
     """
 

@@ -45,7 +45,6 @@ def audits_of(
     Args:
         first: number of the first microbatch of the step.
         worker_of: function that returns the rank that computes a stage for a microbatch.
-        data: microbatches that this worker has loaded.
     """
     if not context.audits.is_audited(step):
         return {}

@@ -150,7 +150,6 @@ class Executor:
         Args:
             groups: single microbatches of the step that this worker has loaded.
             worker_of: function that returns the rank that computes a stage for a microbatch.
-            first: number of the first microbatch of the step.
             scale: factor of the loss, and so of the gradients.
         """
         self._scale = scale

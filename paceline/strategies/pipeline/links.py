@@ -12,11 +12,7 @@ _TAGS = 1 << 24
 
 
 class Links:
-    """Senders and receivers by stage, neighboring stage (``peer``) and the rank that holds the neighbor.
-
-    Args:
-        workers_of: for each stage, the ranks that hold it.
-    """
+    """Senders and receivers by stage, neighboring stage (``peer``) and the rank that holds the neighbor."""
 
     def __init__(self, context: TrainingContext, workers_of: Sequence[Sequence[int]]) -> None:
         self._world = context.world

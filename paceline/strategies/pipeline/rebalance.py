@@ -41,8 +41,6 @@ class Rebalance:
     """Comparison of the compute times of the stages with the measured costs of their layers.
 
     Args:
-        costs: measured seconds of each layer.
-        bounds: layers of each stage.
         workers_of: ranks that hold each stage. A rank holds one stage.
     """
 

@@ -57,7 +57,6 @@ def backward_input(
     Args:
         outputs: outputs of the stage, or the loss of the last stage. They are not needed afterwards.
         output_gradients: gradients of the outputs. None for a loss.
-        inputs: inputs of the stage.
         parameters: parameters of the stage, some of which may be frozen.
 
     Returns:

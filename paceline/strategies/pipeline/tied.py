@@ -30,7 +30,6 @@ class TiedWeights:
 
     Args:
         users: for each parameter name, the stages that use it, in order.
-        workers_of: for each stage, the ranks that hold it.
     """
 
     def __init__(

@@ -33,9 +33,6 @@ from paceline.errors import PREEMPTED, WorkerLost
 class Generations:
     """Membership of this worker from one generation to the next.
 
-    Args:
-        seconds: timeout for other workers, in seconds.
-
     Attributes:
         commits: number of commits in this worker's state; None before it has a state.
         furthest: largest number of commits of any worker when this generation was formed.

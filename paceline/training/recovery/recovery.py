@@ -79,9 +79,6 @@ class Recovery:
             planned: whether the workers agreed on the change at the end of a step. Defaults to False.
             ended: numbers of worker processes that are known to have ended.
 
-        Returns:
-            the new progress of this worker.
-
         Raises:
             SystemExit: this worker leaves the run, or the run has ended.
         """

@@ -18,9 +18,6 @@ from paceline.training.progress import Progress
 def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
     """Gather the whole state on all workers, if it is sharded. All workers call this together.
 
-    Args:
-        everyone: progress of each worker; None for workers without a state.
-
     Returns:
         whether the state is complete. False if a shard is lost, or if shards belong to different steps and the strategy
         must reproduce the reference bit for bit.

@@ -32,10 +32,6 @@ def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> 
 
     Args:
         senders: ranks that have the state. The first sender also sends its layout.
-        state: state of a sender; None on receivers.
-
-    Returns:
-        the received state on receivers, otherwise None.
 
     Raises:
         WorkerLost: a worker was lost during the transfer. No state has been changed.

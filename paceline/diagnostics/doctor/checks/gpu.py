@@ -154,7 +154,6 @@ def visible(gpus: int, seen: int, variable: str | None, built_with: str | None, 
     """Check that torch sees the GPUs of the machine.
 
     Args:
-        seen: number of GPUs that torch sees.
         variable: value of CUDA_VISIBLE_DEVICES, or None.
         built_with: CUDA version that torch was built with, or None.
     """
