@@ -4,10 +4,10 @@ from pathlib import Path
 
 import event_files as files
 import pytest
+from async_schedules import pipedream
 from event_files import STREAM, TWO, UNEVEN, slower
 
 from paceline.schedule.pipeline.clock import simulate
-from paceline.schedule.pipeline.pipedream import pipedream
 from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 
 

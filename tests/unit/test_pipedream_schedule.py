@@ -4,6 +4,7 @@ from itertools import pairwise
 from textwrap import dedent
 
 import pytest
+from async_schedules import pipedream, pipedream_2bw
 
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline.clock import Times, simulate
@@ -12,8 +13,6 @@ from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.pipedream import (
     AsyncPipeline,
     drain,
-    pipedream,
-    pipedream_2bw,
     pipedream_2bw_pipeline,
     pipedream_pipeline,
     window,

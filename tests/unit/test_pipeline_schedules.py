@@ -5,6 +5,7 @@ from collections.abc import Callable
 from textwrap import dedent
 
 import pytest
+from async_schedules import pipedream, pipedream_2bw
 
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline import drawing, replicas
@@ -13,7 +14,6 @@ from paceline.schedule.pipeline.clock import Times, simulate
 from paceline.schedule.pipeline.drawing import draw, listing
 from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.operations import Kind, Schedule
-from paceline.schedule.pipeline.pipedream import pipedream, pipedream_2bw
 from paceline.schedule.pipeline.proof import prove
 from paceline.schedule.pipeline.replicas import backwards_first, runs
 from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward

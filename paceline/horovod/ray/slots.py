@@ -68,14 +68,10 @@ class Slots:
     """Calls of functions on as many workers as the cluster has room for. Each call is a separate run.
 
     Args:
-        name: name of the executor, for errors.
         least: minimum number of workers, below which the run waits.
         most: maximum number of workers. None means the capacity of the whole cluster at this time.
-        cpus: number of CPUs per worker.
-        gpus: number of GPUs per worker.
         seconds: timeout for reaching ``least`` workers.
         discovery: object that finds hosts and their slots. Defaults to :class:`RayHostDiscovery`.
-        variables: environment variables of the workers.
 
     Raises:
         ConfigError: this process is not connected to Ray.

@@ -64,10 +64,6 @@ def connected(function: str) -> Any:
 class Workers:
     """Actors that run functions, started on creation.
 
-    Args:
-        wanted: resources to request.
-        variables: environment variables of the actors.
-
     Raises:
         ConfigError: this process is not connected to Ray.
         StartError: the cluster has no room for the actors, or an actor did not start.

@@ -29,10 +29,6 @@ def call_on_workers(
     """Call a function on workers that can import ``horovod``, and return the results by rank.
 
     Args:
-        name: name of the user's call, for errors.
-        function: function that each worker calls.
-        arguments: positional arguments of the function.
-        named: keyword arguments of the function.
         variables: environment variables to set before the call. Variables that have the same value in this process do
             not replace those of a worker, because they may hold the identity of this process.
         **where: keyword arguments of :func:`paceline.launch`.

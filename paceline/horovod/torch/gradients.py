@@ -43,8 +43,6 @@ class Gradients:
     """Gradients submitted by name, separately or in groups, or in fixed buckets once the workers agree on a plan.
 
     Args:
-        names: names of all trained parameters.
-        how: options of the reduction.
         groups: groups of parameters whose gradients are reduced in one operation.
         passes: number of backward passes per step.
     """

@@ -16,7 +16,6 @@ class Operation:
     """Handle of a pending operation, for :func:`poll` and :func:`synchronize`.
 
     Args:
-        handle: handle from the engine.
         single: whether to return the first result alone instead of the list of results.
     """
 
@@ -84,7 +83,6 @@ def differentiated(
     Args:
         run: operation on tensors without gradients.
         back: function from the gradients of the results to those of the tensors.
-        tensors: inputs of the operation.
     """
     if not torch.is_grad_enabled() or not any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors):
         return list(run(tensors))

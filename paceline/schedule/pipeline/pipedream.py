@@ -181,36 +181,3 @@ def async_schedule(stream: AsyncPipeline, microbatches: int) -> Schedule:
     parts = window(stream, 0, microbatches), drain(stream, microbatches)
     workers = tuple(first + rest for first, rest in zip(*(part.workers for part in parts), strict=True))
     return Schedule(stream.name, stream.stages, microbatches, workers)
-
-
-def pipedream(
-    stages: int,
-    microbatches: int,
-    every: int = 1,
-    vertical_sync: bool = False,
-    replicas: int | tuple[int, ...] = 1,
-) -> Schedule:
-    """Return a PipeDream schedule from an empty pipeline to an empty pipeline.
-
-    Args:
-        every: backward passes of a stage per update.
-        vertical_sync: whether all stages use the version that stage 0 had when the microbatch entered.
-        replicas: workers per stage, or of each stage.
-
-    Raises:
-        ConfigError: as for ``pipedream_pipeline``, or no microbatches.
-    """
-    return async_schedule(pipedream_pipeline(stages, every, vertical_sync, replicas), microbatches)
-
-
-def pipedream_2bw(stages: int, microbatches: int, every: int, replicas: int | tuple[int, ...] = 1) -> Schedule:
-    """Return a PipeDream-2BW schedule from an empty pipeline to an empty pipeline.
-
-    Args:
-        every: number of microbatches of a group, at least one per worker.
-        replicas: workers per stage, or of each stage.
-
-    Raises:
-        ConfigError: as for ``pipedream_2bw_pipeline``, or no microbatches.
-    """
-    return async_schedule(pipedream_2bw_pipeline(stages, every, replicas), microbatches)

@@ -14,11 +14,7 @@ from paceline.horovod.torch.functions import broadcast_object, broadcast_optimiz
 
 
 class StateHandler:
-    """Handler that saves, restores and synchronizes one attribute by its ``state_dict``.
-
-    Args:
-        value: value of the attribute.
-    """
+    """Handler that saves, restores and synchronizes one attribute by its ``state_dict``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
