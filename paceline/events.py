@@ -42,16 +42,12 @@ def _append(path: Path, lines: str) -> None:
 
 
 class EventLog:
-    """Log that writes the records of one rank to ``<directory>/rank-<rank>.jsonl``, or nowhere without a directory.
-
-    Args:
-        rank: rank of this process, or the name of a process that is no worker.
-    """
+    """Log that writes the records of one rank to ``<directory>/rank-<rank>.jsonl``, or nowhere without a directory."""
 
     def __init__(
         self,
         directory: Path | None,
-        rank: int | str,
+        rank: int | str,  # rank of this process, or the name of a process that is no worker
         generation: int = 0,
         append: Callable[[Path, str], None] = _append,
     ) -> None:

@@ -38,10 +38,6 @@ class Checkpointer:
         folder: checkpoint folder. Used unless the settings name a directory.
         replicated: whether all workers have the same state after each step, so that each can write a shard of it.
 
-    Attributes:
-        last: location and step of the newest valid checkpoint that this worker wrote or resumed from.
-        launch: number of this launch in the names of checkpoints, the same for all its workers.
-
     Raises:
         ConfigError: a package that the URL needs is not installed, or the key cannot be read.
     """
@@ -64,7 +60,9 @@ class Checkpointer:
         self._interval = Interval(settings.mtbf_hours * 3600)
         self._measured: tuple[float, float] | None = None
         self._token = os.urandom(4).hex()
+        # location and step of the newest valid checkpoint that this worker wrote or resumed from
         self.last: tuple[Path | str, int] | None = None
+        # number of this launch in the names of checkpoints, the same for all its workers
         self.launch: int | None = None
         self._key = None if settings.key_file is None else key_in(settings.key_file)
         location = settings.directory or folder

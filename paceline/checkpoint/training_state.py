@@ -149,12 +149,6 @@ class TrainingState:
         order: values that determine the order of samples. A checkpoint of another order is refused.
         numerics: values that affect the bits of the result. They must be the same with ``exact``.
         strategy_state: state of the strategy, changed in place.
-
-    Attributes:
-        keeps_script: whether :meth:`load` leaves the values of the script unchanged.
-        loaded_script: values of the script in the state that was loaded last.
-        run: identifier of the run in its checkpoints, the same for all runs that resume from one start.
-        parts: other stateful components of the run, by name.
     """
 
     def __init__(  # noqa: PLR0913 - the components of a state
@@ -177,9 +171,10 @@ class TrainingState:
         self._strategy_state = strategy_state
         self._script = script
         self._loop = loop
-        self.keeps_script = False
-        self.loaded_script: dict[str, Any] = {}
-        self.run = ""
+        self.keeps_script = False  # whether :meth:`load` leaves the values of the script unchanged
+        self.loaded_script: dict[str, Any] = {}  # values of the script in the state that was loaded last
+        self.run = ""  # identifier of the run in its checkpoints, the same for all runs that resume from one start
+        # other stateful components of the run, by name
         self.parts: dict[str, Stateful] = {} if loop is None else {"loop": loop}
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -35,15 +35,11 @@ _WARNING = b'"warning": true'
 def report(
     launch: Launch,
     result: RunResult,
-    request: Request | None,
+    request: Request | None,  # launch request. None if the run is not kept and so cannot be resumed.
     coordinator: CoordinatorReport | None = None,
-    seen: int | None = 0,
+    seen: int | None = 0,  # number of the worker whose output was shown
 ) -> int:
     """Print why the workers ended, with the root cause first, and write it to ``failure.txt`` and ``failure.json``.
-
-    Args:
-        request: launch request. None if the run is not kept and so cannot be resumed.
-        seen: number of the worker whose output was shown.
 
     Returns:
         the exit code, 0 if the run did not fail.

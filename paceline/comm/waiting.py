@@ -33,25 +33,19 @@ class Recorder(Protocol):
 
 
 class Waiting:
-    """This worker, as it waits for the others, which may change if the run has a coordinator.
+    """This worker, as it waits for the others, which may change if the run has a coordinator."""
 
-    Attributes:
-        timeout: timeout in seconds of a wait for another worker.
-        awaited: ranks that this worker is waiting for.
-        recorder: recorder of the script's own collectives. None in a single process.
-        clock: function that returns the time in seconds, by which waits are measured.
-        in_process_group: whether this worker waits in a call of the process group, which an alarm must interrupt.
-    """
-
-    recorder: Recorder | None = None
+    recorder: Recorder | None = None  # recorder of the script's own collectives. None in a single process.
+    # function that returns the time in seconds, by which waits are measured
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, rank: int, size: int, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.timeout = timeout
+        self.timeout = timeout  # timeout in seconds of a wait for another worker
         self.coordinator = coordinator
-        self.awaited = Awaited()
+        self.awaited = Awaited()  # ranks that this worker is waiting for
+        # whether this worker waits in a call of the process group, which an alarm must interrupt
         self.in_process_group = False
         self._members: tuple[Member, ...] = ()
         self._purpose = ""

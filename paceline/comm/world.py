@@ -263,16 +263,11 @@ class World(Waiting):
         self,
         sends: list[Message],
         receives: list[Message],
-        where: str = "",
+        where: str = "",  # purpose of the transfers, for errors. Defaults to :attr:`purpose`.
         over: Communicator | None = None,
-        host: bool = False,
+        host: bool = False,  # whether the tensors are on the CPU. By default they are on the device of this worker.
     ) -> list[Transfer]:
-        """Start sends and receives, and return their transfers. The caller must wait for each transfer.
-
-        Args:
-            where: purpose of the transfers, for errors. Defaults to :attr:`purpose`.
-            host: whether the tensors are on the CPU. By default they are on the device of this worker.
-        """
+        """Start sends and receives, and return their transfers. The caller must wait for each transfer."""
         if not sends and not receives:
             return []
         where, transport = where or self.purpose, self._host_transport if host else self.transport

@@ -142,31 +142,20 @@ def interface_of(address: str) -> str | None:
 
 
 class AgentClient:
-    """Connection of a remote agent to the coordinator.
-
-    Attributes:
-        first: number of the agent's first worker.
-        name: name of the run.
-        id: unique identifier of the run.
-        resume: checkpoint to start from, if any.
-        address: address at which the coordinator reaches this machine.
-        coordinator: ``host:port`` of the coordinator.
-        shown: number of the worker whose output is shown, on any machine; -1 if unknown.
-        over: message with the ``code`` and ``reason`` of the run's end; None while it runs.
-        not_joined: whether a worker of this machine has failed before it joined.
-    """
+    """Connection of a remote agent to the coordinator."""
 
     def __init__(self, connection: Connection, run_info: Message, more: Sequence[bytes]) -> None:
         self._connection = connection
-        self.first = int(run_info["first"])
-        self.name = str(run_info["name"])
-        self.id = str(run_info["id"])
-        self.resume: str | None = run_info["resume"]
-        self.address = str(connection.socket.getsockname()[0])
-        self.coordinator = "{}:{}".format(*connection.socket.getpeername())
-        self.shown = -1
+        self.first = int(run_info["first"])  # number of the agent's first worker
+        self.name = str(run_info["name"])  # name of the run
+        self.id = str(run_info["id"])  # unique identifier of the run
+        self.resume: str | None = run_info["resume"]  # checkpoint to start from, if any
+        self.address = str(connection.socket.getsockname()[0])  # address at which the coordinator reaches this machine
+        self.coordinator = "{}:{}".format(*connection.socket.getpeername())  # ``host:port`` of the coordinator
+        self.shown = -1  # number of the worker whose output is shown, on any machine; -1 if unknown
+        # message with the ``code`` and ``reason`` of the run's end; None while it runs
         self.over: Message | None = None
-        self.not_joined = False
+        self.not_joined = False  # whether a worker of this machine has failed before it joined
         self._sending = threading.Lock()
         self._take(more)
 

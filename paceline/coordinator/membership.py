@@ -81,19 +81,12 @@ class MembershipProtocol:
     def register(
         self,
         number: int,
-        about: dict[str, Any],
-        facts: Mapping[str, Any],
-        session: int = 1,
-        fits: Sequence[int] = (),
+        about: dict[str, Any],  # host, process and address of the worker
+        facts: Mapping[str, Any],  # facts on which all workers must agree
+        session: int = 1,  # number of ``paceline.start`` calls of the worker's script
+        fits: Sequence[int] = (),  # supported numbers of workers. Defaults to any number.
     ) -> None:
-        """Register a worker that has built its model, or refuse it if its facts differ from those of the members.
-
-        Args:
-            about: host, process and address of the worker.
-            facts: facts on which all workers must agree.
-            session: number of ``paceline.start`` calls of the worker's script.
-            fits: supported numbers of workers. Defaults to any number.
-        """
+        """Register a worker that has built its model, or refuse it if its facts differ from those of the members."""
         worker = self.workers.setdefault(number, Worker(number))
         worker.about, worker.facts, worker.session, worker.knows = about, facts, session, -1
         if self._facts is not None and session == self._session:

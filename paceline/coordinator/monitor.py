@@ -41,27 +41,19 @@ class Alert:
 
 
 class RunMonitor:
-    """Monitor of a run for its coordinator.
-
-    Attributes:
-        alerts: alerts that are not shown yet. The launcher takes them from the left.
-        late_workers: numbers of the workers that are late now.
-        hang_report: description of what every worker is doing; empty if no worker is late.
-        hang_seconds: setting ``hang_seconds`` of the script, if set.
-        timeout_seconds: timeout after which a worker gives up waiting, in seconds; None until a worker has registered.
-        reports: failure reports of workers, by number.
-        exits: exits of workers on other machines.
-        exit_texts: descriptions of how lost workers ended, by number. Other workers may detect a loss earlier.
-    """
+    """Monitor of a run for its coordinator."""
 
     def __init__(self, record: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
+        # alerts that are not shown yet. The launcher takes them from the left.
         self.alerts: deque[Alert] = deque(maxlen=1000)
-        self.late_workers: tuple[int, ...] = ()
-        self.hang_report = ""
-        self.hang_seconds: float | None = None
+        self.late_workers: tuple[int, ...] = ()  # numbers of the workers that are late now
+        self.hang_report = ""  # description of what every worker is doing; empty if no worker is late
+        self.hang_seconds: float | None = None  # setting ``hang_seconds`` of the script, if set
+        # timeout after which a worker gives up waiting, in seconds; None until a worker has registered
         self.timeout_seconds: float | None = None
-        self.reports: dict[int, Mapping[str, Any]] = {}
-        self.exits: list[WorkerExit] = []
+        self.reports: dict[int, Mapping[str, Any]] = {}  # failure reports of workers, by number
+        self.exits: list[WorkerExit] = []  # exits of workers on other machines
+        # descriptions of how lost workers ended, by number. Other workers may detect a loss earlier.
         self.exit_texts: dict[int, str] = {}
         self._record, self._clock = record, clock
         self._last_seen: dict[int, LastSeen] = {}

@@ -81,12 +81,7 @@ class LoadRequest(NamedTuple):
 
 
 class Feed:
-    """Loader of the microbatch groups that this worker computes.
-
-    Attributes:
-        owners: mappings of values in the data set and collate function, by name; empty with loader processes.
-        sizes: sizes of the batches from the user's collate function; None without such a function.
-    """
+    """Loader of the microbatch groups that this worker computes."""
 
     def __init__(
         self,
@@ -110,7 +105,9 @@ class Feed:
         self._plain: PlainValues | None = None
         if isinstance(self._data, KeyedDataset) and not (self._data.is_plain and collate is None):
             self._plain = PlainValues(collate=collate, **({} if self._data.is_plain else {"data": data}))
+        # mappings of values in the data set and collate function, by name; empty with loader processes
         self.owners = {} if self._plain is None or loaders else self._plain.owners
+        # sizes of the batches from the user's collate function; None without such a function
         self.sizes = None if collate is None else CollatedSizes()
         self._values: dict[int, Values] = {}  # plain values with which the newest batches were read, by step
         self._collate = partial(collated, collate=collate or default_collate)

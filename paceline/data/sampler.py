@@ -32,10 +32,6 @@ class SampledOrder(BatchOrder):
     Args:
         sampler: ``sampler(seed, epoch)`` returns the sample numbers of an epoch in order. It may be a torch sampler.
 
-    Attributes:
-        may_change: function that returns whether the loop has changed a value that the sampler may read, such as its
-            weights. The state then includes the numbers of the current epoch if the sampler does not return them again.
-
     Raises:
         InputError: the sampler is not such a function, or returns other numbers when it is called again.
     """
@@ -50,6 +46,8 @@ class SampledOrder(BatchOrder):
         self._lengths: list[int] = []  # number of samples in each epoch whose length is known
         self._starts = [0]
         self._known: dict[int, torch.Tensor] = {}
+        # function that returns whether the loop has changed a value that the sampler may read, such as its weights. The
+        # state then includes the numbers of the current epoch if the sampler does not return them again.
         self.may_change: Callable[[], bool] = lambda: False
         self._first = _hash(self._numbers(0))
         if _hash(self._drawn(0)) != self._first:

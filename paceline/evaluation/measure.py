@@ -46,15 +46,12 @@ def evaluate(
     data: Any,
     what: str = "evaluate",
     *,
-    everywhere: bool = True,
+    everywhere: bool = True,  # whether all workers get the result. If False, only rank 0 does.
 ) -> tuple[Any, int]:
     """Measure the model on a data set. All workers call this together.
 
     If some workers fail, they raise their own error after the other workers have learned of it, and the other workers
     raise an error that quotes it. A script that catches the error finds all workers at the same point.
-
-    Args:
-        everywhere: whether all workers get the result. If False, only rank 0 does.
 
     Returns:
         the result, and the workers' notice (``comm.world``) of whether the membership is to change.

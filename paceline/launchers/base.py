@@ -211,18 +211,13 @@ class Launcher(ABC):
     def decide(
         cls,
         request: Request,
-        settings: Settings,
+        settings: Settings,  # settings that are known before the script runs
         machine: Machine,
         inherited: Mapping[str, str],
         run: Path,
-        port: int,
+        port: int,  # free port for the workers' rendezvous
     ) -> Launch:
-        """Return the launch plan, without any side effects.
-
-        Args:
-            settings: settings that are known before the script runs.
-            port: free port for the workers' rendezvous.
-        """
+        """Return the launch plan, without any side effects."""
         return lay_out(request, settings, machine, inherited, run, port)
 
     @classmethod

@@ -10,14 +10,10 @@ import torch
 
 def backward(
     outputs: Sequence[torch.Tensor],
-    output_gradients: Sequence[torch.Tensor | None] | None,
+    output_gradients: Sequence[torch.Tensor | None] | None,  # gradients of the outputs. None for a loss.
     inputs: Sequence[torch.Tensor],
 ) -> None:
-    """Compute the gradients of the inputs and of the weights into their ``.grad``.
-
-    Args:
-        output_gradients: gradients of the outputs. None for a loss.
-    """
+    """Compute the gradients of the inputs and of the weights into their ``.grad``."""
     gradients: Sequence[torch.Tensor | None] = [None] if output_gradients is None else output_gradients
     pairs = [
         (value, gradient)

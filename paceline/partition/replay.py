@@ -54,18 +54,14 @@ class Reached(BaseException):
 
 
 class Section:
-    """Layers of one stage, in one mode of the model.
-
-    Args:
-        bounds: first call of the stage, and the call that ends the stage.
-    """
+    """Layers of one stage, in one mode of the model."""
 
     def __init__(
         self,
         model: nn.Module,
         layers: dict[str, nn.Module],
         record: Record,
-        bounds: tuple[int, int],
+        bounds: tuple[int, int],  # first call of the stage, and the call that ends the stage
         changing: Iterable[str],
     ) -> None:
         self.model = model

@@ -98,16 +98,12 @@ def means(context: TrainingContext, parts: list[MicrobatchResult]) -> tuple[floa
 
 def skip(
     context: TrainingContext,
-    step: int,
+    step: int,  # step number. The mean gradients of the step are in ``.grad``.
     parts: list[MicrobatchResult],
-    locate: Callable[[MicrobatchResult], range],
+    locate: Callable[[MicrobatchResult], range],  # returns the microbatches of a group whose loss is NaN or infinite
     notice: int = 0,
 ) -> StepResult | None:
     """Return the result of a step that is skipped because a loss is NaN or infinite, or None if all losses are finite.
-
-    Args:
-        step: step number. The mean gradients of the step are in ``.grad``.
-        locate: returns the microbatches of a group whose loss is NaN or infinite.
 
     Raises:
         NonFiniteLoss, InputError: see :func:`commit`.

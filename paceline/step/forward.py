@@ -77,14 +77,6 @@ class ForwardRunner:
         forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
         largest: largest number of workers that the run may have. If above 1, forward passes must not change weights.
         samples_of: returns the number of samples in the batch of a step.
-
-    Attributes:
-        metrics: names of the metrics that each forward pass returns, in alphabetical order. None before the first pass.
-        counts: whether the forward pass returns the divisor of the loss. None before the first pass.
-        turn: number of phases that the batch has had before this one, if a batch has several.
-        carried: states that microbatches carry to the next batch, if the forward pass takes a state.
-        loss_scale: loss scale that keeps gradients in the range of float16, if the forward pass runs in float16.
-        recorder: takes digests of a microbatch in an audited step.
     """
 
     def __init__(
@@ -103,13 +95,17 @@ class ForwardRunner:
         self._autocast = autocast
         self._largest = largest
         self._samples_of = samples_of
-        self.turn = 0
+        self.turn = 0  # number of phases that the batch has had before this one, if a batch has several
         self._weights = dict(model.named_parameters())
+        # names of the metrics that each forward pass returns, in alphabetical order. None before the first pass.
         self.metrics: tuple[str, ...] | None = None
+        # whether the forward pass returns the divisor of the loss. None before the first pass.
         self.counts: bool | None = None
+        # states that microbatches carry to the next batch, if the forward pass takes a state
         self.carried: CarriedState | None = None
+        # loss scale that keeps gradients in the range of float16, if the forward pass runs in float16
         self.loss_scale: LossScale | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # takes digests of a microbatch in an audited step
 
     def of(self, forward: Forward) -> ForwardRunner:
         """Return a shallow copy that runs another forward pass of the same model."""

@@ -89,38 +89,25 @@ class Measured(NamedTuple):
 class OptimizerStep:
     """Optimizer step: applies gradients to the parameters.
 
-    Args:
-        model: the model. Its parameters that require a gradient or that the optimizer takes are trained.
-        optimizer: a factory; see :data:`paceline.step.optimizers.factory.OptimizerFactory`.
-        schedule: a factory that is called with the optimizer, factories by optimizer name, or None.
-        clip_norm: largest global norm of the gradients. None disables clipping.
-
-    Attributes:
-        averages: averages of the weights over the steps.
-        closure_users: class names of the optimizers that need a closure.
-        take: calls the optimizer while it needs a closure. None otherwise.
-        loss_scale: loss scale if the forward pass is in float16. It skips an update if gradients overflow.
-        drew: whether the first update on this worker drew random numbers. None before the first update.
-        divided_by: name of the strategy if copies of the optimizer make updates. Empty otherwise.
-        on_other_names: called with a message before an update if parameters or buffers were added or removed.
-
     Raises:
         InputError: the optimizer or the schedule is not a factory.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: OptimizerFactory,
-        schedule: Any,
-        clip_norm: float | None,
+        model: nn.Module,  # the model. Its parameters that require a gradient or that the optimizer takes are trained.
+        optimizer: OptimizerFactory,  # a factory; see :data:`paceline.step.optimizers.factory.OptimizerFactory`
+        schedule: Any,  # a factory that is called with the optimizer, factories by optimizer name, or None
+        clip_norm: float | None,  # largest global norm of the gradients. None disables clipping.
         scaling: Scaling,
         average: AverageSettings = AverageSettings(),  # noqa: B008 - frozen
     ) -> None:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.scaling = scaling
+        # whether the first update on this worker drew random numbers. None before the first update.
         self.drew: bool | None = None
         self._own_checked = False
+        # loss scale if the forward pass is in float16. It skips an update if gradients overflow.
         self.loss_scale: LossScale | None = None
         self._clip_norm = clip_norm
         self._measured: dict[int, Measured] = {}
@@ -130,13 +117,15 @@ class OptimizerStep:
         self._take_owned(model)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scaling.factor
-        self.closure_users = closure_users(self.optimizer)
+        self.closure_users = closure_users(self.optimizer)  # class names of the optimizers that need a closure
         begin_training(self.optimizer)
         refuse_other_steps(self.optimizer)
+        # calls the optimizer while it needs a closure. None otherwise.
         self.take: Callable[[Optimizer], None] | None = None
         self.schedule = make_schedule(schedule, self.optimizer)
-        self.averages = Averages(average, self.optimizer)
-        self.divided_by = ""
+        self.averages = Averages(average, self.optimizer)  # averages of the weights over the steps
+        self.divided_by = ""  # name of the strategy if copies of the optimizer make updates. Empty otherwise.
+        # called with a message before an update if parameters or buffers were added or removed
         self.on_other_names: Callable[[str], None] = lambda text: None
 
     def evaluating(self) -> AbstractContextManager[None]:

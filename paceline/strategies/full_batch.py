@@ -33,9 +33,6 @@ class FullBatch:
 
     Args:
         audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
-
-    Attributes:
-        apply: update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
     """
 
     def __init__(self, context: TrainingContext, audited: bool = True) -> None:
@@ -43,6 +40,7 @@ class FullBatch:
         self._audit = Audit(context, alone=True) if audited else None
         self._fusion = Fusion(context, together=False)
         self._parameters = list(context.update.parameters.values())
+        # update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
         self.apply: Apply | None = None
         self._fixed = FixedPoint(context) if context.settings.fixed_point else None
 

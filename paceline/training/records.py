@@ -27,18 +27,12 @@ class Records:
         step: int,
         result: StepResult,
         seconds: float,
-        waited: float = 0.0,
-        phase: str = "",
+        waited: float = 0.0,  # part of the duration spent waiting for data, in seconds
+        phase: str = "",  # name of an optimizer, if the batch has several phases
         turn: int = 0,
-        again: bool = False,
+        again: bool = False,  # whether the step is a repetition, which is not traced again
     ) -> None:
-        """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases.
-
-        Args:
-            waited: part of the duration spent waiting for data, in seconds.
-            phase: name of an optimizer, if the batch has several phases.
-            again: whether the step is a repetition, which is not traced again.
-        """
+        """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases."""
         context = self._context
         samples = context.order.samples_of(step)
         metrics = {"metrics": result.metrics} if result.metrics else {}

@@ -36,14 +36,11 @@ _WRITER = re.compile(r"(\d{4,9})-(\d{4,9})-([0-9a-f]{8})")
 
 
 class FencedError(CheckpointError):
-    """Raised if another worker writes checkpoints now.
-
-    Attributes:
-        replaced: whether that worker belongs to a later generation of the same launch, not to another launch.
-    """
+    """Raised if another worker writes checkpoints now."""
 
     def __init__(self, text: str, replaced: bool) -> None:
         super().__init__(text)
+        # whether that worker belongs to a later generation of the same launch, not to another launch
         self.replaced = replaced
 
 

@@ -36,20 +36,13 @@ class Matched:
 def match(
     model: nn.Module,
     given: Mapping[str, torch.Tensor],
-    where: Path | str,
+    where: Path | str,  # source of the tensors, for messages
     *,
-    rename: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    strict: bool = True,
+    rename: Sequence[str] = (),  # prefixes to replace, as ``old=new``. The longest matching prefix applies.
+    skip: Sequence[str] = (),  # prefixes of model names that are not loaded
+    strict: bool = True,  # whether to raise if a name is missing or unknown
 ) -> Matched:
-    """Find the tensors for a model.
-
-    Args:
-        where: source of the tensors, for messages.
-        rename: prefixes to replace, as ``old=new``. The longest matching prefix applies.
-        skip: prefixes of model names that are not loaded.
-        strict: whether to raise if a name is missing or unknown.
-    """
+    """Find the tensors for a model."""
     state = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
     other_buffers = {name for name, _ in model.named_buffers()} - state.keys()  # not persistent
     named = {name: value for name, value in _renamed(given, rename, where).items() if name not in other_buffers}

@@ -163,6 +163,8 @@ class StepHeader:
         self._copy: HostCopy | None = None
         self._losses: list[GroupLoss] | None = None
         self._hashes: list[float] = []
+        # highest notice of any worker: the membership is about to change, or a worker leaves. Known after
+        # :meth:`check`, as are the next four.
         self.notice = 0
         self.seconds: list[float] = []
         self.missing = True

@@ -55,24 +55,19 @@ class CoordinatorClient:
 
     Args:
         session: number of calls of ``paceline.start`` in the script.
-
-    Attributes:
-        generation: number of the generation in which this worker is. -1 before the first.
-        pending: newest generation that has been announced.
-        alarm: newest announced generation that forms because a worker was lost. Above ``generation``, waits must end.
-        broken: whether the connection to the coordinator is lost.
     """
 
     def __init__(self, link: Link, number: int, seconds: float, session: int = 1) -> None:
         self.number = number
         self._session = session
         self._seconds = seconds
-        self.generation = -1
+        self.generation = -1  # number of the generation in which this worker is. -1 before the first.
         self._members: tuple[Member, ...] = ()
-        self.pending = -1
+        self.pending = -1  # newest generation that has been announced
+        # newest announced generation that forms because a worker was lost. Above ``generation``, waits must end.
         self.alarm = -1
         self._lost: dict[int, frozenset[int]] = {}
-        self.broken = False
+        self.broken = False  # whether the connection to the coordinator is lost
         self.on_alarm: Callable[[], None] = lambda: None
         self.on_change: Callable[[int], None] = lambda generation: None
         self._on_answer: Callable[[Message], None] = lambda answer: None

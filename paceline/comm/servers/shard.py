@@ -80,20 +80,15 @@ class Buffered(Protocol):
 
 
 class Shard:
-    """A shard of the training state. All workers construct their shards together, in the same order.
-
-    Args:
-        memory: memory for the shard, shared by the workers or private.
-        optimizer: optimizer of all parameters.
-    """
+    """A shard of the training state. All workers construct their shards together, in the same order."""
 
     def __init__(
         self,
-        memory: Blocks,
+        memory: Blocks,  # memory for the shard, shared by the workers or private
         model: Buffered,
         parameters: dict[str, nn.Parameter],
         buffers: Sequence[str],
-        optimizer: Optimizer,
+        optimizer: Optimizer,  # optimizer of all parameters
         schedule: LRScheduler | None,
     ) -> None:
         self.parameters = list(parameters.values())

@@ -90,21 +90,16 @@ class Refusals:
 
 
 class Connections:
-    """Thread that serves all connections.
-
-    Args:
-        lock: lock that is held during calls of the receiver and while sending.
-        kinds: kinds of messages that clients may send. Defaults to those of a run.
-    """
+    """Thread that serves all connections."""
 
     def __init__(
         self,
         listener: socket.socket,
         keys: Keys,
         receiver: Receiver,
-        lock: threading.RLock,
+        lock: threading.RLock,  # lock that is held during calls of the receiver and while sending
         record: Callable[..., None],
-        kinds: Mapping[str, Kind] = KINDS,
+        kinds: Mapping[str, Kind] = KINDS,  # kinds of messages that clients may send. Defaults to those of a run.
     ) -> None:
         self._kinds = kinds
         self._listener = listener

@@ -17,16 +17,13 @@ class Handle:
 
     Args:
         on_wait: called with the handle when the script begins to wait for a pending operation.
-
-    Attributes:
-        since: monotonic time of the submission, in seconds.
-        value: result other than a tensor: the last rank to join, the ID of a process set, or a process group. For
-            ``allgather`` and ``alltoall``, the number of rows of each member.
     """
 
     def __init__(self, request: Request, task: Task, on_wait: Callable[[Handle], None]) -> None:
         self.request, self.task, self._on_wait = request, task, on_wait
-        self.since = time.monotonic()
+        self.since = time.monotonic()  # monotonic time of the submission, in seconds
+        # result other than a tensor: the last rank to join, the ID of a process set, or a process group. For
+        # ``allgather`` and ``alltoall``, the number of rows of each member.
         self.value: Any = None
         self._error: str = ""
         self._done = threading.Event()

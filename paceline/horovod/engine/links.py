@@ -29,14 +29,11 @@ _POLL_SECONDS = 0.2
 
 
 class Links:
-    """Connections of this worker: to rank 0, or from rank 0 to all others. None if it is the only worker.
-
-    Attributes:
-        looked: monotonic time of the last :meth:`receive` call. Messages that had arrived by then have been read.
-    """
+    """Connections of this worker: to rank 0, or from rank 0 to all others. None if it is the only worker."""
 
     def __init__(self, rank: int, connections: dict[int, Connection]) -> None:
         self.rank = rank
+        # monotonic time of the last :meth:`receive` call. Messages that had arrived by then have been read.
         self.looked = time.monotonic()
         self._connections = connections
         self._sleeping, self._waking = socket.socketpair()

@@ -30,21 +30,16 @@ class Waits:
 
     Args:
         wake: wakes the engine's thread, which then notifies rank 0.
-
-    Attributes:
-        gone: reason why a worker no longer takes part, by rank.
-        stalled: description of each stalled operation and the ranks that it waits for, by name.
-        timeline: recorder of operations, or None.
-        threads: identifiers of the threads that have submitted operations.
-        blocked: operation that the script is blocked on and the start of that wait. None once rank 0 is notified.
     """
 
     def __init__(self, rank: int, settings: HorovodSettings, wake: Callable[[], None]) -> None:
         self.rank, self._settings, self._wake = rank, settings, wake
-        self.gone: dict[int, str] = {}
+        self.gone: dict[int, str] = {}  # reason why a worker no longer takes part, by rank
+        # description of each stalled operation and the ranks that it waits for, by name
         self.stalled: dict[str, str] = {}
-        self.timeline: Timeline | None = None
-        self.threads: set[int] = set()
+        self.timeline: Timeline | None = None  # recorder of operations, or None
+        self.threads: set[int] = set()  # identifiers of the threads that have submitted operations
+        # operation that the script is blocked on and the start of that wait. None once rank 0 is notified.
         self.blocked: tuple[Handle, float] | None = None
         self._begun: dict[str, tuple[float, int, bool]] = {}
         self._ended: list[str] = []

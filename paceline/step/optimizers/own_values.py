@@ -54,13 +54,10 @@ class _NotKeptError(TypeError):
 
 
 class OwnValues:
-    """Attributes of an optimizer, of the optimizers that it holds, and of the plain objects that these hold.
-
-    Attributes:
-        tell: called with a warning, once for each value that is not saved although an update has replaced it.
-    """
+    """Attributes of an optimizer, of the optimizers that it holds, and of the plain objects that these hold."""
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        # called with a warning, once for each value that is not saved although an update has replaced it
         self.tell: Callable[[str], None] = lambda text: None
         self._optimizer = optimizer
         self._names = {id(value): name for name, value in parameters.items()}

@@ -35,9 +35,6 @@ class Structure:
 
     Args:
         frozen: the model's parameters that the optimizer does not have, by name.
-
-    Attributes:
-        changed: message about a parameter or buffer added or removed since the start. Empty if there is none.
     """
 
     def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> None:
@@ -46,6 +43,7 @@ class Structure:
         self._trained = set(self._at_start.values()).difference(frozen.values())
         self._untrained = dict(frozen)
         self._buffers_at_start = dict.fromkeys(name for name, _ in model.named_buffers())
+        # message about a parameter or buffer added or removed since the start. Empty if there is none.
         self.changed = ""
         self._remember()
 

@@ -33,15 +33,7 @@ _PART_SECONDS = 10.0
 
 
 class NetworkServers:
-    """Update in which each server updates its shard, and all workers pull the shards of the other servers.
-
-    Attributes:
-        shards: shards of the parameters, in the memory of this worker. The first ranks are their servers.
-        homes: server of each parameter, by name.
-        copies: for each server, the rank with the copy of its shard. Servers without a copy are left out.
-        own: names of the parameters whose server is this worker.
-        version: number of updates made.
-    """
+    """Update in which each server updates its shard, and all workers pull the shards of the other servers."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -50,12 +42,16 @@ class NetworkServers:
         count = servers_among(context.settings, context.world.size)
         parts = cut(update.parameters, count)
         memory, model = OwnBlocks(), context.compute.model
+        # shards of the parameters, in the memory of this worker. The first ranks are their servers.
         self.shards = [Shard(memory, model, part, [], update.optimizer, update.schedule) for part in parts]
+        # server of each parameter, by name
         self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
         self._holders = [holders(self._peers, home, copies_of(context)) for home in range(count)]
+        # for each server, the rank with the copy of its shard. Servers without a copy are left out.
         self.copies = {home: one[1] for home, one in enumerate(self._holders) if len(one) > 1}
+        # names of the parameters whose server is this worker
         self.own = {name for name, home in self.homes.items() if home == rank}
-        self.version = 0
+        self.version = 0  # number of updates made
         self._parts = parts
         self._held = [home for home, one in enumerate(self._holders) if rank in one]
         self._here = {name for home in self._held for name in parts[home]}

@@ -107,14 +107,7 @@ class SyncServer(Strategy):
 
 
 class Servers:
-    """Update in which each server updates its shard, and all workers copy the shards of the other servers.
-
-    Attributes:
-        shards: shards of the parameters. The first ranks are their servers.
-        homes: server of each parameter, by name.
-        own: names of the parameters whose server is this worker.
-        version: number of updates made.
-    """
+    """Update in which each server updates its shard, and all workers copy the shards of the other servers."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -122,10 +115,13 @@ class Servers:
         update, model = context.update, context.compute.model
         count = servers_among(context.settings, context.world.size)
         parts = cut(update.parameters, count)
+        # shards of the parameters. The first ranks are their servers.
         self.shards = [Shard(self._memory, model, part, [], update.optimizer, update.schedule) for part in parts]
+        # server of each parameter, by name
         self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
+        # names of the parameters whose server is this worker
         self.own = {name for name, home in self.homes.items() if home == context.world.rank}
-        self.version = 0
+        self.version = 0  # number of updates made
         self._shard = self.shards[context.world.rank] if context.world.rank < count else None
         self._servers = range(count)
         self._flag = self._memory.reserve(1)

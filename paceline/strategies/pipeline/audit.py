@@ -34,10 +34,10 @@ from paceline.strategies.pipeline.stages import LocalStage
 def audits_of(
     context: TrainingContext,
     step: int,
-    first: int,
+    first: int,  # number of the first microbatch of the step
     stages: Mapping[int, LocalStage],
     last: int,
-    worker_of: Callable[[int, int], int],
+    worker_of: Callable[[int, int], int],  # function that returns the rank that computes a stage for a microbatch
     data: Mapping[int, Any],
 ) -> dict[tuple[int, int], StageAudit]:
     """Return the audits of a step on this worker, by stage and microbatch.
@@ -58,26 +58,17 @@ def audits_of(
 
 
 class StageAudit:
-    """Audit of a microbatch, which a stage computes twice.
-
-    Args:
-        microbatch: index of the microbatch in the step.
-        is_last: whether the output of the stage is the loss.
-        data: microbatch as this worker has loaded it, or None. It is loaded a second time.
-
-    Attributes:
-        output_gradients: received gradients of the outputs. None if the output is the loss.
-    """
+    """Audit of a microbatch, which a stage computes twice."""
 
     def __init__(
         self,
         context: TrainingContext,
         step: int,
-        microbatch: int,
+        microbatch: int,  # index of the microbatch in the step
         stage: int,
         local: LocalStage,
-        is_last: bool,
-        data: Any,
+        is_last: bool,  # whether the output of the stage is the loss
+        data: Any,  # microbatch as this worker has loaded it, or None. It is loaded a second time.
     ) -> None:
         self._context = context
         self._step, self._microbatch = step, microbatch
@@ -86,6 +77,7 @@ class StageAudit:
         self._passes = Digests(bool(context.settings.exact)), Digests(bool(context.settings.exact))
         self._data: Any = None
         self._inputs: list[torch.Tensor] = []
+        # received gradients of the outputs. None if the output is the loss.
         self.output_gradients: list[torch.Tensor | None] | None = None
         if data is not None:
             self._data = self._load().data

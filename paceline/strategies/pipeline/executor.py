@@ -140,18 +140,12 @@ class Executor:
     def add(
         self,
         step: int,
-        groups: Sequence[MicrobatchGroup],
-        worker_of: Callable[[int, int], int],
+        groups: Sequence[MicrobatchGroup],  # single microbatches of the step that this worker has loaded
+        worker_of: Callable[[int, int], int],  # function that returns the rank that computes a stage for a microbatch
         first: int = 0,
-        scale: float = 1.0,
+        scale: float = 1.0,  # factor of the loss, and so of the gradients
     ) -> None:
-        """Add the microbatches of a step.
-
-        Args:
-            groups: single microbatches of the step that this worker has loaded.
-            worker_of: function that returns the rank that computes a stage for a microbatch.
-            scale: factor of the loss, and so of the gradients.
-        """
+        """Add the microbatches of a step."""
         self._scale = scale
         self._worker_of = worker_of
         for group in groups:

@@ -242,10 +242,6 @@ class _StepGradients(Hooks):
 
     Without ``exact``, gradients of parameters that only one stage uses stay in ``.grad`` until the end: the next
     backward pass adds to them while they are in the cache.
-
-    Attributes:
-        sums: for each local stage, the sums of nodes of the canonical tree.
-        missing: for each microbatch, the parameters without a gradient, and the number of stages without one.
     """
 
     def __init__(self, context: TrainingContext, stages: Stages, schedule: Schedule) -> None:
@@ -255,7 +251,9 @@ class _StepGradients(Hooks):
         self._schedule = schedule
         self._versions: dict[str, int] = {}
         """Tensor version of each ``.grad`` that stays, after the last microbatch."""
+        # for each local stage, the sums of nodes of the canonical tree
         self.sums = {stage: ScatteredAccumulator(self._exact) for stage in stages.local}
+        # for each microbatch, the parameters without a gradient, and the number of stages without one
         self.missing: dict[int, Counter[str]] = {}
 
     def weights(self, operation: Operation) -> AbstractContextManager[object]:

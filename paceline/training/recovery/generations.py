@@ -31,21 +31,15 @@ from paceline.errors import PREEMPTED, WorkerLost
 
 
 class Generations:
-    """Membership of this worker from one generation to the next.
-
-    Attributes:
-        commits: number of commits in this worker's state; None before it has a state.
-        furthest: largest number of commits of any worker when this generation was formed.
-        on_lost: callback for the loss of a worker, called on another thread.
-        on_change: callback with the number of the next generation when it is announced, called on another thread.
-        is_waiting: function that returns whether the script is waiting for other workers.
-    """
+    """Membership of this worker from one generation to the next."""
 
     def __init__(self, launched: env.LaunchInfo, seconds: float) -> None:
-        self.commits: int | None = None
-        self.furthest = 0
-        self.on_lost: Callable[[], None] = lambda: None
+        self.commits: int | None = None  # number of commits in this worker's state; None before it has a state
+        self.furthest = 0  # largest number of commits of any worker when this generation was formed
+        self.on_lost: Callable[[], None] = lambda: None  # callback for the loss of a worker, called on another thread
+        # callback with the number of the next generation when it is announced, called on another thread
         self.on_change: Callable[[int], None] = lambda generation: None
+        # function that returns whether the script is waiting for other workers
         self.is_waiting: Callable[[], bool] = lambda: False
         link = SocketLink(launched.coordinator, launched.worker, launched.key, seconds)
         self._client = CoordinatorClient(link, launched.worker, seconds)

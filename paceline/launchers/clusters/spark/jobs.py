@@ -29,19 +29,14 @@ _LONGEST_REASON = 300
 
 
 class Stage(threading.Thread):
-    """Thread for one submission of the barrier stage.
-
-    Attributes:
-        codes: exit codes of the agents in the order of the machines. None if the stage failed.
-        lost: Spark's reason for canceling the stage after it lost a task, or None.
-        error: reason for any other failure of the stage.
-    """
+    """Thread for one submission of the barrier stage."""
 
     def __init__(self, context: Any, task: Task, tasks: int, request: Request) -> None:
         super().__init__(daemon=True)
+        # exit codes of the agents in the order of the machines. None if the stage failed.
         self.codes: list[int] | None = None
-        self.lost: str | None = None
-        self.error = ""
+        self.lost: str | None = None  # Spark's reason for canceling the stage after it lost a task, or None
+        self.error = ""  # reason for any other failure of the stage
         self._context = context
         self._task = task
         self._tasks = tasks
