@@ -19,17 +19,21 @@ class ProcessSet:
     Args:
         ranks: ranks of the members.
 
+    Attributes:
+        process_set_id: ID of the process set. None before it is added and after it is removed.
+        ranks: ranks of the members, in ascending order.
+
     Raises:
         ValueError: ``ranks`` does not consist of integers.
     """
 
-    process_set_id: int | None = None  # ID of the process set. None before it is added and after it is removed.
+    process_set_id: int | None = None
 
     def __init__(self, ranks: Iterable[int]) -> None:
         found: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
         if not all(isinstance(one, int) for one in found):
             raise ValueError(f"ProcessSet({ranks!r}): give a list of ranks.")
-        self.ranks: list[int] = sorted(found)  # ranks of the members, in ascending order
+        self.ranks: list[int] = sorted(found)
         self._engine: Engine | None = None
 
     def _enter(self, engine: Engine | None, number: int | None) -> None:

@@ -18,11 +18,17 @@ _T = TypeVar("_T")
 
 @dataclass
 class ElasticSettings(MiniSettings):
-    """Settings returned by :meth:`ElasticRayExecutor.create_settings`."""
+    """Settings returned by :meth:`ElasticRayExecutor.create_settings`.
 
-    min_num_proc: int = 1  # minimum number of workers, below which a run waits. Defaults to 1.
-    max_num_proc: int | None = None  # maximum number of workers. Defaults to the capacity of the cluster.
-    elastic_timeout: int = 600  # timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
+    Attributes:
+        min_num_proc: minimum number of workers, below which a run waits. Defaults to 1.
+        max_num_proc: maximum number of workers. Defaults to the capacity of the cluster.
+        elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
+    """
+
+    min_num_proc: int = 1
+    max_num_proc: int | None = None
+    elastic_timeout: int = 600
 
 
 class ElasticRayExecutor:

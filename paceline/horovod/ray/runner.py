@@ -17,12 +17,19 @@ _T = TypeVar("_T")
 
 @dataclass
 class MiniSettings:
-    """Settings returned by :meth:`RayExecutor.create_settings`."""
+    """Settings returned by :meth:`RayExecutor.create_settings`.
 
-    timeout_s: int = 30  # timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
-    placement_group_timeout_s: int = 100  # timeout in seconds for Ray's resources in ``start``. Defaults to 100.
-    nics: Collection[str] | None = None  # network interfaces for gloo and NCCL
-    discovery: Any = None  # object that finds hosts, used with ``override_discovery=False``
+    Attributes:
+        timeout_s: timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
+        placement_group_timeout_s: timeout in seconds for Ray's resources in ``start``. Defaults to 100.
+        nics: network interfaces for gloo and NCCL.
+        discovery: object that finds hosts, used with ``override_discovery=False``.
+    """
+
+    timeout_s: int = 30
+    placement_group_timeout_s: int = 100
+    nics: Collection[str] | None = None
+    discovery: Any = None
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of the workers."""

@@ -17,9 +17,12 @@ class BaseHorovodWorker:
     Args:
         world_rank: rank of this worker. Defaults to 0.
         world_size: number of workers. Defaults to 1.
+
+    Attributes:
+        executable: object that ``execute`` passes to functions, or None.
     """
 
-    executable: Any = None  # object that ``execute`` passes to functions, or None
+    executable: Any = None
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         self._name = f"rank {world_rank} of {world_size}"
