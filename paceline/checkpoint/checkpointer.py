@@ -126,6 +126,15 @@ class Checkpointer:
         elif self._divided:
             self._write_part(storage, state.snapshot(step))
 
+    def repeat_save(self, state: TrainingState, step: int) -> None:
+        """Begin the save of a step again after a loss, unless it is complete: its writer may be the lost worker."""
+        storage = self._require_storage()
+        if self._world.rank == 0:
+            self.finish()
+            if storage.complete_in(manifest.name_of(step)):
+                return
+        self.begin_save(state, step)
+
     def finish(self) -> None:
         """Wait for the background save. Raises CheckpointError if the save failed. Raised on rank 0 only."""
         self._raise_if_writer(self._background.finish)

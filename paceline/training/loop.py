@@ -336,9 +336,12 @@ class TrainingLoop:
             self._take_over(self._recovery.re_form(self._progress, planned, ended))
             try:
                 self._set_up_strategy()
-                return
             except WorkerLost as again:
                 planned, lost = False, again
+            else:
+                if self._begun == self.progress.steps >= self.progress.repeat_until:
+                    self._checkpointer.repeat_save(self._state, self._begun)
+                return
 
     def _take_over(self, progress: Progress) -> None:
         self._progress = progress

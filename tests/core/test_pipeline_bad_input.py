@@ -250,7 +250,7 @@ for batch in session.batches(steps=12):
 print("done", flush=True)
 """
     last = ranks(HEAD + body, 2, tmp_path, deadline=60)[1]
-    assert f"Audit of step 4: The loss reads {name}, which the forward pass" in message(last, "InputError")
+    assert f"Audit of step 3: The loss reads {name}, which the forward pass" in message(last, "InputError")
     assert last.code == 2 and "done" not in last.out
 
 

@@ -201,7 +201,7 @@ def test_the_line_of_an_error_in_a_loader_process() -> None:
 
 def test_an_error_of_the_forward_pass_names_microbatch_and_step() -> None:
     with pytest.raises(TypeError) as caught:
-        train(forward=lambda model: model)
+        train(forward=lambda model, microbatch: model + 1)
     (note,) = caught.value.__notes__
     assert re.fullmatch(r"This was the forward pass of microbatch \d \(2 samples\) of step 0\.", note)
 

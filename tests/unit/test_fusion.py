@@ -140,7 +140,7 @@ def test_random_numbers_that_are_drawn_later_belong_to_microbatches() -> None:
 )
 def test_a_loss_that_couples_samples_later_is_named_once(kind: str, difference: str) -> None:
     _, (note,) = trained(kind)
-    assert re.match(f"Audit of step 4: the loss looks at several samples at once, .*: {difference}", note), note
+    assert re.match(f"Audit of step 3: the loss looks at several samples at once, .*: {difference}", note), note
 
 
 def test_microbatches_are_computed_one_by_one_after_a_loss_couples_samples(monkeypatch: pytest.MonkeyPatch) -> None:
