@@ -45,6 +45,7 @@ WHOLE: list[dict[str, Any]] = [
     {"exact": False, "reduction": "tree"},
     {"exact": False, "reduction": "collective"},
     {"exact": True, "strategy": "stealing"},
+    {"exact": True, "strategy": "sharded"},
     {"strategy": "local-sgd"},
 ]
 CUT: list[dict[str, Any]] = [
@@ -83,7 +84,10 @@ def test_the_bits_on_one_gpu_are_those_of_one_worker_there(printed: Printed, tmp
         return printed(SCRIPT, count, tmp_path / str(count), environment=environment, deadline=300)
 
     ways = [one for one in WHOLE + CUT[: 4 - workers] if one.get("exact")]  # zb-v has two stages on each of two workers
-    (alone,) = run([{"exact": True}, {"exact": "fixed-point"}], 1)
-    for found in run(ways, workers):
-        for settings in ways:
-            assert found[repr(settings)] == alone[repr({"exact": settings["exact"]})], settings
+    clipped = [one | {"clip_norm": 0.05} for one in ways if one.get("strategy") in (None, "sharded", "pipeline")]
+    whole = [{"exact": exact, **clip} for exact in (True, "fixed-point") for clip in ({}, {"clip_norm": 0.05})]
+    (alone,) = run(whole, 1)
+    for found in run(ways + clipped, workers):
+        for settings in ways + clipped:
+            wanted = {key: settings[key] for key in ("exact", "clip_norm") if key in settings}
+            assert found[repr(settings)] == alone[repr(wanted)], settings

@@ -349,7 +349,8 @@ class Reducer:
             return torch.zeros(())
         types = [dtype.to_real() for dtype, one in zip(dtypes, known, strict=True) if one]
         norms_of_all = everyone[known].to(reduce(torch.promote_types, types))
-        result: torch.Tensor = torch.linalg.vector_norm(norms_of_all).to(world.device)
+        # on the device, where an update of all parameters computes it: the host would round it differently
+        result: torch.Tensor = torch.linalg.vector_norm(norms_of_all.to(world.device))
         return result
 
 
