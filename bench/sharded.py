@@ -1,9 +1,9 @@
 """Memory and time of a step with a divided optimizer state, beside all-reduce and torch's ZeroRedundancyOptimizer.
 
-A GPT of 10 M parameters with AdamW in float32, one microbatch for each worker, so that computation hides as little as
-it can. The ways take turns in the same processes; a time is the median of the steps of all rounds on the slowest
-worker. Memory is the proportional set size (PSS) of a worker after the last step, without what it had before the model
-was made, in processes that train in one way only; the state of the optimizer is a part of it.
+A GPT of 10 M parameters with AdamW in float32, one microbatch for each worker, so that little communication is hidden
+behind computation. The ways take turns in the same processes; a time is the median of the steps of all rounds on the
+slowest worker. Memory is the proportional set size (PSS) of a worker after the last step, without what it had before
+the model was made, in processes that train in one way only; the state of the optimizer is a part of it.
 
     python bench/sharded.py [workers] [rounds]
 """

@@ -38,6 +38,7 @@ from paceline.training.setup import Run, set_up
 __all__ = ["Batch", "Report", "Session", "start"]
 
 _T = TypeVar("_T")
+_NO_BATCH = cast("Batch", None)  # answered by an error of ours, where a missing argument would be one of Python
 
 
 def _count_in(call: str, value: object) -> int:
@@ -189,7 +190,7 @@ class Session:
         what, count = ("epochs=", epochs) if steps is None else ("steps=", steps)
         return self._batches.batches(_count_in(f"batches({what}", count), epochs=steps is None)
 
-    def step(self, batch: Batch, optimizer: str | None = None) -> Report:
+    def step(self, batch: Batch = _NO_BATCH, optimizer: str | None = None) -> Report:
         """Train on a batch: forward, backward, reduce gradients, update; then save a checkpoint if one is due.
 
         Args:

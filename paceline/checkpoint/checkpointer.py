@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -127,12 +128,13 @@ class Checkpointer:
             self._write_part(storage, state.snapshot(step))
 
     def repeat_save(self, state: TrainingState, step: int) -> None:
-        """Begin the save of a step again after a loss, unless it is complete: its writer may be the lost worker."""
+        """Begin the save of a step again, unless it is complete. Call this after a loss, as its writer may be lost."""
         storage = self._require_storage()
         if self._world.rank == 0:
             self.finish()
-            if storage.complete_in(manifest.name_of(step)):
-                return
+            with contextlib.suppress(Exception):  # each kind of store has errors of its own; a save tries again
+                if storage.complete_in(manifest.name_of(step)):
+                    return
         self.begin_save(state, step)
 
     def finish(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 
 _MOST_VALUES = 4
-"""Number of values of a name that are audited: with that of the first steps."""
+"""Number of values of a name that are audited, including the value of the first steps."""
 _MOST_LATE, _STEPS = 5, 1000
 """Number of audits that changes by the loop may cause in the first steps, and number of steps for one more."""
 
@@ -126,10 +126,10 @@ class AuditSchedule:
             self._values.close(late=True)
 
     def is_audited(self, step: int) -> bool:
-        """Return whether a step is audited. The script of each worker decides whether it is, or changes something."""
+        """Return whether a step is audited: it is due, the script's last one, or the first one with a new value."""
         return self.is_due(step) or (not self._off and step in (self.last, self._changed))
 
     def microbatch(self, step: int, microbatches: int) -> int:
-        """Return the microbatch that an audit computes twice. It changes from audit to audit."""
+        """Return the microbatch that an audit computes twice. It is another one in each regular audit."""
         audits = step.bit_length() + step // 1000 + (step // self._every if self._every else 0)
         return (microbatches - 1 - audits) % microbatches

@@ -72,7 +72,7 @@ Slice(parameter=1, start=0, stop=64, owner=1)]
             ends = [_block(total * (rank + 1) // workers - before, sizes[index]) for rank in range(workers - 1)]
             cuts = [0, *ends, sizes[index]]
             found = [Slice(index, cuts[rank], cuts[rank + 1], rank) for rank in range(workers)]
-            slices += [one for one in found if one.start < one.stop]
+            slices += [one for one in found if one.start < one.stop] or found[:1]
             before += sizes[index]
     return slices
 

@@ -29,9 +29,8 @@ _CALLS = {
     "print": "session.print(value, ...)",
     "register": "session.register(name=value)",
     "save": "session.save(), whose directory is the setting checkpoint.directory, or session.export(path)",
-    "step": "session.step(batch) for each batch of session.batches()",
 }
-"""Methods of a session, and the call to write."""
+"""Methods of a session, and the call to write. ``step`` answers by itself, without a call around each step."""
 _ELSEWHERE = {
     "model": "it is the object that the script gave to paceline.start",
     "world_size": "the number of workers is session.workers",

@@ -332,6 +332,8 @@ class TrainingLoop:
             if self._strategy_ready:
                 self._strategy_ready = False
                 self.progress.owned = self.strategy.close()
+                if self.progress.owned == frozenset():  # interrupted in an update: others' schedules are right
+                    self.progress.tie_break = 0
                 self.context.compute.buffers.reset()
             self._take_over(self._recovery.re_form(self._progress, planned, ended))
             try:
@@ -339,7 +341,8 @@ class TrainingLoop:
             except WorkerLost as again:
                 planned, lost = False, again
             else:
-                if self._begun == self.progress.steps >= self.progress.repeat_until:
+                saved = self._begun == self.progress.steps >= self.progress.repeat_until
+                if saved and lost is not None and not self.context.loop.lacks_copies:
                     self._checkpointer.repeat_save(self._state, self._begun)
                 return
 

@@ -86,7 +86,8 @@ class Position:
             is_phase: whether the call takes one phase of the batch.
         """
         if not isinstance(batch, Batch):
-            raise InputError(f"session.step takes a batch from session.batches(), not a {type(batch).__name__}.")
+            given = "got none" if batch is None else f"not a {type(batch).__name__}"
+            raise InputError(f"session.step takes a batch from session.batches(), {given}.")
         step, turns = batch.step, self._taken[1] if self._taken[0] == batch.step else 0
         late = step < self.steps - 1
         if is_phase and (late or (turns and self._saved == step + 1)):

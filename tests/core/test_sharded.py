@@ -74,6 +74,32 @@ def changed():
             group["lr"] *= 0.9
     return session.fingerprint()
 
+def replaced():
+    session = start()
+    model = session._context.compute.model
+    for batch in session.batches(steps=6):
+        session.step(batch)
+        for value in model.parameters():
+            value.data = value.data.clamp(-0.2, 0.2)
+    return session.fingerprint()
+
+def by_groups():
+    session = start()
+    for batch in session.batches(steps=6):
+        session.step(batch)
+        with torch.no_grad():
+            for group in session._context.update.optimizer.param_groups:
+                for value in group["params"]:
+                    value.clamp_(-0.2, 0.2)
+    return session.fingerprint()
+
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.none = mlp(12, 4), nn.Parameter(torch.zeros(0, 3))
+    def forward(self, values):
+        return self.layer(values) + self.none.sum()
+
 def evaluated():
     session, found = start(), []
     for batch in session.batches(steps=6):
@@ -122,6 +148,10 @@ ways = {
     "bfloat16 weights": lambda: steps(start(model=mlp(12, 4).bfloat16(), data=classes(200, dtype=torch.bfloat16))),
     "frozen in between": frozen,
     "changed by the loop": changed,
+    "replaced by the loop": replaced,
+    "changed by groups": by_groups,
+    "empty": lambda: steps(start(model=Empty())),
+    "empty, whole": lambda: steps(start(model=Empty(), clip_norm=0.1)),
     "evaluated": evaluated,
     "size": size,
     "moved": moved,

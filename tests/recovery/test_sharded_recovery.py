@@ -38,6 +38,38 @@ def test_a_worker_is_lost_inside_a_step(run: Run, undisturbed: Any, point: Any) 
     assert went_back(ran) == [3, 3], ran.report()
 
 
+# Worker 1 is killed when it is to send its slices for the nth time.
+KILLED = """
+import os, signal
+from paceline.strategies.sharded import strategy
+
+send, calls = strategy.consolidate_state_dict, []
+def consolidate(*given):
+    calls.append(given)
+    if os.environ.get("PACELINE_WORKER") == "1" and len(calls) == NTH and "ALONE" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(*given)
+strategy.consolidate_state_dict = consolidate
+"""
+
+
+def test_a_worker_is_lost_while_the_state_is_put_together_for_a_save(run: Run, undisturbed: Any) -> None:
+    """Those that are left do not take what they have for the whole."""
+    ran = run(KILLED.replace("NTH", "2") + PLAIN, *ELASTIC, *EVERY_3, GIVEN=SHARDED)
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
+    assert went_back(ran) == [3, 3], ran.report()
+
+
+@pytest.mark.slow
+def test_a_worker_is_lost_while_another_one_hands_over_its_slices(run: Run, undisturbed: Any) -> None:
+    script = PLAIN.replace("    scripted.say", "    scripted.leave(session, batch, 2, 4)\n    scripted.say")
+    ran = run(KILLED.replace("NTH", "2") + script, *ELASTIC, *EVERY_3, GIVEN=SHARDED)
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
+    assert set(went_back(ran)) == {3}, ran.report()
+
+
 def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
     script = PLAIN.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
     ran = run(script, *ELASTIC, GIVEN=SHARDED)

@@ -316,3 +316,11 @@ def test_a_launcher_in_the_place_of_the_script(capsys: pytest.CaptureFixture[str
         main(["run", "torchrun", "--nproc-per-node", "2", "mine.py"])
     assert ended.value.code == 2
     assert "as in paceline run -n 2 mine.py, or write torchrun without paceline run." in capsys.readouterr().err
+
+
+def test_a_step_without_a_batch() -> None:
+    model, data = torch.nn.Linear(2, 1), torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    session = paceline.start(model=model, optimizer=sgd, loss=torch.nn.functional.mse_loss, data=data, batch=4)
+    with pytest.raises(InputError, match=r"session\.step takes a batch from session\.batches\(\), got none\."):
+        session.step()

@@ -149,7 +149,7 @@ def _room(tensor: torch.Tensor) -> int:
 
     At other addresses, matrix products of an optimizer may round differently (MKL does on some processors).
     """
-    return aligned(tensor.numel() * tensor.element_size()) // tensor.element_size()
+    return aligned(max(tensor.nbytes, 1)) // tensor.element_size()
 
 
 def _view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:

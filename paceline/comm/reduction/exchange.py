@@ -75,7 +75,7 @@ class OwnerExchange(Exchange, Protocol):
         ...
 
     def await_spread(self, bucket: Bucket) -> None:
-        """Wait until the bucket of another worker is in ``bucket.flats[0]``, if messages do not show it."""
+        """Wait until the bucket of another worker is in ``bucket.flats[0]``, if the transport has no message for it."""
         ...
 
 

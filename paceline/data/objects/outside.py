@@ -31,7 +31,8 @@ _OWN_GRADIENT = (
 class OutsideParameters:
     """Detector of optimizer steps with a gradient that ``session.step`` has left outside of the model.
 
-    A loop that computes the gradients itself, or sums them over the workers, trains all workers alike and is right.
+    A loop that computes the gradients itself, or sums them over the workers, trains all workers alike and is right. A
+    loop that changes the gradient in place, as ``clip_grad_norm_`` does, is taken for one.
 
     Args:
         held: values that the model, the loss and the data hold.
@@ -47,6 +48,7 @@ class OutsideParameters:
         self.parameters = {name: one for name, one in found.items() if id(one) not in known}
         self.tell: Callable[[str], None] = lambda text: None
         self._before: dict[str, tuple[int, int]] = {}
+        self._told = False
         self._left: dict[str, tuple[ref[torch.Tensor], int]] = {}  # gradients that the last step has left
         self._hook = register_optimizer_step_pre_hook(self._check) if self.parameters else None
 
@@ -57,7 +59,7 @@ class OutsideParameters:
 
     def end_step(self) -> None:
         """Remember the gradients that a step has changed."""
-        for name, one in self.parameters.items():
+        for name, one in self.parameters.items() if not self._told else ():
             if one.grad is not None and _state(one.grad) != self._before.get(name):
                 self._left[name] = ref(one.grad), version_of(one.grad)
 
@@ -69,7 +71,7 @@ class OutsideParameters:
         for name, (left, version) in self._left.items():
             one = self.parameters[name]
             if id(one) in trained and one.grad is not None and one.grad is left() and version_of(one.grad) == version:
-                self.end()
+                self._left, self._told = {}, True  # torch iterates over its hooks now, so this one stays
                 self.tell(self.text(name))
                 return
 

@@ -255,7 +255,7 @@ class Reducer:
             self._reduction.finish(self._context.update.measure if measure and self._fixed is None else None)
             if self._sliced:
                 for parameter in self._parameters:
-                    parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit drops unused ones
+                    parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit clears unused ones
                 return True
             means = [self._reduction.mean(member) for ((member, _),) in self._members]
         if self._fixed is not None:

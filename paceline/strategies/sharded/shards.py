@@ -1,13 +1,13 @@
-"""Shards of an optimizer: each worker keeps the state of the slices that it owns, and updates only these."""
+"""Shards of an optimizer: each worker keeps the state of the slices that it owns, and updates only those slices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from paceline.comm.reduction.buckets import full, split
 from paceline.schedule import slices
@@ -44,7 +44,9 @@ def _can_be_cut(value: torch.Tensor) -> bool:
 
 
 class OptimizerShard:
-    """This worker's shard of an optimizer, whose parameters are the owned slices while the state is divided.
+    """This worker's shard of an optimizer: the slices that it owns, with their part of the state.
+
+    Between two updates the optimizer's groups hold the parameters themselves, for the script and its schedule.
 
     Args:
         context: training context.
@@ -53,14 +55,13 @@ class OptimizerShard:
     Attributes:
         own: index of each owned slice, with the parameter that the optimizer updates: a slice that shares the memory of
             its parameter, or the parameter itself.
-        divided: whether the optimizer has only its shard.
+        divided: whether the optimizer has the state of its own slices only.
     """
 
     def __init__(self, context: TrainingContext, every: Sequence[Slice]) -> None:
         self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
         self._parameters = list(context.update.parameters.values())
         self._every, rank = every, context.world.rank
-        self._groups: list[list[nn.Parameter]] = []
         self.divided = False
         self.own = {index: self._slice(one) for index, one in enumerate(every) if one.owner == rank}
 
@@ -69,6 +70,13 @@ class OptimizerShard:
         if one.stop - one.start == parameter.numel():
             return parameter
         return nn.Parameter(parameter.detach().view(-1)[one.start : one.stop], requires_grad=parameter.requires_grad)
+
+    def follow(self) -> None:
+        """Point the slices to the memory of their parameters, in case the script has replaced ``.data``."""
+        for index, value in self.own.items():
+            one = self._every[index]
+            if value is not self._parameters[one.parameter]:
+                value.data = self._parameters[one.parameter].detach().view(-1)[one.start : one.stop]
 
     @property
     def names(self) -> frozenset[str]:
@@ -79,36 +87,45 @@ class OptimizerShard:
         name, parameter = self._names[one.parameter], self._parameters[one.parameter]
         return name if one.stop - one.start == parameter.numel() else slice_name(name, one.start, one.stop)
 
-    def divide(self) -> None:
-        """Keep only the shard of the optimizer: its parameters are the owned slices, with their part of the state."""
-        if self.divided:
-            return
-        self.divided = True
+    def _held(self) -> dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]]:
+        """Return the owned slices of each parameter."""
         held: dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]] = {}
         for index, value in self.own.items():
             one = self._every[index]
             held.setdefault(self._parameters[one.parameter], []).append((one, value))
-        for optimizer in parts_of(self._optimizer):
-            self._divide(optimizer, held)
+        return held
 
-    def _divide(self, optimizer: Optimizer, held: dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]]) -> None:
-        for group in optimizer.param_groups:
-            self._groups.append(group["params"])
-            group["params"] = [value for parameter in group["params"] for _, value in held.get(parameter, ())]
-            for parameter in self._groups[-1]:
+    def divide(self) -> None:
+        """Keep only the state of the owned slices."""
+        if self.divided:
+            return
+        self.divided, held = True, self._held()
+        for optimizer in parts_of(self._optimizer):
+            for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
                 state = optimizer.state.pop(parameter, None)
                 for one, value in held.get(parameter, ()) if state else ():
                     optimizer.state[value] = {key: _cut(entry, parameter, one) for key, entry in state.items()}
 
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the owned slices into the optimizer's groups, in place of their parameters, for an update."""
+        held = self._held()
+        groups = [group for optimizer in parts_of(self._optimizer) for group in optimizer.param_groups]
+        kept = [group["params"] for group in groups]
+        try:
+            for group, parameters in zip(groups, kept, strict=True):
+                group["params"] = [value for parameter in parameters for _, value in held.get(parameter, ())]
+            yield
+        finally:
+            for group, parameters in zip(groups, kept, strict=True):
+                group["params"] = parameters
+
     def unite(self) -> None:
-        """Give the optimizer its parameters back. Of a sliced parameter's state, only the owned slices are valid."""
+        """Put the state of the owned slices into states of whole parameters, of which nothing else is valid."""
         if not self.divided:
             return
         self.divided = False
-        groups = iter(self._groups)
         for optimizer in parts_of(self._optimizer):
-            for group in optimizer.param_groups:
-                group["params"] = next(groups)
             for index, value in self.own.items():
                 one = self._every[index]
                 parameter = self._parameters[one.parameter]
@@ -116,7 +133,6 @@ class OptimizerShard:
                     whole = optimizer.state[parameter]
                     for key, entry in optimizer.state.pop(value).items():
                         _put(whole, key, entry, parameter, one)
-        self._groups = []
 
 
 def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
@@ -129,7 +145,7 @@ def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
 
 
 def _put(state: dict[str, Any], key: str, entry: Any, parameter: nn.Parameter, one: Slice) -> None:
-    if not isinstance(entry, torch.Tensor) or entry.numel() != one.stop - one.start:
+    if not isinstance(entry, torch.Tensor) or entry.shape != (one.stop - one.start,):
         state[key] = entry
         return
     if key not in state:

@@ -8,12 +8,14 @@
 
 After Rajbhandari et al. 2020 (arXiv 1910.02054). The step is that of ``strategies.data_parallel.allreduce``, with the
 same shares and the same sums. An all-reduce leaves the mean of a chunk on one worker before it sends the means to all.
-Here that worker updates its chunk of the parameters first, and the weights are sent in place of the means: as many
-bytes, and the same bits. With N workers and AdamW in float32, a worker holds 8 + 8/N bytes a parameter in place of 16.
-Synchronizing gives every worker the whole state for as long as it is saved or evaluated.
+Here that worker updates its chunk of the parameters first, and sends the weights in place of the means. These are as
+many bytes, and the weights have the same bits. With N workers and AdamW in float32, a worker holds 8 + 8/N bytes a
+parameter in place of 16. Synchronizing gives every worker the whole state for as long as it is saved or evaluated.
 """
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
@@ -22,6 +24,7 @@ from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.data.feed import MicrobatchGroup
+from paceline.errors import WorkerLost
 from paceline.settings import Settings
 from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import StepResult, TrainingContext
@@ -61,7 +64,8 @@ class Sharded(Strategy):
         context.events.mark("reduction", what="gradients", **self._reduction.describe())
         self._reducer = Reducer(context, reduction=self._reduction, slices=self._slices)
         self._workers = AllReduce(context, self._reducer, apply=self._apply)
-        self._updating = False
+        self._addresses = self._data_pointers()
+        self._is_whole, self._updating = True, False
         self._first = True
 
     def groups(self, step: int) -> list[range]:
@@ -69,12 +73,24 @@ class Sharded(Strategy):
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         result = self._workers.step(step, groups)
-        if self._first and result.applied:
-            self._first = False
-            check_draws(self._context)
-        if result.notice:  # a worker that leaves has the only copy of its shard
-            self.synchronize(step + 1)
+        with contextlib.suppress(WorkerLost):  # the step is done; the next step detects the loss
+            if self._first and result.applied:
+                self._first = False
+                check_draws(self._context)
+            if result.notice:  # a worker that leaves has the only copy of its shard
+                self.synchronize(step + 1)
         return result
+
+    def _data_pointers(self) -> list[int]:
+        return [value.data_ptr() for value in self._context.update.parameters.values()]
+
+    def _follow(self) -> None:
+        """Find the parameters in memory again, if the script has replaced their ``.data``."""
+        if (now := self._data_pointers()) != self._addresses:
+            parameters = list(self._context.update.parameters.values())
+            self._parts = [_part(parameters[place].detach(), start, stop) for place, start, stop, _ in self._slices]
+            self._shard.follow()
+            self._addresses = now
 
     def _apply(self, step: int) -> tuple[torch.Tensor, float]:
         """Update the owned slices from their mean gradients, and exchange the weights."""
@@ -84,11 +100,13 @@ class Sharded(Strategy):
         self._reducer.clear()
         gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
         norm = self._norm(gradients)
-        self._updating = True
+        self._updating, self._is_whole = True, False
+        self._follow()
         self._shard.divide()
         for index, value in self._shard.own.items():
             value.grad = gradients.get(index)
-        _, rate = update.apply(step, norm=norm, here=bool(self._shard.own))
+        with self._shard.in_place():
+            _, rate = update.apply(step, norm=norm, here=bool(self._shard.own))
         with torch.no_grad():
             for index, value in self._shard.own.items():
                 value.grad = None
@@ -121,17 +139,17 @@ class Sharded(Strategy):
         return self._shard.names.union(buffers, frozen.difference(self._context.update.parameters))
 
     def synchronize(self, steps: int) -> None:
-        if self._shard.divided:
+        if not self._is_whole:
             self._shard.unite()
             consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))
+            self._is_whole = True
 
     def close(self) -> frozenset[str] | None:
         self._workers.close()
-        divided = self._shard.divided
         self._shard.unite()
         if self._updating:  # some slices may be a step ahead of the others
             return frozenset()
-        return self._owned if divided else None
+        return None if self._is_whole else self._owned
 
 
 def _part(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:

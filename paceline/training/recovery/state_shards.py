@@ -24,9 +24,13 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
     """
     if all(one is None or one.owned is None for one in everyone):
         return True
+    steps = {one.steps for one in everyone if one is not None}
+    whole = [one is not None and one.owned is None and one.steps == max(steps) for one in everyone]
+    if any(whole):
+        consolidate_state_dict(context, [None if one else frozenset() for one in whole])
+        return True
     if missing(context, everyone):
         return False
-    steps = {one.steps for one in everyone if one is not None}
     settings = context.settings
     if len(steps) > 1 and registry.capabilities(settings, context.world.size).exact:
         return False
@@ -61,6 +65,6 @@ def go_back(
         )
         raise CheckpointError(
             f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "
-            f"Save regularly (checkpoint.every), or let two workers hold each part of the model."
+            f"Save regularly (checkpoint.every), or let two workers hold each part of the state if the strategy can."
         )
     return steps
