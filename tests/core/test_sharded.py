@@ -74,6 +74,14 @@ def changed():
             group["lr"] *= 0.9
     return session.fingerprint()
 
+def skipped():
+    data = classes(200)
+    data.tensors[0][[5, 80, 81]] = float("nan")
+    session = start(data=data, nonfinite="skip")
+    applied = [session.step(batch).applied for batch in session.batches(steps=8)]
+    assert not all(applied) and any(applied)
+    return [session.fingerprint(), applied]
+
 def replaced():
     session = start()
     model = session._context.compute.model
@@ -148,6 +156,7 @@ ways = {
     "bfloat16 weights": lambda: steps(start(model=mlp(12, 4).bfloat16(), data=classes(200, dtype=torch.bfloat16))),
     "frozen in between": frozen,
     "changed by the loop": changed,
+    "skipped": skipped,
     "replaced by the loop": replaced,
     "changed by groups": by_groups,
     "empty": lambda: steps(start(model=Empty())),

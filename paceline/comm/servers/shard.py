@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.comm.shm.tensors import aligned, view_of
 from paceline.comm.values import decode, encode, sendable
 from paceline.errors import InputError
+from paceline.schedule.slices import whole
 from paceline.system.torch_internals import foreach_copy_
 
 _HEADER = struct.Struct("<qq")
@@ -320,10 +321,6 @@ def cut(parameters: dict[str, nn.Parameter], count: int) -> list[dict[str, nn.Pa
 
     Assigns the largest tensors first, each to the smallest shard. Each shard keeps the order of the model.
     """
-    loads = [0] * count
-    home: dict[str, int] = {}
-    for name, value in sorted(parameters.items(), key=lambda one: -one[1].nbytes):
-        shard = min(range(count), key=lambda one: (loads[one], one))
-        loads[shard] += max(value.nbytes, 1)
-        home[name] = shard
+    owners = [one.owner for one in whole([value.nbytes for value in parameters.values()], count)]
+    home = dict(zip(parameters, owners, strict=True))
     return [{name: value for name, value in parameters.items() if home[name] == shard} for shard in range(count)]

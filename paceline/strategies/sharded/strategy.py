@@ -134,9 +134,10 @@ class Sharded(Strategy):
 
     @property
     def _owned(self) -> frozenset[str]:
-        buffers = (name for name, _ in self._context.compute.model.named_buffers())
-        frozen = {name for name, _ in self._context.compute.model.named_parameters()}
-        return self._shard.names.union(buffers, frozen.difference(self._context.update.parameters))
+        model, trained = self._context.compute.model, self._context.update.parameters
+        buffers = (name for name, _ in model.named_buffers())
+        frozen = (name for name, _ in model.named_parameters() if name not in trained)
+        return self._shard.names.union(buffers, frozen)
 
     def synchronize(self, steps: int) -> None:
         if not self._is_whole:
