@@ -89,8 +89,11 @@ class StageAudit:
         return group
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Save the state from which the forward pass starts."""
-        self._inputs = [value.detach() for value in inputs]
+        """Copy the inputs, and save the state from which the forward pass starts.
+
+        The copy waits for inputs that are still on their way. Digests of outputs that are views of them do not wait.
+        """
+        self._inputs = [value.detach().clone() for value in inputs]
         self._before = self._attributes()
         _, self._as_before = computed_again(self._context.compute.buffers, self._buffers)
 
@@ -148,7 +151,7 @@ class StageAudit:
         """
         context, begin = self._context, time.perf_counter()
         between = self._attributes()
-        inputs = tuple(value.clone().requires_grad_(value.is_floating_point()) for value in self._inputs)
+        inputs = tuple(value.requires_grad_(value.is_floating_point()) for value in self._inputs)
         try:
             with preserve_generators(), self._as_before:
                 outputs = outputs_of(inputs or pair_of(self._data)[0], self._data)
