@@ -51,10 +51,10 @@ def bytes_of(optimizer):
 def loss(output, target):
     return cross_entropy(output.flatten(0, -2), target.flatten())
 
-def ours(strategy):
+def ours(strategy, **more):
     session = paceline.start(
         model=model(), optimizer=adamw, loss=loss, data=TensorDataset(tokens, tokens), batch=ROWS * workers,
-        microbatches=workers, strategy=strategy, threads=1, timeout_seconds=120, audit="off",
+        microbatches=workers, strategy=strategy, threads=1, timeout_seconds=120, audit="off", **more,
     )
     for batch in session.batches(steps=WARM + STEPS):
         yield partial(session.step, batch), session._context.update.optimizer
@@ -72,7 +72,7 @@ def torchs(zero):
         yield partial(step, tokens[(number * workers + rank) * ROWS :][:ROWS]), optimizer.optim if zero else optimizer
 
 WAYS = {{
-    "all-reduce": lambda: ours("allreduce"), "sharded": lambda: ours("sharded"),
+    "all-reduce": lambda: ours("allreduce"), "sharded": lambda: ours("sharded"), "sharded, optimizer": lambda: ours("sharded", shard="optimizer"),
     "DDP": lambda: torchs(False), "DDP, ZeroRedundancyOptimizer": lambda: torchs(True),
 }}
 torch.set_num_threads(1)
@@ -97,7 +97,7 @@ print(json.dumps(found), flush=True)
 """
 
 
-NAMES = "all-reduce", "sharded", "DDP", "DDP, ZeroRedundancyOptimizer"
+NAMES = "all-reduce", "sharded", "sharded, optimizer", "DDP", "DDP, ZeroRedundancyOptimizer"
 
 
 def measure(workers: int, rounds: int, names: Sequence[str]) -> list[dict[str, dict[str, list[float]]]]:

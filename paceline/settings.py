@@ -229,6 +229,11 @@ class Settings(BaseModel):
     transport: Literal["auto", "mpi"] = Field(
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
     )
+    shard: Literal["optimizer", "gradients", "parameters"] = Field(
+        "parameters",
+        description="what strategy sharded divides among the workers: the state of the optimizer; the gradients, too; "
+        "or both and the parameters, of which the workers of a machine then hold one copy",
+    )
     bucket_megabytes: PositiveFloat | None = Field(
         None,
         description="size of the gradient buckets that are sent together; none: along a tree 5 in shared memory and "
@@ -368,6 +373,7 @@ class Arguments(TypedDict, total=False):
     shares: Literal["speed", "even"]
     reduction: Literal["auto", "tree", "collective"]
     transport: Literal["auto", "mpi"]
+    shard: Literal["optimizer", "gradients", "parameters"]
     bucket_megabytes: float | None
     backup: BackupSettings | dict[str, Any]
     server: ServerSettings | dict[str, Any]

@@ -287,7 +287,8 @@ class OptimizerStep:
         """Clip the gradients by their global norm if ``clip_norm`` is set."""
         if self._clip_norm is not None:
             norm = self.norm() if norm is None else norm
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
+            updated = [value for group in self.optimizer.param_groups for value in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(updated, self._clip_norm, norm)
 
     def measure(self, gradients: list[torch.Tensor]) -> None:
         """Compute norms of some gradients while others are in flight. :meth:`norm` computes the remaining norms."""

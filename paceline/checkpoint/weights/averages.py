@@ -47,7 +47,11 @@ class Averages:
         self.settings = settings
         self.chosen = False  # whether the script currently evaluates and exports the averages
         self._optimizer = optimizer
-        self._parameters = [value for group in optimizer.param_groups for value in group["params"]]
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """Parameters that the optimizer updates now: slices of them during an update in parts."""
+        return [value for group in self._optimizer.param_groups for value in group["params"]]
 
     def around(self, step: int, update: Callable[[], None]) -> None:
         """Make an update, and average its result if the step is due.

@@ -86,7 +86,7 @@ class Bucket:
             flat = torch.zeros(self.cuts[-1], dtype=self.examples[0].dtype, device=self.examples[0].device)
         starts = accumulate(map(_room, self.examples), initial=0)
         self.flats.append(flat)
-        self.views.append([_view_like(flat, start, one) for start, one in zip(starts, self.examples, strict=False)])
+        self.views.append([view_like(flat, start, one) for start, one in zip(starts, self.examples, strict=False)])
 
 
 def full(chunks: int) -> int:
@@ -152,7 +152,7 @@ def _room(tensor: torch.Tensor) -> int:
     return aligned(max(tensor.nbytes, 1)) // tensor.element_size()
 
 
-def _view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:
+def view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:
     """Return a view into a flat with the shape of the example, and with its strides if the example has no gaps."""
     part = flat[start : start + example.numel()]
     dense = torch.empty_like(example, device="meta").stride()

@@ -167,6 +167,22 @@ class SharedMemory:
         self._next += size
         return blocks
 
+    def new_file(self, size: int) -> int:
+        """Return a descriptor of a new anonymous file that all workers open together, for the caller to close.
+
+        No block lies in it, so it outlives this membership as long as a worker has mapped it.
+        """
+        file, token = (os.memfd_create("paceline"), os.urandom(_TOKEN_BYTES)) if self.place == 0 else (-1, b"")
+        if self.place == 0:
+            os.pwrite(file, token, 0)
+            os.ftruncate(file, size)
+        handle = self.all_gather(struct.pack("<q", file) + token)[0]
+        opened = file if self.place == 0 else _open(self._processes[0][0], *struct.unpack("<q", handle[:8]), handle[8:])
+        if not all(map(bool, self.all_gather(b"" if opened is None else b"opened"))):
+            raise OSError(f"The workers of this machine cannot all open {size} bytes of memory that they share.")
+        assert opened is not None
+        return opened
+
     def reserve(self, slots: int) -> int:
         """Reserve a number of flags and return the first. All workers must reserve flags in the same order."""
         first, self._reserved = self._reserved, self._reserved + slots

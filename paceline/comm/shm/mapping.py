@@ -15,10 +15,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 
-def map_shared(file: int, size: int, offset: int) -> memoryview:
+def map_shared(file: int, size: int, offset: int = 0) -> memoryview:
     """Map part of a file for reading and writing, as long as an object such as a tensor refers to these bytes.
 
     Args:
@@ -28,7 +29,24 @@ def map_shared(file: int, size: int, offset: int) -> memoryview:
     Raises:
         OSError: the file cannot be mapped.
     """
-    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
+    return _map(file, size, offset, mmap.MAP_SHARED)
+
+
+def map_private(file: int, size: int) -> memoryview:
+    """Map a file as :func:`map_shared` does, but keep what this process writes to itself.
+
+    A page shows what others write into the file until this process writes to it, and again after :func:`drop_private`.
+    """
+    return _map(file, size, 0, mmap.MAP_PRIVATE)
+
+
+def drop_private(block: memoryview) -> None:
+    """Forget what this process has written into a block of :func:`map_private`."""
+    _LIBC.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), block.nbytes, mmap.MADV_DONTNEED)
+
+
+def _map(file: int, size: int, offset: int, flags: int) -> memoryview:
+    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
     if address in (None, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"{size} bytes of shared memory cannot be mapped: {os.strerror(number)}")

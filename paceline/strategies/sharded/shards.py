@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,12 @@ def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     """Return the slices of the trained parameters, last parameter first, each with its owner.
 
     A parameter is cut only if that leaves the bits of its update as they are: the optimizer works element by element,
-    and neither a norm of the whole gradient nor an average of the weights is needed.
+    and no norm of the whole gradient is needed.
     """
     update, settings = context.update, context.settings
     parameters = [value.detach() for value in update.parameters.values()]
     sizes = [value.numel() for value in parameters]
-    alike = settings.clip_norm is None and settings.average.kind is None and not update.names
+    alike = settings.clip_norm is None and not update.names
     able = alike and all(map(_can_be_cut, parameters)) and updates_slices_alike(update.optimizer)
     if not all(context.world.gather(able, "start")):
         return slices.whole(sizes, workers)[::-1]
@@ -51,22 +51,27 @@ class OptimizerShard:
     Args:
         context: training context.
         every: slices of all workers.
+        stored: the owned slices in memory that other workers see, by index. Defaults to those of the parameters.
 
     Attributes:
-        own: index of each owned slice, with the parameter that the optimizer updates: a slice that shares the memory of
-            its parameter, or the parameter itself.
+        own: index of each owned slice, with the parameter that the optimizer updates: a slice in ``stored``, or one
+            that shares the memory of its parameter, or the parameter itself.
         divided: whether the optimizer has the state of its own slices only.
     """
 
-    def __init__(self, context: TrainingContext, every: Sequence[Slice]) -> None:
+    def __init__(
+        self, context: TrainingContext, every: Sequence[Slice], stored: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
         self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
         self._parameters = list(context.update.parameters.values())
-        self._every, rank = every, context.world.rank
+        self._every, self._stored, rank = every, stored, context.world.rank
         self.divided = False
-        self.own = {index: self._slice(one) for index, one in enumerate(every) if one.owner == rank}
+        self.own = {index: self._slice(index, one) for index, one in enumerate(every) if one.owner == rank}
 
-    def _slice(self, one: Slice) -> nn.Parameter:
+    def _slice(self, index: int, one: Slice) -> nn.Parameter:
         parameter = self._parameters[one.parameter]
+        if self._stored is not None:
+            return nn.Parameter(self._stored[index], requires_grad=parameter.requires_grad)
         if one.stop - one.start == parameter.numel():
             return parameter
         return nn.Parameter(parameter.detach().view(-1)[one.start : one.stop], requires_grad=parameter.requires_grad)

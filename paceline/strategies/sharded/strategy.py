@@ -33,6 +33,7 @@ from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.shards import OptimizerShard, slices_of
+from paceline.strategies.sharded.shared_weights import SharedWeights, can_share, part_of
 
 _TAGS = 1 << 12
 """First tag of the gradients, the same as in all-reduce."""
@@ -40,7 +41,7 @@ _TAGS = 1 << 12
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of sharded training."""
-    return Capabilities(replicated=False, divides_update=workers > 1, scales_loss=True, reads=("bucket_megabytes",))
+    return Capabilities(replicated=False, divides_update=workers > 1, scales_loss=True, reads=("bucket_megabytes", "shard"))
 
 
 class Sharded(Strategy):
@@ -50,8 +51,12 @@ class Sharded(Strategy):
         self._context = context
         world, parameters = context.world, list(context.update.parameters.values())
         self._slices = slices_of(context, world.size)
-        self._parts = [_part(parameters[place].detach(), start, stop) for place, start, stop, _ in self._slices]
-        self._shard = OptimizerShard(context, self._slices)
+        self._weights: SharedWeights | None = None
+        if world.shared_memory is not None and context.settings.shard == "parameters":
+            if all(world.gather(can_share(context), "start")):
+                self._weights = SharedWeights(context, world.shared_memory, self._slices)
+        self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
+        self._shard = OptimizerShard(context, self._slices, self._weights and self._weights.own)
         homes = [one.owner for one in self._slices]
         exchange: Exchange
         if world.shared_memory is None:
@@ -88,7 +93,7 @@ class Sharded(Strategy):
         """Find the parameters in memory again, if the script has replaced their ``.data``."""
         if (now := self._data_pointers()) != self._addresses:
             parameters = list(self._context.update.parameters.values())
-            self._parts = [_part(parameters[place].detach(), start, stop) for place, start, stop, _ in self._slices]
+            self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
             self._shard.follow()
             self._addresses = now
 
@@ -101,22 +106,33 @@ class Sharded(Strategy):
         gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
         norm = self._norm(gradients)
         self._updating, self._is_whole = True, False
-        self._follow()
+        if self._weights is None:
+            self._follow()
+        else:
+            self._weights.take()
         self._shard.divide()
         for index, value in self._shard.own.items():
             value.grad = gradients.get(index)
         with self._shard.in_place():
             _, rate = update.apply(step, norm=norm, here=bool(self._shard.own))
-        with torch.no_grad():
-            for index, value in self._shard.own.items():
-                value.grad = None
-                reduction.mean(index).copy_(value)
-            reduction.spread()
-            for index, part in enumerate(self._parts):
-                if index not in self._shard.own:
-                    part.copy_(reduction.mean(index))
+        for value in self._shard.own.values():
+            value.grad = None
+        if self._weights is None:
+            self._spread()
+        else:
+            self._weights.publish()
         self._updating = False
         return norm, rate
+
+    def _spread(self) -> None:
+        """Give every worker the weights of all others."""
+        with torch.no_grad():
+            for index, value in self._shard.own.items():
+                self._reduction.mean(index).copy_(value)
+            self._reduction.spread()
+            for index, part in enumerate(self._parts):
+                if index not in self._shard.own:
+                    part.copy_(self._reduction.mean(index))
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the global norm of the gradients; no worker returns before all have reduced their slices.
@@ -151,7 +167,3 @@ class Sharded(Strategy):
         if self._updating:  # some slices may be a step ahead of the others
             return frozenset()
         return None if self._is_whole else self._owned
-
-
-def _part(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    return parameter if stop - start == parameter.numel() else parameter.view(-1)[start:stop]

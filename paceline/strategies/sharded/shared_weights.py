@@ -1,0 +1,108 @@
+"""One copy of the weights for all workers of a machine.
+
+::
+
+    file       [ slices of worker 0 | slices of worker 1 | slices of worker 2 ]
+    model      private mapping of the whole file: every worker computes with the weights in the file
+    update     shared mapping: each worker updates its slices in the file
+
+What the script writes into a weight stays on its worker until the next update (copy on write). Then the owner of a
+slice takes it into the file, as all workers of an all-reduce train what the script has written on each of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from paceline.comm.reduction.buckets import view_like
+from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.mapping import drop_private, map_private, map_shared
+from paceline.comm.shm.tensors import aligned
+from paceline.schedule.slices import Slice, whole
+from paceline.step.context import TrainingContext
+from paceline.system.torch_internals import count_users
+
+_OF_A_PARAMETER = 2
+"""Number of references to the storage of a parameter that nothing else uses, one of them by the count itself."""
+
+
+class SharedWeights:
+    """The weights of a model in a file in memory, which this machine's workers share. All of them hold the same ones.
+
+    Args:
+        context: training context.
+        memory: memory shared by all workers.
+        slices: slices of the trained parameters. Parameters that are not trained are added as a whole.
+
+    Attributes:
+        own: this worker's slices of the trained parameters in the file, by index.
+    """
+
+    def __init__(self, context: TrainingContext, memory: SharedMemory, slices: Sequence[Slice]) -> None:
+        trained = list(context.update.parameters.values())
+        self._parameters = trained + _frozen(context)
+        sizes = [value.numel() for value in self._parameters[len(trained) :]]
+        frozen = [one._replace(parameter=len(trained) + one.parameter) for one in whole(sizes, len(memory.ranks))]
+        self._memory, self._flag, self._updates = memory, memory.reserve(1), 0
+        starts = [*accumulate((aligned(value.nbytes) for value in self._parameters), initial=0)]
+        file = memory.new_file(size := max(starts[-1], 1))
+        self._seen, kept = map_private(file, size), map_shared(file, size)
+        os.close(file)
+        self._views = [_view(self._seen, *pair) for pair in zip(starts, self._parameters, strict=False)]
+        stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
+        own = {index: one for index, one in enumerate([*slices, *frozen]) if one.owner == memory.place}
+        self.own = {index: part_of(stored[one.parameter], one) for index, one in own.items() if index < len(slices)}
+        self._taken = [(part_of(stored[one.parameter], one), one) for one in own.values()]
+        for part, one in self._taken:
+            part.copy_(part_of(self._parameters[one.parameter].detach(), one))
+        self.publish()
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+
+    def take(self) -> None:
+        """Take what the script has written into the owned slices since the last update."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():  # the script has replaced ``.data``
+                view.copy_(parameter.detach())
+                parameter.data = view
+        for part, one in self._taken:
+            part.copy_(part_of(self._views[one.parameter], one))
+        drop_private(self._seen)
+
+    def publish(self) -> None:
+        """Wait until all workers have updated their slices. Raises WorkerLost if one was lost."""
+        self._updates += 1
+        self._memory.announce(self._flag, self._updates)
+        self._memory.wait(self._flag, self._updates)
+
+
+def can_share(context: TrainingContext) -> bool:
+    """Return whether the parameters can move into a file: they are on the CPU, and nothing else is a view of them."""
+    return all(
+        value.device.type == "cpu"
+        and value.layout == torch.strided
+        and count_users(value.untyped_storage()) <= _OF_A_PARAMETER
+        for value in [*context.update.parameters.values(), *_frozen(context)]
+    )
+
+
+def part_of(value: torch.Tensor, one: Slice) -> torch.Tensor:
+    """Return a slice of a parameter, or the parameter itself if it is not cut."""
+    return value if one.stop - one.start == value.numel() else value.view(-1)[one.start : one.stop]
+
+
+def _frozen(context: TrainingContext) -> list[nn.Parameter]:
+    trained = set(map(id, context.update.parameters.values()))
+    return [value for value in context.compute.model.parameters() if id(value) not in trained]
+
+
+def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
+    if not like.numel():
+        return torch.empty_like(like)
+    flat = torch.frombuffer(block, dtype=like.dtype, count=like.numel(), offset=start)
+    return view_like(flat, 0, like)
