@@ -158,6 +158,8 @@ ways = {
     "changed by the loop": changed,
     "skipped": skipped,
     "replaced by the loop": replaced,
+    "optimizer": lambda: steps(start(shard="optimizer")),
+    "gradients": lambda: steps(start(shard="gradients")),
     "changed by groups": by_groups,
     "empty": lambda: steps(start(model=Empty())),
     "empty, whole": lambda: steps(start(model=Empty(), clip_norm=0.1)),
@@ -168,6 +170,13 @@ ways = {
         name: lambda name=name: steps(paceline.start(**CASES[name]() | {"exact": True, "strategy": strategy}), 5)
         for name in CASES if not name.startswith("mlp")
     },
+    **{  # sums overwrite those of buckets before, also where gradients come in another order, or not at all
+        f"{name}, small buckets": lambda name=name: steps(
+            paceline.start(**CASES[name]() | {"exact": True, "strategy": strategy, "bucket_megabytes": 0.0005}), 5
+        )
+        for name in ("transformer, tied weights, clipping, schedule", "layer used sometimes", "not divisible")
+    },
+    "small buckets, gradients": lambda: steps(start(shard="gradients", bucket_megabytes=0.0005)),
 }
 if "REFUSED" in os.environ:
     ways = {

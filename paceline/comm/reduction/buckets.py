@@ -21,6 +21,8 @@ from paceline.comm.waiting import Transfer
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19
+_WINDOW_BUCKETS = 3
+"""Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
 
 _LINE = CACHE_LINE // 4
 """Number of float32 elements in a cache line."""
@@ -34,12 +36,14 @@ class Layout(NamedTuple):
         shares: fraction of a bucket in each of its chunks. The fractions add up to 1.
         first_bytes: number of bytes at which the first bucket is full, if less than ``bucket_bytes``.
         homes: rank of the server of each tensor. Each bucket is then a single chunk for a single server.
+        windowed: whether later buckets overwrite the sums of earlier ones, whose means the servers keep elsewhere.
     """
 
     bucket_bytes: int
     shares: Sequence[float] = (1.0,)
     first_bytes: int | None = None
     homes: Sequence[int] | None = None
+    windowed: bool = False
 
 
 @dataclass
@@ -52,9 +56,12 @@ class Bucket:
         examples: example tensors that define the shapes, types and strides.
         cuts: first element of each chunk, followed by the end of the last chunk.
         home: rank of the server that adds up the whole bucket. None if each rank adds up a chunk.
-        flats: one 1-D tensor of ``cuts[-1]`` elements for each tree node that a worker may hold. The means replace
-            the sums in the first flat.
+        start: offset of its flats in the memory for a node, in bytes.
+        after: index of the last bucket of the step that uses the same memory before this one. -1 if there is none.
+        flats: one 1-D tensor of ``cuts[-1]`` elements for each tree node that a worker may hold.
         views: for each flat, the members as views into the flat.
+        means: flat of the means. By default they replace the sums in the first flat.
+        mean_views: the members as views into ``means``.
         inbox: receive buffers for the parts of the peers.
         receives, sends: transfers to wait for.
         sent: number of bytes that this worker has sent to others in this step.
@@ -67,8 +74,12 @@ class Bucket:
     examples: list[torch.Tensor]
     cuts: list[int]
     home: int | None = None
+    start: int = 0
+    after: int = -1
     flats: list[torch.Tensor] = field(default_factory=list)
     views: list[list[torch.Tensor]] = field(default_factory=list)
+    means: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    mean_views: list[torch.Tensor] = field(default_factory=list)
     inbox: list[torch.Tensor] = field(default_factory=list)
     receives: list[Transfer] = field(default_factory=list)
     sends: list[Transfer] = field(default_factory=list)
@@ -80,13 +91,29 @@ class Bucket:
         """Return the slice of a chunk's elements."""
         return slice(*self.cuts[index : index + 2])
 
+    @property
+    def nbytes(self) -> int:
+        """Size of a flat in bytes."""
+        return self.cuts[-1] * self.examples[0].element_size()
+
+    def zeros(self) -> torch.Tensor:
+        """Return a new flat on the device of the tensors."""
+        return torch.zeros(self.cuts[-1], dtype=self.examples[0].dtype, device=self.examples[0].device)
+
     def add_flat(self, flat: torch.Tensor | None = None) -> None:
         """Add a flat for the sums of one more node. Defaults to zeros on the device of the tensors."""
-        if flat is None:
-            flat = torch.zeros(self.cuts[-1], dtype=self.examples[0].dtype, device=self.examples[0].device)
+        self.flats.append(self.zeros() if flat is None else flat)
+        self.views.append(self._views_of(self.flats[-1]))
+        if not self.mean_views:
+            self.put_means(self.flats[0])
+
+    def put_means(self, flat: torch.Tensor) -> None:
+        """Set the flat of the means."""
+        self.means, self.mean_views = flat, self._views_of(flat)
+
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         starts = accumulate(map(_room, self.examples), initial=0)
-        self.flats.append(flat)
-        self.views.append([view_like(flat, start, one) for start, one in zip(starts, self.examples, strict=False)])
+        return [view_like(flat, start, one) for start, one in zip(starts, self.examples, strict=False)]
 
 
 def full(chunks: int) -> int:
@@ -111,7 +138,29 @@ def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list
         chunks = len(layout.shares)
         cuts = cut(elements, layout.shares) if home is None else [0] * (home + 1) + [elements] * (chunks - home)
         buckets.append(Bucket(index, members, examples, cuts, home))
+    sizes = [aligned(bucket.nbytes) for bucket in buckets]
+    most = max(_WINDOW_BUCKETS * bucket_bytes, 2 * max(sizes, default=0)) if layout.windowed else sum(sizes)
+    for bucket, place in zip(buckets, windows(sizes, most), strict=True):
+        bucket.start, bucket.after = place
     return buckets
+
+
+def windows(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """Place blocks in a memory that is used again and again, each behind the one before it.
+
+    Returns:
+        for each block, its offset, and the index of the last block before it in the same place, or -1.
+
+    >>> windows([40, 40, 40, 10], 100)
+    [(0, -1), (40, -1), (0, 0), (40, 1)]
+    """
+    placed: list[tuple[int, int]] = []
+    for index, size in enumerate(sizes):
+        start = placed[-1][0] + sizes[index - 1] if placed else 0
+        start = start if start + size <= capacity else 0
+        before = [one for one in range(index) if placed[one][0] < start + size and start < placed[one][0] + sizes[one]]
+        placed.append((start, max(before, default=-1)))
+    return placed
 
 
 def split(tensors: list[torch.Tensor], most: int, first: int | None = None) -> list[list[int]]:

@@ -34,6 +34,7 @@ class DirectExchange:
         shares: fraction of a bucket that each rank adds up. Defaults to equal fractions.
         homes: rank of the server of each tensor. Defaults to no servers.
         copies: rank that receives the means of each server with a copy. By default all ranks receive all means.
+        windowed: see :class:`Layout`.
     """
 
     kind = "tree"
@@ -45,6 +46,7 @@ class DirectExchange:
         shares: Sequence[float] | None = None,
         homes: Sequence[int] | None = None,
         copies: Mapping[int, int] | None = None,
+        windowed: bool = False,
     ) -> None:
         self._rank, self._size, self._tags = world.rank, world.size, tags
         self._peers = [peer for peer in range(world.size) if peer != world.rank]
@@ -52,7 +54,7 @@ class DirectExchange:
         if copies is not None:
             self._givers = [peer for peer in self._peers if copies.get(peer) == world.rank]
             self._takers = [peer for peer in self._peers if copies.get(world.rank) == peer]
-        self.layout = Layout(full(world.size), shares or [1 / world.size] * world.size, homes=homes)
+        self.layout = Layout(full(world.size), shares or [1 / world.size] * world.size, homes=homes, windowed=windowed)
 
     @property
     def before(self) -> tuple[Phase, ...]:
@@ -70,14 +72,29 @@ class DirectExchange:
     def begin(self, nodes: list[list[Node]]) -> None:
         self._nodes, self._order = nodes, in_order(nodes, range(self._size))
         count = max(map(len, nodes))
-        for bucket in self._buckets:
-            while len(bucket.flats) < count:
-                bucket.add_flat()
-            while len(bucket.inbox) < count * self._size:
-                bucket.inbox.append(torch.empty_like(bucket.flats[0][bucket.chunk(self._rank)]))
+        if not self.layout.windowed:
+            for bucket in self._buckets:
+                while len(bucket.flats) < count:
+                    bucket.add_flat()
+                self._open_inbox(bucket, count)
+            return
+        while len(self._buckets[0].flats) < count:
+            size = max(bucket.start + bucket.nbytes for bucket in self._buckets)
+            memory = torch.zeros(size, dtype=torch.uint8, device=self._buckets[0].examples[0].device)
+            for bucket in self._buckets:
+                if bucket.home == self._rank and not bucket.flats:
+                    bucket.put_means(bucket.zeros())
+                bucket.add_flat(memory[bucket.start : bucket.start + bucket.nbytes].view(bucket.examples[0].dtype))
+
+    def _open_inbox(self, bucket: Bucket, count: int) -> None:
+        """Make room for the parts of ``count`` nodes of each peer."""
+        while len(bucket.inbox) < count * self._size:
+            bucket.inbox.append(torch.empty_like(bucket.flats[0][bucket.chunk(self._rank)]))
 
     def _scatter(self, bucket: Bucket) -> Iterable[Messages]:
         """Send each worker its chunk of this worker's nodes."""
+        if self.layout.windowed:
+            self._open_inbox(bucket, max(map(len, self._nodes)))
         tag, own = self._tags + bucket.index * TAGS, bucket.flats[: len(self._nodes[self._rank])]
         sends, receives = [], []
         for peer in self._peers:
@@ -94,11 +111,13 @@ class DirectExchange:
                 (node, bucket.flats[index][mine] if rank == self._rank else self._received(bucket, rank, index))
                 for node, rank, index in self._order
             ]
-            yield bucket.flats[0][mine], parts
+            yield bucket.means[mine], parts
+            if self.layout.windowed:
+                bucket.inbox.clear()
 
     def deliver(self, bucket: Bucket) -> Iterable[Messages]:
         """Send the mean of this worker's chunk, and receive the means of the other chunks."""
-        mean, tag = bucket.flats[0], self._tags + bucket.index * TAGS + TAGS - 1
+        mean, tag = bucket.means, self._tags + bucket.index * TAGS + TAGS - 1
         mine = mean[bucket.chunk(self._rank)]
         receives = [Message(mean[bucket.chunk(peer)], peer, tag) for peer in self._givers]
         return [([Message(mine, peer, tag) for peer in self._takers], receives)]
@@ -106,7 +125,7 @@ class DirectExchange:
     def spread(self, bucket: Bucket) -> Iterable[Messages]:
         """See :class:`OwnerExchange`."""
         assert bucket.home is not None
-        flat, tag = bucket.flats[0], self._tags + bucket.index * TAGS + TAGS - 2
+        flat, tag = bucket.means, self._tags + bucket.index * TAGS + TAGS - 2
         if bucket.home == self._rank:
             return [([Message(flat, peer, tag) for peer in self._peers], [])]
         return [([], [Message(flat, bucket.home, tag)])]

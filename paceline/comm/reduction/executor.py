@@ -17,7 +17,7 @@ bucket is sent as soon as its tensors are written. A worker sends its parts of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 
 import torch
@@ -95,9 +95,23 @@ class Reduction:
         for bucket in self._buckets:
             bucket.waiting, bucket.sent = len(bucket.members), 0
 
+    def has_room(self, member: int) -> bool:
+        """Return whether :meth:`slots` needs no other tensor of this worker first."""
+        return self._at[member][0].after < self._done[0]
+
+    def must_wait(self, member: int) -> bool:
+        """Return whether the slots of a tensor still hold sums of an earlier bucket, which need the divisor."""
+        return self._at[member][0].after >= self._done[-1]
+
     def slots(self, member: int) -> list[torch.Tensor]:
-        """Return the views to write the sums of a tensor into, one for each node of this worker."""
+        """Return the views to write the sums of a tensor into, one for each node of this worker.
+
+        If they hold sums of an earlier bucket, wait for its means.
+        """
         bucket, at = self._at[member]
+        for phase in range(1, len(self._phases)):
+            while self._done[phase] <= bucket.after:
+                self._advance(phase)
         return [views[at] for views in bucket.views[: self._own]]
 
     def written(self, member: int) -> None:
@@ -134,36 +148,46 @@ class Reduction:
             self._advance_others()
         while self._done[-1] < len(self._buckets):
             self._advance(len(self._phases) - 1)
-            bucket = self._buckets[self._done[-1] - 1]
-            seconds = perf_counter() - bucket.started
-            self._events.mark("exchange", what=self._name, bucket=bucket.index, bytes=bucket.sent, seconds=seconds)
             if arrived is not None:
-                arrived(bucket.views[0])
+                arrived(self._buckets[self._done[-1] - 1].mean_views)
 
     def mean(self, member: int) -> torch.Tensor:
         """Return the mean of a tensor over all workers, after :meth:`finish`. The next step overwrites it."""
         bucket, at = self._at[member]
-        return bucket.views[0][at]
+        return bucket.mean_views[at]
 
-    def spread(self) -> None:
+    def spread(self, arrived: Callable[[int, torch.Tensor], None]) -> None:
         """Give all workers the tensors that their servers have written into :meth:`mean`, after :meth:`finish`.
+
+        Args:
+            arrived: called with the index and the new value of each tensor that another worker serves.
 
         Raises:
             WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
         begin, exchange = perf_counter(), self._exchange
         assert isinstance(exchange, OwnerExchange)
-        for bucket in self._buckets:
-            bucket.sent = 0
-            for sends, receives in exchange.spread(bucket) or ():
-                self._start(bucket, sends, receives)
+        done = 0
         with self._world.awaiting(f"for the {self._name} of the others"):
             for bucket in self._buckets:
-                _wait(bucket.receives)
-                _wait(bucket.sends)
-                exchange.await_spread(bucket)
+                self._await_spread(exchange, self._buckets[done : bucket.after + 1], arrived)
+                done, bucket.sent = max(done, bucket.after + 1), 0
+                for sends, receives in exchange.spread(bucket) or ():
+                    self._start(bucket, sends, receives)
+            self._await_spread(exchange, self._buckets[done:], arrived)
         sent = sum(bucket.sent for bucket in self._buckets)
         self._events.mark("spread", what=self._name, bytes=sent, seconds=perf_counter() - begin)
+
+    def _await_spread(
+        self, exchange: OwnerExchange, buckets: Sequence[Bucket], arrived: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        for bucket in buckets:
+            _wait(bucket.receives)
+            _wait(bucket.sends)
+            exchange.await_spread(bucket)
+            if bucket.home != self._world.rank:
+                for member, value in zip(bucket.members, bucket.mean_views, strict=True):
+                    arrived(member, value)
 
     def _send_full(self) -> None:
         """Send the buckets whose tensors are all written, in order."""
@@ -198,6 +222,9 @@ class Reduction:
                 _wait(bucket.sends)
             for sends, receives in (self._phases[phase] or self._reduce)(bucket) or ():
                 self._start(bucket, sends, receives)
+        if phase == len(self._phases) - 1:
+            seconds = perf_counter() - bucket.started
+            self._events.mark("exchange", what=self._name, bucket=bucket.index, bytes=bucket.sent, seconds=seconds)
 
     def _reduce(self, bucket: Bucket) -> Iterable[Messages] | None:
         """Add up this worker's chunks along the tree, divide, and distribute the means."""

@@ -19,12 +19,14 @@ class SharedBuckets:
     Args:
         memory: memory shared by the workers of this machine.
 
+        windowed: whether servers keep their means outside of the flats, see :class:`Layout`.
+
     Attributes:
         flats: flat of every worker of this machine, by bucket and node.
     """
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: SharedMemory, windowed: bool = False) -> None:
+        self._memory, self._windowed = memory, windowed
         self._steps = 0
 
     def open(self, buckets: list[Bucket]) -> None:
@@ -36,16 +38,25 @@ class SharedBuckets:
     def begin(self, count: int) -> None:
         """Start a step, and make room in each bucket for ``count`` nodes of each worker."""
         self._steps += 2  # means are announced with the first number of a step, spread values with the second
+        if self._windowed and not self._buckets[0].mean_views:
+            self._keep_means()
         while len(self._buckets[0].flats) < count:
-            sizes = [bucket.cuts[-1] * bucket.examples[0].element_size() for bucket in self._buckets]
-            blocks = self._memory.share(sum(map(aligned, sizes)))
-            start = 0
-            for bucket, size in zip(self._buckets, sizes, strict=True):
-                dtype, elements = bucket.examples[0].dtype, bucket.cuts[-1]
-                flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
+            blocks = self._memory.share(max(bucket.start + bucket.nbytes for bucket in self._buckets))
+            for bucket in self._buckets:
+                flats = [_flat(bucket, block, bucket.start) for block in blocks]
                 self.flats[bucket.index].append(flats)
                 bucket.add_flat(flats[self._memory.place])
-                start += aligned(size)
+
+    def _keep_means(self) -> None:
+        """Make room for the means of each bucket in the memory of its server."""
+        starts, ends = [], [0] * len(self._memory.ranks)
+        for bucket in self._buckets:
+            assert bucket.home is not None
+            starts.append(ends[bucket.home])
+            ends[bucket.home] += aligned(bucket.nbytes)
+        blocks = self._memory.share(max(ends))
+        for bucket, start in zip(self._buckets, starts, strict=True):
+            bucket.put_means(_flat(bucket, blocks[bucket.home or 0], start))
 
     def announce_parts(self, bucket: Bucket) -> None:
         """Announce that this worker has written its flats of a bucket."""
@@ -70,6 +81,10 @@ class SharedBuckets:
         self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps + spread, places)
 
 
+def _flat(bucket: Bucket, block: memoryview, start: int) -> torch.Tensor:
+    return torch.frombuffer(block, dtype=bucket.examples[0].dtype, count=bucket.cuts[-1], offset=start)
+
+
 class SharedMemoryExchange:
     """Exchange in which each worker reads its chunk of the others' nodes, and writes the mean into the others' flats.
 
@@ -79,15 +94,16 @@ class SharedMemoryExchange:
     Args:
         memory: memory shared by all workers.
         homes: rank of the server of each tensor. Defaults to no servers.
+        windowed: see :class:`Layout`.
     """
 
     kind = "tree in shared memory"
 
-    def __init__(self, memory: SharedMemory, homes: Sequence[int] | None = None) -> None:
+    def __init__(self, memory: SharedMemory, homes: Sequence[int] | None = None, windowed: bool = False) -> None:
         self._rank, self._size = memory.place, len(memory.ranks)
-        self._shared = SharedBuckets(memory)
+        self._shared, self._windowed = SharedBuckets(memory, windowed), windowed
         self.open = self._shared.open
-        self.layout = Layout(SMALLEST_BUCKET, [1 / self._size] * self._size, homes=homes)
+        self.layout = Layout(SMALLEST_BUCKET, [1 / self._size] * self._size, homes=homes, windowed=windowed)
 
     @property
     def before(self) -> tuple[Phase, ...]:
@@ -107,13 +123,13 @@ class SharedMemoryExchange:
         if bucket.home in (None, self._rank):
             self._shared.await_parts(bucket)
             flats, mine = self._shared.flats[bucket.index], bucket.chunk(self._rank)
-            yield bucket.flats[0][mine], [(node, flats[index][rank][mine]) for node, rank, index in self._order]
+            yield bucket.means[mine], [(node, flats[index][rank][mine]) for node, rank, index in self._order]
 
     def deliver(self, bucket: Bucket) -> None:
         """Write the mean of this worker's chunk into the flats of all others."""
         chunk = bucket.chunk(self._rank)
-        mine = bucket.flats[0][chunk]
-        bucket.sent = self._own * (bucket.flats[0].nbytes - mine.nbytes)
+        mine = bucket.means[chunk]
+        bucket.sent = self._own * (bucket.nbytes - mine.nbytes)
         if bucket.home is None:  # a server keeps its means
             for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
                 if rank != self._rank:
@@ -123,8 +139,14 @@ class SharedMemoryExchange:
             self._shared.announce_means(bucket)
 
     def spread(self, bucket: Bucket) -> None:
-        """See :class:`OwnerExchange`. The flats of the others are free, because the server has read their parts."""
-        if bucket.home == self._rank:
+        """See :class:`OwnerExchange`. The flats of the others are free, because the server has read their parts.
+
+        Means outside of the flats stay where they are: the others read them there.
+        """
+        if bucket.home == self._rank and self._windowed:
+            bucket.sent += (self._size - 1) * bucket.nbytes
+            self._shared.announce_means(bucket, spread=True)
+        elif bucket.home == self._rank:
             mine = bucket.flats[0]
             for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
                 if rank != self._rank:

@@ -177,7 +177,8 @@ class SharedMemory:
             os.pwrite(file, token, 0)
             os.ftruncate(file, size)
         handle = self.all_gather(struct.pack("<q", file) + token)[0]
-        opened = file if self.place == 0 else _open(self._processes[0][0], *struct.unpack("<q", handle[:8]), handle[8:])
+        number, token = int.from_bytes(handle[:8], "little", signed=True), handle[8:]
+        opened = file if self.place == 0 else _open(self._processes[0][0], number, token)
         if not all(map(bool, self.all_gather(b"" if opened is None else b"opened"))):
             raise OSError(f"The workers of this machine cannot all open {size} bytes of memory that they share.")
         assert opened is not None

@@ -147,6 +147,7 @@ class Reducer:
         self._kept, self._nearest = self._sums.before_last(microbatch)
         self._begin(self._nodes, header.count)
         self._waiting = set(range(len(self._parameters)))
+        self._held: list[tuple[int, int, slice, torch.Tensor | None]] = []
         self._armed = True
 
     def nothing(self, header: StepHeader) -> None:
@@ -154,6 +155,9 @@ class Reducer:
         assert self._reduction is not None
         self._begin(self._nodes, header.count)
         for member in range(self._reduction.members):
+            if self._reduction.divisor is None and self._reduction.must_wait(member):
+                self._reduction.divide_by(self._divisor())
+            self._reduction.slots(member)
             self._written(member)
 
     def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
@@ -184,6 +188,7 @@ class Reducer:
             self._missing.append(unused)
             for place in reversed(unused):
                 self._write(place, None)
+            assert not self._held, "sums without room"
         if self._fixed is not None:
             self._fixed.send()
         return self._missing
@@ -209,13 +214,31 @@ class Reducer:
         for values in self._nearest[:-1]:
             before = values[place]
             gradient = gradient if before is None else add_one(before, gradient, before)
+        self._held += [(place, member, part, gradient) for member, part in self._members[place]]
+        self._write_held()
+
+    def _write_held(self) -> None:
+        """Write the sums that have room: sums of a bucket may wait until those of an earlier one have been added up."""
+        reduction, waiting = self._reduction, -1
+        assert reduction is not None
+        while waiting != len(self._held):
+            held, waiting, self._held = self._held, len(self._held), []
+            for one in held:
+                if not reduction.has_room(one[1]):
+                    self._held.append(one)
+                    continue
+                if reduction.divisor is None and reduction.must_wait(one[1]):
+                    reduction.divide_by(self._divisor())
+                self._write_part(*one)
+
+    def _write_part(self, place: int, member: int, part: slice, gradient: torch.Tensor | None) -> None:
+        assert self._reduction is not None
+        slots = self._reduction.slots(member)
         before = self._nearest[-1][place] if self._nearest else None
-        for member, part in self._members[place]:
-            slots = self._reduction.slots(member)
-            for slot, values in zip(slots, self._kept, strict=False):
-                _put(slot, _part_of(values[place], part, slot))
-            _put(slots[-1], _part_of(before, part, slots[-1]), _part_of(gradient, part, slots[-1]))
-            self._written(member)
+        for slot, values in zip(slots, self._kept, strict=False):
+            _put(slot, _part_of(values[place], part, slot))
+        _put(slots[-1], _part_of(before, part, slots[-1]), _part_of(gradient, part, slots[-1]))
+        self._written(member)
 
     # When the sums are complete.
 

@@ -16,6 +16,7 @@ parameter in place of 16. Synchronizing gives every worker the whole state for a
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 
@@ -25,6 +26,7 @@ from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import WorkerLost
+from paceline.schedule.slices import Slice
 from paceline.settings import Settings
 from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import StepResult, TrainingContext
@@ -41,7 +43,8 @@ _TAGS = 1 << 12
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of sharded training."""
-    return Capabilities(replicated=False, divides_update=workers > 1, scales_loss=True, reads=("bucket_megabytes", "shard"))
+    reads = "bucket_megabytes", "shard"
+    return Capabilities(replicated=False, divides_update=workers > 1, scales_loss=True, reads=reads)
 
 
 class Sharded(Strategy):
@@ -51,18 +54,16 @@ class Sharded(Strategy):
         self._context = context
         world, parameters = context.world, list(context.update.parameters.values())
         self._slices = slices_of(context, world.size)
-        self._weights: SharedWeights | None = None
-        if world.shared_memory is not None and context.settings.shard == "parameters":
-            if all(world.gather(can_share(context), "start")):
-                self._weights = SharedWeights(context, world.shared_memory, self._slices)
+        self._weights = _shared_weights(context, self._slices)
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
-        self._shard = OptimizerShard(context, self._slices, self._weights and self._weights.own)
+        self._shard = OptimizerShard(context, self._slices, self._weights.own if self._weights else None)
         homes = [one.owner for one in self._slices]
+        windowed = context.settings.shard != "optimizer"
         exchange: Exchange
         if world.shared_memory is None:
-            exchange = DirectExchange(world, _TAGS, homes=homes, copies={})
+            exchange = DirectExchange(world, _TAGS, homes=homes, copies={}, windowed=windowed)
         else:
-            exchange = SharedMemoryExchange(world.shared_memory, homes)
+            exchange = SharedMemoryExchange(world.shared_memory, homes, windowed)
         megabytes = context.settings.bucket_megabytes
         size = None if megabytes is None else int(megabytes * 1e6)
         self._reduction = Reduction(world, exchange, self._parts, context.events, "gradients", size)
@@ -126,13 +127,14 @@ class Sharded(Strategy):
 
     def _spread(self) -> None:
         """Give every worker the weights of all others."""
+
+        def take(index: int, value: torch.Tensor) -> None:
+            self._parts[index].copy_(value)
+
         with torch.no_grad():
             for index, value in self._shard.own.items():
                 self._reduction.mean(index).copy_(value)
-            self._reduction.spread()
-            for index, part in enumerate(self._parts):
-                if index not in self._shard.own:
-                    part.copy_(self._reduction.mean(index))
+            self._reduction.spread(take)
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the global norm of the gradients; no worker returns before all have reduced their slices.
@@ -167,3 +169,11 @@ class Sharded(Strategy):
         if self._updating:  # some slices may be a step ahead of the others
             return frozenset()
         return None if self._is_whole else self._owned
+
+
+def _shared_weights(context: TrainingContext, every: Sequence[Slice]) -> SharedWeights | None:
+    """Return the weights in memory that all workers share. None if each worker keeps its own."""
+    memory = context.world.shared_memory
+    if memory is None or context.settings.shard != "parameters":
+        return None
+    return SharedWeights(context, memory, every) if all(context.world.gather(can_share(context), "start")) else None
