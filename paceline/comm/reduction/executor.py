@@ -75,6 +75,11 @@ class Reduction:
         self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
         """None stands for :meth:`_reduce`. A bound method would be a reference cycle and delay freeing memory."""
 
+    @property
+    def bucket_members(self) -> list[list[int]]:
+        """Indices of the tensors of each bucket."""
+        return [bucket.members for bucket in self._buckets]
+
     def describe(self) -> dict[str, str | int]:
         """Return the kind of the exchange, and the number and size of the buckets, for the records."""
         return {"kind": self.kind, "buckets": len(self._buckets), "bucket_bytes": self._bucket_bytes}
@@ -96,7 +101,7 @@ class Reduction:
             bucket.waiting, bucket.sent = len(bucket.members), 0
 
     def has_room(self, member: int) -> bool:
-        """Return whether :meth:`slots` needs no other tensor of this worker first."""
+        """Return whether :meth:`slots_of` needs no other tensor of this worker first."""
         return self._at[member][0].after < self._done[0]
 
     def must_wait(self, member: int) -> bool:
@@ -104,18 +109,23 @@ class Reduction:
         return self._at[member][0].after >= self._done[-1]
 
     def slots(self, member: int) -> list[torch.Tensor]:
-        """Return the views to write the sums of a tensor into, one for each node of this worker.
+        """Return the views to write the sums of a tensor into, one for each node of this worker."""
+        return [view for (view,) in self.slots_of([member])]
+
+    def slots_of(self, members: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Return the views to write the sums of some tensors into: a list for each node of this worker.
 
         If they hold sums of an earlier bucket, wait for its means.
         """
-        bucket, at = self._at[member]
+        found = [self._at[member] for member in members]
+        after = max(bucket.after for bucket, _ in found)
         for phase in range(1, len(self._phases)):
-            while self._done[phase] <= bucket.after:
+            while self._done[phase] <= after:
                 self._advance(phase)
-        return [views[at] for views in bucket.views[: self._own]]
+        return [[bucket.views[node][at] for bucket, at in found] for node in range(self._own)]
 
-    def written(self, member: int) -> None:
-        """Mark the slots of a tensor as filled.
+    def written(self, *members: int) -> None:
+        """Mark the slots of tensors as filled.
 
         A bucket is sent when all its tensors are written and all buckets before it have been sent.
 
@@ -123,8 +133,8 @@ class Reduction:
             WorkerLost: a worker has been lost since this generation formed.
         """
         self._world.check()
-        bucket, _ = self._at[member]
-        bucket.waiting -= 1
+        for member in members:
+            self._at[member][0].waiting -= 1
         self._send_full()
 
     def divide_by(self, divisor: Divisor) -> None:

@@ -23,14 +23,6 @@ def add(left: Values, right: Values) -> Values:
     return [value if value is not None else right[place] for place, value in enumerate(left)]
 
 
-def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor | None:
-    """Write the sum of two values into ``out`` and return it. Returns None if both are None."""
-    if left is None or right is None:
-        value = left if right is None else right
-        return None if value is None else out.copy_(value)
-    return torch.add(left, right, out=out)
-
-
 def align_value(value: torch.Tensor | None) -> torch.Tensor | None:
     """Return the value at the start of a cache line, where the reductions over several workers put it too.
 

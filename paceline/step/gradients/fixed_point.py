@@ -63,17 +63,19 @@ class FixedPoint:
             for value, kind in zip(self._parameters, self._types, strict=True)
         ]
 
-    def encode(self, gradients: Values) -> Values:
-        """Encode the gradients of a microbatch as integers. The gradients are overwritten."""
-        given = [(place, value) for place, value in enumerate(gradients) if value is not None]
-        found: Values = [None] * len(gradients)
-        whole = self.encode_some([place for place, _ in given], [value for _, value in given])
-        for (place, _), value in zip(given, whole, strict=True):
-            found[place] = value
-        return found
+    def encode(self, gradients: Values, places: Sequence[int] | None = None) -> Values:
+        """Encode the gradients of a microbatch as integers. The gradients are overwritten.
 
-    def encode_some(self, places: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Encode the gradients of the parameters at these indices as integers. The gradients are overwritten."""
+        Args:
+            gradients: gradients of some parameters.
+            places: indices of these parameters. Defaults to all parameters.
+        """
+        every = range(len(gradients)) if places is None else places
+        given = [(place, value) for place, value in zip(every, gradients, strict=True) if value is not None]
+        whole = iter(self._encode_given([place for place, _ in given], [value for _, value in given]))
+        return [None if value is None else next(whole) for value in gradients]
+
+    def _encode_given(self, places: list[int], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         if not places:
             return []
         wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in gradients]

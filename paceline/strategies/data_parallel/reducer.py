@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 
@@ -31,8 +31,9 @@ from paceline.schedule.slices import Slice
 from paceline.schedule.tree import Node, total
 from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
-from paceline.step.gradients.accumulate import Accumulator, Values, add, add_one, align_value
+from paceline.step.gradients.accumulate import Accumulator, Values, add, align_value
 from paceline.step.gradients.fixed_point import FixedPoint
+from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, filled, groups_of, put
 from paceline.system.torch_internals import foreach_norm
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
@@ -85,12 +86,12 @@ class Reducer:
         self._armed = False
         self._sliced = slices is not None
         backwards = [Slice(place, 0, one.numel(), 0) for place, one in enumerate(self._parameters)][::-1]
-        self._members: list[list[tuple[int, slice]]] = [[] for _ in self._parameters]
-        for member, (place, start, stop, _) in enumerate(backwards if slices is None else slices):
-            self._members[place].append((member, slice(start, stop)))
+        buckets = self._reduction.bucket_members if self._reduction else []
+        self._groups = groups_of(backwards if slices is None else slices, buckets)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
-            for place, parameter in enumerate(self._parameters if overlap else ())
+            self._parameters[place].register_post_accumulate_grad_hook(group.hook(place, self._ready))
+            for group in (self._groups if overlap else ())
+            for place in group.places
         ]
 
     def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int, any_order: bool) -> Reduction | None:
@@ -146,19 +147,18 @@ class Reducer:
         assert self._reduction is not None
         self._kept, self._nearest = self._sums.before_last(microbatch)
         self._begin(self._nodes, header.count)
-        self._waiting = set(range(len(self._parameters)))
-        self._held: list[tuple[int, int, slice, torch.Tensor | None]] = []
+        self._held: list[Piece] = []
+        for group in self._groups:
+            group.arrived.clear()
         self._armed = True
 
     def nothing(self, header: StepHeader) -> None:
         """Reduce this worker's chunk of the others' gradients in a step for which it has no microbatch."""
         assert self._reduction is not None
         self._begin(self._nodes, header.count)
-        for member in range(self._reduction.members):
-            if self._reduction.divisor is None and self._reduction.must_wait(member):
-                self._reduction.divide_by(self._divisor())
-            self._reduction.slots(member)
-            self._written(member)
+        for members in self._reduction.bucket_members:
+            self._room_for(members)
+            self._written(members)
 
     def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
         assert self._reduction is not None
@@ -170,9 +170,9 @@ class Reducer:
         count, scale = self._count(), self._context.compute.scale
         return count if scale == 1.0 else count * scale
 
-    def _written(self, member: int) -> None:
+    def _written(self, members: list[int]) -> None:
         assert self._reduction is not None
-        self._reduction.written(member)
+        self._reduction.written(*members)
         if self._reduction.needs_divisor:
             self._reduction.divide_by(self._divisor())
 
@@ -184,61 +184,70 @@ class Reducer:
         """
         if self._armed:
             self._armed = False
-            unused = sorted(self._waiting)
-            self._missing.append(unused)
-            for place in reversed(unused):
-                self._write(place, None)
+            left = [group for group in self._groups if len(group.arrived) < len(group.places)]
+            self._missing.append(sorted(place for group in left for place in {*group.places}.difference(group.arrived)))
+            for group in left:
+                self._write(group)
             assert not self._held, "sums without room"
         if self._fixed is not None:
             self._fixed.send()
         return self._missing
 
-    def _ready(self, place: int) -> None:
+    def _ready(self, group: GradientGroup) -> None:
         if self._armed:
-            if place not in self._waiting:
-                raise InputError(
-                    f"The parameter {self._names[place]!r} got its gradient in two parts in one backward pass, as in "
-                    f"reentrant checkpointing of a shared layer. Use checkpoint(..., use_reentrant=False)."
-                )
-            gradient = self._parameters[place].grad
-            self._parameters[place].grad = None
-            check_dense([self._names[place]], [gradient])
-            self._waiting.discard(place)
-            if self._fixed is not None and gradient is not None:
-                (gradient,) = self._fixed.encode_some([place], [gradient])
-            self._write(place, gradient)
+            self._write(group)
+        else:
+            group.arrived.clear()  # a backward pass of an earlier microbatch, or of the script
 
-    def _write(self, place: int, gradient: torch.Tensor | None) -> None:
-        """Add the gradient of the last microbatch to the earlier sums, and pass all sums to the reduction."""
-        assert self._reduction is not None
-        for values in self._nearest[:-1]:
-            before = values[place]
-            gradient = gradient if before is None else add_one(before, gradient, before)
-        self._held += [(place, member, part, gradient) for member, part in self._members[place]]
+    def _write(self, group: GradientGroup) -> None:
+        """Add the gradients of the last microbatch to the earlier sums, and pass all sums to the reduction."""
+        gradients = self._last_gradients(group)
+        earlier: list[Values] = [[values[place] for place in group.places] for values in self._nearest]
+        *merged, nearest = earlier or [[None] * len(group.places)]
+        for before in merged:
+            gradients = add(before, gradients)
+        sums = [(group.cut([values[place] for place in group.places]), None) for values in self._kept]
+        self._held += group.pieces([*sums, (group.cut(nearest), group.cut(gradients))])
         self._write_held()
 
     def _write_held(self) -> None:
-        """Write the sums that have room: sums of a bucket may wait until those of an earlier one have been added up."""
-        reduction, waiting = self._reduction, -1
-        assert reduction is not None
+        """Write the sums that have room: a bucket may have to wait until an earlier one has been added up."""
+        assert self._reduction is not None
+        waiting = -1
         while waiting != len(self._held):
             held, waiting, self._held = self._held, len(self._held), []
-            for one in held:
-                if not reduction.has_room(one[1]):
-                    self._held.append(one)
-                    continue
-                if reduction.divisor is None and reduction.must_wait(one[1]):
-                    reduction.divide_by(self._divisor())
-                self._write_part(*one)
+            for members, sums in held:
+                if self._reduction.has_room(members[0]):
+                    for own, pair in zip(self._room_for(members), sums, strict=True):
+                        put(own, *pair)
+                    self._written(members)
+                else:
+                    self._held.append((members, sums))
 
-    def _write_part(self, place: int, member: int, part: slice, gradient: torch.Tensor | None) -> None:
+    def _room_for(self, members: list[int]) -> list[list[torch.Tensor]]:
+        """Return the slots of tensors of one bucket. Wait for the means of a bucket before it, if they are in use."""
         assert self._reduction is not None
-        slots = self._reduction.slots(member)
-        before = self._nearest[-1][place] if self._nearest else None
-        for slot, values in zip(slots, self._kept, strict=False):
-            _put(slot, _part_of(values[place], part, slot))
-        _put(slots[-1], _part_of(before, part, slots[-1]), _part_of(gradient, part, slots[-1]))
-        self._written(member)
+        if self._reduction.divisor is None and self._reduction.must_wait(members[0]):
+            self._reduction.divide_by(self._divisor())
+        return self._reduction.slots_of(members)
+
+    def _last_gradients(self, group: GradientGroup) -> Values:
+        """Return the last microbatch's gradients for a group, as they are summed, and clear ``.grad``."""
+        given = set(group.arrived)
+        if len(given) < len(group.arrived):
+            twice = next(place for place in group.arrived if group.arrived.count(place) > 1)
+            raise InputError(
+                f"The parameter {self._names[twice]!r} got its gradient in two parts in one backward pass, as in "
+                f"reentrant checkpointing of a shared layer. Use checkpoint(..., use_reentrant=False)."
+            )
+        gradients: Values = [None] * len(group.places)
+        for index, place in enumerate(group.places):
+            parameter = self._parameters[place]
+            if place in given:
+                gradients[index] = parameter.grad
+                parameter.grad = None
+        check_dense([self._names[place] for place in group.places], gradients)
+        return self._fixed.encode(gradients, group.places) if self._fixed else gradients
 
     # When the sums are complete.
 
@@ -256,8 +265,8 @@ class Reducer:
             self._means = _divided(nodes[0], sums, self._divisor())
         else:
             self._begin(nodes, count)
-            for member in _filled(self._reduction, [values[::-1] for values in sums]):
-                self._written(member)
+            for members in filled(self._reduction, [values[::-1] for values in sums]):
+                self._written(members)
         if self._fixed is not None:
             self._fixed.send()
 
@@ -280,7 +289,7 @@ class Reducer:
                 for parameter in self._parameters:
                     parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit clears unused ones
                 return True
-            means = [self._reduction.mean(member) for ((member, _),) in self._members]
+            means = [self._reduction.mean(member) for member in reversed(range(len(self._parameters)))]
         if self._fixed is not None:
             if not self._fixed.fits():
                 return False
@@ -333,8 +342,8 @@ class Reducer:
         if self._statistics is None:
             return [mean for mean in _divided(nodes[0], sums, samples) if mean is not None]
         self._statistics.begin(nodes, samples)
-        for member in _filled(self._statistics, sums):
-            self._statistics.written(member)
+        for members in filled(self._statistics, sums):
+            self._statistics.written(*members)
         self._statistics.finish()
         return [self._statistics.mean(member) for member in range(self._statistics.members)]
 
@@ -375,27 +384,6 @@ class Reducer:
         # on the device, where an update of all parameters computes it: the host would round it differently
         result: torch.Tensor = torch.linalg.vector_norm(norms_of_all.to(world.device))
         return result
-
-
-def _part_of(value: torch.Tensor | None, part: slice, slot: torch.Tensor) -> torch.Tensor | None:
-    """Return the part of a gradient that belongs into a slot: all of it, or elements of the flattened gradient."""
-    if value is None or value.shape == slot.shape:
-        return value
-    return value.reshape(-1)[part]
-
-
-def _put(slot: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None = None) -> None:
-    """Fill a slot with a sum, or with -0.0 if there is none: adding it changes nothing, not even the sign of a zero."""
-    if add_one(left, right, slot) is None:
-        slot.fill_(-0.0)
-
-
-def _filled(reduction: Reduction, sums: list[Values]) -> Iterator[int]:
-    """Write the sums of one tensor after another into its slots, and yield its index."""
-    for member in range(reduction.members):
-        for slot, values in zip(reduction.slots(member), sums, strict=True):
-            _put(slot, values[member])
-        yield member
 
 
 def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
