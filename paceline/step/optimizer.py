@@ -6,9 +6,10 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -75,15 +76,16 @@ def scaling_of(settings: Settings, workers: int) -> Scaling:
 
 
 class Measured(NamedTuple):
-    """Norm of a gradient, with the tensor and version that it was computed from."""
+    """Norms of the gradients of a bucket, with the tensors and versions that they were computed from."""
 
-    gradient: torch.Tensor
-    version: int
-    norm: torch.Tensor
+    gradients: list[torch.Tensor]
+    versions: list[int]
+    norms: Sequence[torch.Tensor]
 
-    def holds(self) -> bool:
-        """Return whether the gradient has not changed since."""
-        return version_of(self.gradient) == self.version
+    def by_id(self) -> Iterable[tuple[int, torch.Tensor]]:
+        """Return the norms by identity of the gradients, or nothing if any gradient has changed since."""
+        unchanged = [*map(version_of, self.gradients)] == self.versions
+        return zip(map(id, self.gradients), self.norms, strict=True) if unchanged else ()
 
 
 class OptimizerStep:
@@ -292,13 +294,12 @@ class OptimizerStep:
 
     def measure(self, gradients: list[torch.Tensor]) -> None:
         """Compute norms of some gradients while others are in flight. :meth:`norm` computes the remaining norms."""
-        for gradient, norm in zip(gradients, foreach_norm(gradients), strict=True):
-            self._measured[id(gradient)] = Measured(gradient, version_of(gradient), norm)
+        measured = Measured(gradients, [*map(version_of, gradients)], foreach_norm(gradients))
+        self._measured[id(gradients[0])] = measured
 
     def norm(self, without: Container[int] = ()) -> torch.Tensor:
         """Return the global 2-norm of the gradients as a scalar tensor, except parameters at indices in ``without``."""
-        measured = dict(self._measured)
-        self._measured.clear()
+        measured, self._measured = self._measured, {}
         given = [
             value.grad
             for place, value in enumerate(self.parameters.values())
@@ -306,8 +307,8 @@ class OptimizerStep:
         ]
         if not given:
             return torch.zeros((), device=next(iter(self.parameters.values())).device)
-        known = [measured.get(id(one)) for one in given]
-        norms = [one.norm if one is not None and one.holds() else None for one in known]
+        known = dict(chain.from_iterable(one.by_id() for one in measured.values()))
+        norms = [known.get(id(one)) for one in given]
         left = [_elements(one) for one, norm in zip(given, norms, strict=True) if norm is None]
         rest = iter(foreach_norm(left) if left else ())
         total: torch.Tensor = torch.linalg.vector_norm(

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from thread_world import run
 from torch import nn
 
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.executor import Reduction
+from paceline.events import EventLog
 from paceline.step import optimizer
 from paceline.step.optimizer import OptimizerStep, Scaling
+from paceline.strategies.data_parallel.reducer import Reducer
 
 
 @pytest.fixture
@@ -26,17 +33,23 @@ def gradients(update: OptimizerStep) -> list[torch.Tensor]:
     return [value.grad for value in update.parameters.values() if value.grad is not None]
 
 
-def test_the_bits_are_the_same_and_no_norm_is_taken_twice(
-    update: OptimizerStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected, taken = update.norm(), list[int]()
-    take: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = optimizer.foreach_norm
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of norms that the update computes together."""
+    found: list[int] = []
+    take: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]] = vars(optimizer)["foreach_norm"]
 
     def counted(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        taken.append(len(values))
+        found.append(len(values))
         return take(values)
 
     monkeypatch.setattr(optimizer, "foreach_norm", counted)
+    return found
+
+
+def test_the_bits_are_the_same_and_no_norm_is_taken_twice(update: OptimizerStep, taken: list[int]) -> None:
+    expected = update.norm()
+    taken.clear()
     everyone = gradients(update)
     update.measure(everyone[4:])
     update.measure(everyone[1:4])
@@ -60,3 +73,35 @@ def test_what_has_changed_is_measured_again(update: OptimizerStep) -> None:
     for gradient in gradients(update):
         gradient.zero_()
     assert update.norm() == 0.0
+
+
+def test_a_bucket_is_measured_again_as_a_whole_and_no_other(update: OptimizerStep, taken: list[int]) -> None:
+    everyone = gradients(update)
+    update.measure(everyone[4:])
+    update.measure(everyone[:4])
+    everyone[2].mul_(3.0)
+    taken.clear()
+    changed = update.norm()
+    assert taken == [4]
+    assert torch.equal(changed, update.norm())
+
+
+@pytest.mark.parametrize("missing", [(), (2,), (0, 3), (0, 1, 2, 3)], ids=str)
+def test_norms_over_workers_have_the_bits_of_one(missing: tuple[int, ...]) -> None:
+    types = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
+    chance = torch.Generator().manual_seed(0)
+    values = {place: torch.randn(50, generator=chance).to(kind) for place, kind in enumerate(types)}
+    given = {place: value for place, value in values.items() if place not in missing}
+    norms = [value.norm().double() for value in given.values()]
+    expected = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if norms and torch.float64 not in {value.dtype for value in given.values()}:
+        expected = torch.linalg.vector_norm(torch.stack(norms).float())
+
+    def act(world: Any) -> torch.Tensor:
+        context: Any = SimpleNamespace(world=world, settings=SimpleNamespace(fixed_point=False))
+        reducer = Reducer(context, {}, world, Reduction(world, DirectExchange(world, 1), [], EventLog(None, 0), ""))
+        own = {place: value for place, value in given.items() if place % 2 == world.rank}
+        return reducer.norm_of(own, types)
+
+    for found in run(2, act):
+        assert found.dtype == expected.dtype and torch.equal(found, expected)

@@ -166,6 +166,11 @@ class Reduction:
         bucket, at = self._at[member]
         return bucket.mean_views[at]
 
+    def means(self) -> list[torch.Tensor]:
+        """Return the means of all tensors; see :meth:`mean`."""
+        found = [self._at[member] for member in range(self.members)]
+        return [bucket.mean_views[at] for bucket, at in found]
+
     def spread(self, arrived: Callable[[int, torch.Tensor], None]) -> None:
         """Give all workers the tensors that their servers have written into :meth:`mean`, after :meth:`finish`.
 

@@ -290,7 +290,9 @@ class LoopChanges:
     @property
     def lacks_copies(self) -> bool:
         """Whether the loop has changed a tensor for the first time, so that no copy from before the change exists."""
-        return self._keeps and any(name in self.changed and name not in self._kept for name in self._names)
+        if not self._keeps or not self.changed:
+            return False
+        return any(name in self.changed and name not in self._kept for name in self._names)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the tensors that the loop changes, by name. Empty if :attr:`now` is set."""

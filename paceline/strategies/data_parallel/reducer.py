@@ -289,7 +289,7 @@ class Reducer:
                 for parameter in self._parameters:
                     parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit clears unused ones
                 return True
-            means = [self._reduction.mean(member) for member in reversed(range(len(self._parameters)))]
+            means = [*reversed(self._reduction.means())]
         if self._fixed is not None:
             if not self._fixed.fits():
                 return False
@@ -345,7 +345,7 @@ class Reducer:
         for members in filled(self._statistics, sums):
             self._statistics.written(*members)
         self._statistics.finish()
-        return [self._statistics.mean(member) for member in range(self._statistics.members)]
+        return self._statistics.means()
 
     def norm(self, own: Container[str]) -> torch.Tensor:
         """Return the global norm of mean gradients that are spread over the workers, from the norm of each gradient.
@@ -372,14 +372,13 @@ class Reducer:
         if self._norms is None:
             self._norms = AllGather(world, NORMS_TAG, 8 * len(dtypes))
         here = torch.full((len(dtypes),), _NOT_HERE, dtype=torch.float64)
-        norms = foreach_norm([*own.values()]) if own else []
-        for index, norm in zip(own, norms, strict=True):
-            here[index] = norm
+        if own:
+            here[[*own]] = torch.stack([*foreach_norm([*own.values()])]).double().cpu()
         everyone = self._norms.start(here.to(world.device)).wait().cpu().amax(0)
         known = everyone != _NOT_HERE
         if not known.any():
             return torch.zeros(())
-        types = [dtype.to_real() for dtype, one in zip(dtypes, known, strict=True) if one]
+        types = dict.fromkeys(dtype.to_real() for dtype, one in zip(dtypes, known.tolist(), strict=True) if one)
         norms_of_all = everyone[known].to(reduce(torch.promote_types, types))
         # on the device, where an update of all parameters computes it: the host would round it differently
         result: torch.Tensor = torch.linalg.vector_norm(norms_of_all.to(world.device))

@@ -293,7 +293,7 @@ class _StageUpdates(Hooks):
             slot.zero_() if value is None else slot.copy_(value)
             reduction.written(member)
         reduction.finish()
-        means = [reduction.mean(member) for member in range(reduction.members)]
+        means = reduction.means()
         return [*means[: len(sums)]], means[len(sums) : -1], means[-1]
 
     def _is_finite(self, totals: torch.Tensor) -> bool:
