@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,10 +128,17 @@ def fingerprint_of(hashes: Mapping[str, str]) -> str:
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
     """Load the tensors of :func:`optimizer_state` into the optimizer, which loses its other state."""
+    load_optimizer_tensors(model, optimizer, state.items())
+
+
+def load_optimizer_tensors(
+    model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = {}
-    for full, value in state.items():
+    for full, value in tensors:
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"The checkpoint has optimizer state for {name!r}, which the model does not have.")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
-from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
-from paceline.comm.transport.base import Message
+from paceline.checkpoint.tensors import check_savable, load_optimizer_tensors, named_tensors
 from paceline.schedule.slices import slice_name, split_name
 from paceline.step.context import TrainingContext
-
-_TAG = (1 << 26) - 1
+from paceline.step.divided_tensors import Division
 
 
 def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[str] | None]) -> None:
@@ -26,44 +23,31 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
 
     Raises:
         CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
-        WorkerLost: a worker was lost before the state was gathered. Nothing has been changed.
+        WorkerLost: a worker was lost before the state was gathered. What this worker owns has not been changed.
     """
     check_savable(context.update.optimizer)
-    world = context.world
-    state = named_tensors(context.compute.model, context.update.optimizer)
-    everything = frozenset(map(_bare, state))
+    world, model = context.world, context.compute.model
+    state = named_tensors(model, context.update.optimizer)
+    everything = frozenset(map(parameter_of, state))
     held = [everything if part is None else part for part in owned]
     own = held[world.rank].difference(*held[: world.rank])
-    mine = _parts_of(state, own, {name: value.numel() for name, value in context.compute.model.named_parameters()})
-    parts: list[Kinds] = world.gather(kinds_of(mine), "synchronizing")
-    world.await_process_group()
-    flats = [torch.empty(room_of(part), dtype=torch.uint8, device=world.device) for part in parts]
-    for name, view in views_of(flats[world.rank], parts[world.rank]).items():
-        view.copy_(mine[name])
-    peers = [rank for rank in range(world.size) if rank != world.rank]
-    sends = [Message(flats[world.rank], peer, _TAG) for peer in peers if parts[world.rank]]
-    receives = [Message(flats[peer], peer, _TAG) for peer in peers if parts[peer]]
-    for transfer in world.start_transfers(sends, receives, "while the workers gathered the state"):
-        transfer.wait()
-    world.synchronize()
-    gathered: dict[str, torch.Tensor] = {}
-    for flat, part in zip(flats, parts, strict=True):
-        gathered.update(views_of(flat, part))
-    shapes = {name: value.shape for name, value in context.compute.model.named_parameters()}
-    optimizer: dict[str, torch.Tensor] = {}
+    parameters = dict(model.named_parameters())
+    mine = _parts_of(state, own, {name: value.numel() for name, value in parameters.items()})
+    division = Division(world, mine, lambda name: parameters[parameter_of(name)].shape, "synchronizing")
     with torch.no_grad():
-        for one, value in gathered.items():
-            name, part_of = split_name(one)
-            if name.startswith("optimizer/"):
-                if part_of is None:
-                    optimizer[name] = value
-                    continue
-                whole = optimizer.setdefault(name, value.new_empty(shapes[_bare(name)]))
-            else:
-                whole = state[name]
-            if one not in mine or part_of is not None:
-                (whole if part_of is None else whole.view(-1)[part_of]).copy_(value)
-    load_optimizer_state(context.compute.model, context.update.optimizer, optimizer)
+        load_optimizer_tensors(model, context.update.optimizer, _optimizer_tensors(division, state, mine, world.size))
+
+
+def _optimizer_tensors(
+    division: Division, state: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], workers: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the optimizer's state, and copy all other tensors into those of this worker."""
+    everyone = range(workers)
+    for name, value in division.put_together([*division.parts], lambda _: everyone):
+        if name.startswith("optimizer/"):
+            yield name, value
+        elif name not in mine:
+            state[name].copy_(value)
 
 
 def _parts_of(state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -74,7 +58,7 @@ def _parts_of(state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mappin
         slices.setdefault(name, []).extend([part] if part else [])
     found = {}
     for full, value in state.items():
-        name = _bare(full)
+        name = parameter_of(full)
         for part in slices.get(name, ()):
             if value.numel() == sizes[name]:
                 found[slice_name(full, part.start, part.stop)] = value.reshape(-1)[part]
@@ -83,7 +67,7 @@ def _parts_of(state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mappin
     return found
 
 
-def _bare(name: str) -> str:
+def parameter_of(name: str) -> str:
     """Return the parameter or buffer to which a tensor of the state belongs."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest

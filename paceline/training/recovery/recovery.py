@@ -32,7 +32,7 @@ from paceline.training.progress import Progress, furthest_of, gone_back, plan_ca
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.standby import move_to_device, warm_up
-from paceline.training.recovery.state_shards import assemble, go_back
+from paceline.training.recovery.state_shards import assemble, go_back, is_replaced
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
@@ -142,6 +142,8 @@ class Recovery:
         everyone = self._context.world.gather(progress, RE_FORMING)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
+        if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):
+            progress.owned = frozenset()  # until the whole state has arrived, this worker's tensors are of two steps
         if assemble(self._context, everyone):
             progress = None if progress is None else replace(progress, owned=None)
             progress = self._catch_up(everyone, progress)

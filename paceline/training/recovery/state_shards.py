@@ -25,7 +25,7 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
     if all(one is None or one.owned is None for one in everyone):
         return True
     steps = {one.steps for one in everyone if one is not None}
-    whole = [one is not None and one.owned is None and one.steps == max(steps) for one in everyone]
+    whole = _whole(everyone)
     if any(whole):
         consolidate_state_dict(context, [None if one else frozenset() for one in whole])
         return True
@@ -36,6 +36,18 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
         return False
     consolidate_state_dict(context, [frozenset() if one is None else one.owned for one in everyone])
     return True
+
+
+def is_replaced(everyone: Sequence[Progress | None], rank: int) -> bool:
+    """Return whether :func:`assemble` replaces what this worker owns by the state of a worker that has all of it."""
+    whole = _whole(everyone)
+    return any(whole) and not whole[rank]
+
+
+def _whole(everyone: Sequence[Progress | None]) -> list[bool]:
+    """Return for each worker whether it has the whole state after the most steps."""
+    most = max(one.steps for one in everyone if one is not None)
+    return [one is not None and one.owned is None and one.steps == most for one in everyone]
 
 
 def missing(context: TrainingContext, everyone: Sequence[Progress | None]) -> list[str]:
