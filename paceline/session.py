@@ -16,7 +16,6 @@ from typing import Any, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
-from paceline.checkpoint.tensors import fingerprint
 from paceline.config import quoted
 from paceline.data.sampler import SampleNumbers
 from paceline.errors import ConfigError, InputError
@@ -385,9 +384,13 @@ class Session:
         """Return the SHA-256 of parameters, buffers and optimizer state, as 64 hexadecimal digits.
 
         The value is equal on all ranks, and a rank may call this without the others. With an asynchronous strategy,
-        local SGD or a pipeline, call it after the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.
+        local SGD or a pipeline, call it after the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`,
+        and with sharded training after the last batch of :meth:`batches` or :meth:`save`.
+
+        Raises:
+            InputError: in sharded training the call is after another step.
         """
-        return fingerprint(self._state.tensors())
+        return self._state.fingerprint()
 
     @property
     def _last_step(self) -> int:

@@ -94,13 +94,17 @@ class Checkpointer:
 
         Raises:
             CheckpointError: no directory is set, or this save or the last background save failed.
+            WorkerLost: the workers have the state in shares, and one was lost.
         """
         storage = self._require_storage()
         begin = time.perf_counter()
         self.finish()
         if self._world.rank == 0:
-            self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
+            with state.collecting():
+                self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
             self._interval.reset(step)
+        elif (share := state.divided()) is not None:
+            share.send()
         elif self._divided:
             self._write_part(storage, state.snapshot(step))
         return storage.location(manifest.name_of(step))
@@ -112,6 +116,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: no directory is set, or the last save failed.
+            WorkerLost: the workers have the state in shares, and one was lost.
         """
         if not self._settings.background:
             self.save(state, step)
@@ -120,10 +125,13 @@ class Checkpointer:
         begin = time.perf_counter()
         self.finish()
         if self._world.rank == 0:
-            snapshot, writer = self._buffers.copy(state.snapshot(step)), self._writer(storage)
+            with state.collecting():
+                snapshot, writer = self._buffers.copy(state.snapshot(step)), self._writer(storage)
             stall = time.perf_counter() - begin
             self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
             self._interval.reset(step)
+        elif (share := state.divided()) is not None:
+            share.send()
         elif self._divided:
             self._write_part(storage, state.snapshot(step))
 

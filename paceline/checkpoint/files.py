@@ -21,7 +21,7 @@ from typing import IO, BinaryIO, cast
 import torch
 
 from paceline.checkpoint.manifest import EARLIER, METADATA, DamagedError, Manifest, dtype_of
-from paceline.checkpoint.tensors import begin_hash, hash_of
+from paceline.checkpoint.tensors import begin_hash, each, hash_of
 from paceline.system.torch_internals import storage_info
 
 Create = Callable[[str], AbstractContextManager[BinaryIO]]
@@ -73,7 +73,7 @@ def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], kno
     offsets, records, rest = {}, {}, hashlib.sha256()
     with create(name) as file:
         recorded = _Recorded(file)
-        for full, value in state.items():
+        for full, value in each(state):
             tensor, begin = value.detach().cpu().contiguous(), recorded.size
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone()  # torch.save would write the whole storage

@@ -28,6 +28,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint.files import CheckpointShard
 from paceline.checkpoint.manifest import TENSORS, step_of
 from paceline.checkpoint.storage.base import Storage, Writer
+from paceline.checkpoint.tensors import in_order
 from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
@@ -116,7 +117,7 @@ def write_all(save: Save, writer: Writer, tensors: Mapping[str, torch.Tensor], k
     mine, *others = divide(tensors, workers)
     create = partial(save.storage.create, save.step, writer)
     begin = time.monotonic()
-    parts = [files.write_part(create, TENSORS, {name: tensors[name] for name in mine}, known)]
+    parts = [files.write_part(create, TENSORS, in_order(tensors, mine), known)]
     deadline = time.monotonic() + max(1.0, 2 * (time.monotonic() - begin))
     for number, names in enumerate(others, 1):
         part = collect(save, writer, number, names, 0.0 if number in save.absent else deadline)

@@ -13,9 +13,9 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.parts import Save
 from paceline.checkpoint.storage.base import Storage, Writer, split, writer_of
 from paceline.checkpoint.storage.retry import Retries, is_storage_error, may_pass
-from paceline.checkpoint.tensors import fingerprint_of, hash_of
+from paceline.checkpoint.tensors import each, fingerprint_of, hash_of
 from paceline.checkpoint.training_state import Snapshot
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, WorkerLost
 from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
@@ -33,6 +33,7 @@ def save(about: Save, snapshot: Snapshot, writer: Writer, retry_seconds: float, 
     Raises:
         FencedError: another worker writes checkpoints now.
         CheckpointError: the checkpoint could not be written. Earlier checkpoints are untouched.
+        WorkerLost: a worker was lost before it had sent its share of the state.
     """
     storage, step, key, retries = about.storage, about.step, about.key, Retries(retry_seconds)
     hashes: dict[str, str] = {}
@@ -41,7 +42,7 @@ def save(about: Save, snapshot: Snapshot, writer: Writer, retry_seconds: float, 
             if not _exists(storage, step, writer, snapshot, hashes, key):
                 _write(about, writer, snapshot, hashes, workers)
             return storage.location(step)
-        except CheckpointError:
+        except (CheckpointError, WorkerLost):
             _abandon(storage, step, writer)
             raise
         except Exception as error:  # each kind of store has errors of its own
@@ -100,7 +101,7 @@ def _exists(
                 raise
             storage.set_aside(name)
             continue
-        hashes.update({name: hash_of(value).hex() for name, value in snapshot.tensors.items() if name not in hashes})
+        hashes.update({name: hash_of(value).hex() for name, value in each(snapshot.tensors) if name not in hashes})
         if existing.fingerprint == fingerprint_of(hashes) and _at_step(existing.state) == _at_step(snapshot.state):
             return True
         other = writer_of(name)

@@ -1,10 +1,10 @@
-"""Training state as named tensors: parameters, buffers, optimizer state."""
+"""Training state as named tensors: parameters, buffers, optimizer state. Some may come from other workers in a save."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from paceline.errors import CheckpointError
 from paceline.system.torch_internals import tree_map_only
 
+Receive = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
+"""Function that yields tensors of other workers in the given order. Each is valid until the next one."""
 _SAVABLE = torch.Tensor, int, float, bool, type(None)
 
 
@@ -131,9 +133,7 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
     load_optimizer_tensors(model, optimizer, state.items())
 
 
-def load_optimizer_tensors(
-    model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> None:
+def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -158,3 +158,53 @@ def _fits(existing: Any, value: torch.Tensor, device: torch.device) -> bool:
     """Return whether a value can be copied into an existing tensor, which is faster than allocating a new tensor."""
     same = isinstance(existing, torch.Tensor) and existing.dtype == value.dtype and existing.shape == value.shape
     return same and existing.device == device and existing.is_contiguous()
+
+
+class StreamedTensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, of which some come from other workers while :func:`each` reads them.
+
+    Args:
+        local: this worker's tensors.
+        kinds: types and shapes of the others. The mapping holds tensors of these without elements, on the meta device.
+    """
+
+    def __init__(
+        self,
+        local: Mapping[str, torch.Tensor],
+        kinds: Mapping[str, tuple[torch.dtype, torch.Size]],
+        receive: Receive,
+    ) -> None:
+        self._local, self._receive = local, receive
+        others = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in kinds.items()}
+        self._tensors = {**others, **local}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def in_order(self, names: Sequence[str]) -> StreamedTensors:
+        """Return some of the tensors, which :func:`each` reads in this order."""
+        made = StreamedTensors({}, {}, self._receive)
+        made._local, made._tensors = self._local, {name: self._tensors[name] for name in names}
+        return made
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors with their elements."""
+        coming = self._receive([name for name in self._tensors if name not in self._local])
+        for name in self._tensors:
+            yield (name, self._local[name]) if name in self._local else next(coming)
+
+
+def each(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors by name. Those of other workers are valid until the next one."""
+    return tensors.read() if isinstance(tensors, StreamedTensors) else iter(tensors.items())
+
+
+def in_order(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    """Return some of the tensors, in this order."""
+    return tensors.in_order(names) if isinstance(tensors, StreamedTensors) else {name: tensors[name] for name in names}

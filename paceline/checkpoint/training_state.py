@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,15 +19,24 @@ from paceline.checkpoint.encoding import EncodingError
 from paceline.checkpoint.load import Content, check_model
 from paceline.checkpoint.manifest import METADATA, DamagedError, Manifest, first_difference
 from paceline.checkpoint.tensors import (
+    StreamedTensors,
     check_savable,
+    each,
+    fingerprint,
     fingerprint_of,
+    hash_of,
     load_optimizer_lists,
     load_optimizer_state,
     named_tensors,
     optimizer_lists,
     state_dict_names,
 )
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, InputError, WorkerLost
+
+_NOT_HASHED = (
+    "session.fingerprint(): each worker has a share of the optimizer's state, and the workers have not hashed it since "
+    "the last step. Call it after the last batch of session.batches(), or after session.save()."
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class HostBuffers:
         """
         copies: dict[str, torch.Tensor] = {}
         devices = set()
-        for name, value in snapshot.tensors.items():
+        for name, value in each(snapshot.tensors):
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
                 buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
@@ -142,6 +151,21 @@ class ScriptState(Protocol):
         """Load values that :meth:`saved` returned."""
 
 
+class DividedState(Protocol):
+    """Tensors of the optimizer's state of which each worker has a share. Rank 0 collects them for a save."""
+
+    hashes: Mapping[str, str] | None  # hash of each tensor by name. None if they are not known for the current step
+
+    def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
+        """Return the local tensors and the divided ones. Rank 0 calls this while the others call :meth:`send`."""
+
+    def send(self) -> None:
+        """Send this worker's share as often as rank 0 reads it, until rank 0 calls :meth:`end`."""
+
+    def end(self) -> None:
+        """End the calls of :meth:`send`."""
+
+
 class TrainingState:
     """State of a run, with snapshot and restore.
 
@@ -171,6 +195,8 @@ class TrainingState:
         self._strategy_state = strategy_state
         self._script = script
         self._loop = loop
+        # returns the state that the workers have in shares. None if this worker has the whole state.
+        self.divided: Callable[[], DividedState | None] = lambda: None
         self.keeps_script = False  # whether :meth:`load` leaves the values of the script unchanged
         self.loaded_script: dict[str, Any] = {}  # values of the script in the state that was loaded last
         self.run = ""  # identifier of the run in its checkpoints, the same for all runs that resume from one start
@@ -202,7 +228,37 @@ class TrainingState:
             ) from None
         inside = {name: tensor.detach() for name, tensor in inside.items()}
         changed = {} if self._loop is None else self._loop.tensors()
-        return Snapshot(step, self.tensors() | changed | inside, state, self._order, self._numerics, self._versions)
+        tensors: Mapping[str, torch.Tensor] = self.tensors() | changed | inside
+        if (divided := self.divided()) is not None:
+            tensors = divided.collect(_undivided(tensors))
+        return Snapshot(step, tensors, state, self._order, self._numerics, self._versions)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Return a context in which rank 0 makes and reads a snapshot, while the other workers send their shares."""
+        divided = self.divided()
+        try:
+            yield
+        except Exception as error:
+            if divided is not None and not isinstance(error, WorkerLost):
+                divided.end()
+            raise
+        if divided is not None:
+            divided.end()
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint of all tensors.
+
+        Raises:
+            InputError: the workers have the state in shares and have not hashed them since the last step.
+        """
+        divided, tensors = self.divided(), self.tensors()
+        if divided is None:
+            return fingerprint(tensors)
+        if divided.hashes is None:
+            raise InputError(_NOT_HASHED)
+        own = {name: hash_of(value).hex() for name, value in _undivided(tensors).items()}
+        return fingerprint_of({**divided.hashes, **own})
 
     def _plain(self) -> dict[str, Any]:
         """Return the state outside of named tensors: parameter groups, schedule, strategy state, module modes."""
@@ -320,6 +376,10 @@ class TrainingState:
             raise CheckpointError(
                 f"{location} cannot be resumed with the same bits: {difference}. Use the same value, or exact=False."
             )
+
+
+def _undivided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if not name.startswith("optimizer/")}
 
 
 def _described(rest: dict[str, Any]) -> dict[str, object]:

@@ -10,6 +10,7 @@ from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.context import StepResult
+from paceline.step.divided.optimizer_state import DividedOptimizerState
 
 
 class Strategy(ABC):
@@ -33,7 +34,19 @@ class Strategy(ABC):
         """Compute the microbatch groups, reduce the gradients and update the model."""
 
     def synchronize(self, steps: int) -> None:  # noqa: B027 - most strategies do so in each step
-        """Bring all workers to the same state after the first ``steps`` steps. All workers call this together."""
+        """Bring all workers to the same state after the first ``steps`` steps. All workers call this together.
+
+        Each worker then has all weights and buffers, and the whole state of the optimizer unless it is :attr:`divided`.
+        """
+
+    def unite(self, steps: int) -> None:
+        """Give every worker the whole state after the first ``steps`` steps. All workers call this together."""
+        self.synchronize(steps)
+
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        """Optimizer state that the workers have in shares. None if each worker has all of it when synchronized."""
+        return None
 
     @abstractmethod
     def close(self) -> frozenset[str] | None:

@@ -61,6 +61,7 @@ class TrainingLoop:
         self.activity = Activity(context.world)  # current activity of this worker, for hang detection
         self.loads_ahead = False  # whether batches after the next one may be prefetched
         self._closed = False
+        beginning.state.divided = lambda: self.strategy.divided if self._strategy_ready else None
         self._begun = -1  # step of the last automatic save
         self._notice = 0
         self._recovery: Recovery | None = None
@@ -133,11 +134,14 @@ class TrainingLoop:
         steps = self.position.steps
         if steps == self.progress.steps and self._due(steps):
             self._begun = -1
-            self._together(lambda: self._meet("synchronizing"))
-            if self._begun != steps:  # else the step was repeated in a recovery, and saved then
-                self._begin_save()
+            self._together(lambda: self._meet_and_save(steps))
         notice, self._notice = self._notice, 0
         self._follow(notice)
+
+    def _meet_and_save(self, steps: int) -> None:
+        self._meet("synchronizing")
+        if self._begun != steps:  # else the step was repeated in a recovery, and saved then
+            self._begin_save()
 
     def _take(self, batch: Batch, phase: str, turn: int) -> StepResult:
         step, progress = batch.step, self.progress
@@ -219,6 +223,8 @@ class TrainingLoop:
                 self._meet(doing)
                 result, notice = act(call)
                 self.progress.add_result(kind, call, result)
+                if notice and self.strategy.divided is not None:  # a worker that leaves has the only copy of its share
+                    self.strategy.unite(self.progress.steps)
                 self._follow(notice)
             then(call)
             self.activity.begin("in the script")
@@ -240,6 +246,8 @@ class TrainingLoop:
         if steps < self.progress.repeat_until:  # other workers are repeating steps up to repeat_until
             return
         self._meet("synchronizing")
+        if (divided := self.strategy.divided) is not None and divided.hashes is None:
+            divided.hash()
         if (
             self.context.settings.exact and self.progress.compared < steps
         ):  # else the other workers have compared already
@@ -254,18 +262,21 @@ class TrainingLoop:
 
     def save(self) -> Path | str:
         """Save a checkpoint of the current state, wait for it, and return its location. All workers call this."""
-        self.synchronize()
-        self.activity.begin("saving a checkpoint", busy=True)
-        place = self._checkpointer.save(self._state, self.progress.steps)
+        place = self._together(self._synchronize_and_save)
         self.position.save(self.progress.steps)
         self.activity.begin("in the script")
         return place
 
+    def _synchronize_and_save(self) -> Path | str:
+        self._synchronize()
+        self.activity.begin("saving a checkpoint", busy=True)
+        return self._checkpointer.save(self._state, self.progress.steps)
+
     def _begin_save(self) -> None:
         """Start a background save. The workers must be synchronized."""
         self.activity.begin("saving a checkpoint", busy=True)
+        self._checkpointer.begin_save(self._state, self.progress.steps)
         self._begun = self.progress.steps
-        self._checkpointer.begin_save(self._state, self._begun)
         self.activity.begin("in the script")
 
     def _follow(self, notice: int) -> None:
@@ -291,7 +302,7 @@ class TrainingLoop:
         self.context.loop.forward_values.end()
         self.context.loop.outside.end()
         with contextlib.suppress(WorkerLost):
-            self.strategy.synchronize(self.progress.steps)
+            self.strategy.unite(self.progress.steps)
             world.gather(None, "start")
         self.strategy.close()
         world.end_servers()

@@ -116,18 +116,34 @@ def evaluated():
             found.append(session.evaluate(classes(50)).hex())
     return [session.fingerprint(), *found]
 
+def between():
+    session, found = start(), []
+    for batch in session.batches(steps=4):
+        session.step(batch)
+        if batch.step == 1:
+            session.evaluate(classes(50))
+            try:
+                session.fingerprint()
+            except paceline.InputError as error:
+                found.append(str(error))
+    assert strategy == "single" or "have not hashed it since the last step" in found[0]
+    return session.fingerprint()
+
 def elements(optimizer):
     return sum(value.numel() for state in optimizer.state.values() for key, value in state.items() if key == "exp_avg")
 
 def size():
     torch.manual_seed(0)
-    session = start(model=nn.Sequential(nn.Linear(12, 300), nn.ReLU(), nn.Linear(300, 70), nn.Linear(70, 4)))
+    model = nn.Sequential(nn.Linear(12, 300), nn.ReLU(), nn.Linear(300, 70), nn.Linear(70, 4))
+    session = start(checkpoint={"directory": os.environ["SAVED"] + " sized"}, model=model)
     for batch in session.batches(steps=2):
         session.step(batch)
         held = elements(session._context.update.optimizer)
-    session.fingerprint()
-    tell(held=held, whole=elements(session._context.update.optimizer))
-    return session.fingerprint()
+    found = session.fingerprint()
+    session.evaluate(classes(50))
+    session.save()
+    tell(held=held, later=elements(session._context.update.optimizer))
+    return found
 
 def moved():
     kept = {"checkpoint": {"directory": os.environ["SAVED"]}}
@@ -164,6 +180,7 @@ ways = {
     "empty": lambda: steps(start(model=Empty())),
     "empty, whole": lambda: steps(start(model=Empty(), clip_norm=0.1)),
     "evaluated": evaluated,
+    "between": between,
     "size": size,
     "moved": moved,
     **{
@@ -205,11 +222,11 @@ def test_the_bits_are_those_of_one_process(
 ) -> None:
     environment = {"SAVED": str(tmp_path / "saved")}
     everyone = printed(SCRIPT, workers, tmp_path, one_machine=one_machine, environment=environment)
-    sizes = [(one.pop("held"), one.pop("whole")) for one in everyone]
-    total = alone["whole"]
-    assert sum(held for held, _ in sizes) == total and {whole for _, whole in sizes} == {total}
-    assert max(held for held, _ in sizes) <= total / workers + 64
-    wanted = {name: value for name, value in alone.items() if name not in ("held", "whole")}
+    sizes = [(one.pop("held"), one.pop("later")) for one in everyone]
+    total = alone["held"]
+    assert sum(held for held, _ in sizes) == total and max(held for held, _ in sizes) <= total / workers + 64
+    assert all(held == later for held, later in sizes), "put together to hash, evaluate or save"
+    wanted = {name: value for name, value in alone.items() if name not in ("held", "later")}
     for one in everyone:
         assert one == wanted
     assert not [value for value in wanted.values() if "Error" in str(value)]

@@ -41,21 +41,23 @@ def test_a_worker_is_lost_inside_a_step(run: Run, undisturbed: Any, point: Any) 
 # Worker 1 is killed when it is to send its slices for the nth time.
 KILLED = """
 import os, signal
-from paceline.strategies.sharded import strategy
+from paceline.step.divided.tensors import Division
 
-send, calls = strategy.consolidate_state_dict, []
-def consolidate(*given):
-    calls.append(given)
+put_together, calls = Division.put_together, []
+def put(division, *given):
+    calls.append(division)
     if os.environ.get("PACELINE_WORKER") == "1" and len(calls) == NTH and "ALONE" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
-    send(*given)
-strategy.consolidate_state_dict = consolidate
+    yield from put_together(division, *given)
+Division.put_together = put
 """
 
 
-def test_a_worker_is_lost_while_the_state_is_put_together_for_a_save(run: Run, undisturbed: Any) -> None:
-    """Those that are left do not take what they have for the whole."""
-    ran = run(KILLED.replace("NTH", "2") + PLAIN, *ELASTIC, *EVERY_3, GIVEN=SHARDED)
+@pytest.mark.parametrize("way", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_worker_is_lost_while_the_state_is_sent_for_a_save(run: Run, undisturbed: Any, way: str) -> None:
+    """The save is given up: it begins again after the workers have gone back to the earlier one."""
+    every = "--set", "checkpoint.every=3", "--set", f"checkpoint.background={way}"
+    ran = run(KILLED.replace("NTH", "2") + PLAIN, *ELASTIC, *every, GIVEN=SHARDED)
     assert ran.code == 0, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
     assert went_back(ran) == [3, 3], ran.report()
@@ -68,6 +70,22 @@ def test_a_worker_is_lost_while_another_one_hands_over_its_slices(run: Run, undi
     assert ran.code == 0, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
     assert set(went_back(ran)) == {3}, ran.report()
+
+
+EVALUATED = PLAIN.replace(
+    "scripted.end",
+    """    if batch.step == 4:
+        scripted.leave(session, batch, 1, 4)
+        session.evaluate(images(70))
+scripted.end""",
+).replace("import scripted", "import scripted\nfrom subjects import images")
+
+
+def test_a_worker_is_told_to_leave_in_an_evaluation(run: Run, undisturbed: Any) -> None:
+    """Its share is handed over, which the evaluation itself does not need."""
+    ran = run(EVALUATED, *ELASTIC, GIVEN=SHARDED)
+    check(ran, undisturbed(PLAIN), 2)
+    assert ran.memberships() == [[0, 1, 2], [0, 2]]
 
 
 def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:

@@ -19,8 +19,8 @@ from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
 from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import StepResult
+from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.training.progress import Progress
 from paceline.training.recovery import recovery, state_shards
 from paceline.training.recovery.recovery import Recovery

@@ -12,8 +12,8 @@ from thread_world import run
 from paceline.comm.shm.tensors import Kinds
 from paceline.errors import WorkerLost
 from paceline.schedule.slices import slice_name
-from paceline.step import divided_tensors
-from paceline.step.divided_tensors import Division
+from paceline.step.divided import tensors as divided_tensors
+from paceline.step.divided.tensors import Division
 from paceline.training.progress import Progress
 from paceline.training.recovery.recovery import Recovery
 

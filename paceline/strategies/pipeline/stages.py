@@ -20,8 +20,8 @@ from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, balance, check_memory
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
-from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import TrainingContext
+from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.step.loss import pair_of
 from paceline.step.probes.kept import check_kept
 from paceline.step.probes.loss_reduction import check_loss_reduction

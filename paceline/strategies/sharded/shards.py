@@ -88,6 +88,19 @@ class OptimizerShard:
         """Names of the owned parameters and slices, see ``schedule.slices``."""
         return frozenset(self._name(self._every[index]) for index in self.own)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state of the owned parameters and slices by name, see ``schedule.slices``."""
+        found = {}
+        for optimizer in parts_of(self._optimizer):
+            for index, value in self.own.items():
+                one = self._every[index]
+                for key, entry in optimizer.state.get(value, {}).items():
+                    if isinstance(entry, torch.Tensor | int | float | bool):
+                        tensor, name = torch.as_tensor(entry), f"optimizer/{self._names[one.parameter]}/{key}"
+                        cut = value is not self._parameters[one.parameter] and tensor.shape == value.shape
+                        found[slice_name(name, one.start, one.stop) if cut else name] = tensor
+        return found
+
     def _name(self, one: Slice) -> str:
         name, parameter = self._names[one.parameter], self._parameters[one.parameter]
         return name if one.stop - one.start == parameter.numel() else slice_name(name, one.start, one.stop)

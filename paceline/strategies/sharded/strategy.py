@@ -10,7 +10,7 @@ After Rajbhandari et al. 2020 (arXiv 1910.02054). The step is that of ``strategi
 same shares and the same sums. An all-reduce leaves the mean of a chunk on one worker before it sends the means to all.
 Here that worker updates its chunk of the parameters first, and sends the weights in place of the means. These are as
 many bytes, and the weights have the same bits. With N workers and AdamW in float32, a worker holds 8 + 8/N bytes a
-parameter in place of 16. Synchronizing gives every worker the whole state for as long as it is saved or evaluated.
+parameter in place of 16. Hashing and saving put one tensor after the other together (``step.divided.optimizer_state``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.errors import WorkerLost
 from paceline.schedule.slices import Slice
 from paceline.settings import Settings
-from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import StepResult, TrainingContext
+from paceline.step.divided.consolidate import consolidate_state_dict
+from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
@@ -57,6 +58,7 @@ class Sharded(Strategy):
         self._weights = _shared_weights(context, self._slices)
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
         self._shard = OptimizerShard(context, self._slices, self._weights.own if self._weights else None)
+        self._divided = DividedOptimizerState(context, self._shard.tensors)
         homes = [one.owner for one in self._slices]
         windowed = context.settings.shard != "optimizer"
         exchange: Exchange
@@ -84,7 +86,7 @@ class Sharded(Strategy):
                 self._first = False
                 check_draws(self._context)
             if result.notice:  # a worker that leaves has the only copy of its shard
-                self.synchronize(step + 1)
+                self.unite(step + 1)
         return result
 
     def _data_pointers(self) -> list[int]:
@@ -106,7 +108,7 @@ class Sharded(Strategy):
         self._reducer.clear()
         gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
         norm = self._norm(gradients)
-        self._updating, self._is_whole = True, False
+        self._updating, self._is_whole, self._divided.hashes = True, False, None
         if self._weights is None:
             self._follow()
         else:
@@ -158,6 +160,14 @@ class Sharded(Strategy):
         return self._shard.names.union(buffers, frozen)
 
     def synchronize(self, steps: int) -> None:
+        if self._context.settings.average.kind is not None:  # an evaluation needs the averages, which are divided, too
+            self.unite(steps)
+
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        return None if self._is_whole else self._divided
+
+    def unite(self, steps: int) -> None:
         if not self._is_whole:
             self._shard.unite()
             consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))

@@ -245,7 +245,7 @@ def _gather(world: SimulatedWorld, state: State, own: Sequence[int]) -> None:
 
 
 def gather_parts(context: Any, owned: Sequence[frozenset[str] | None]) -> None:
-    """Send all parts to all workers, in place of ``step.consolidate.consolidate_state_dict``."""
+    """Send all parts to all workers, in place of ``step.divided.consolidate.consolidate_state_dict``."""
     held = [context.every if part is None else part for part in owned]
     own = held[context.world.rank].difference(*held[: context.world.rank])
     _gather(context.world, context.state, sorted(map(int, own)))

@@ -9,8 +9,8 @@ from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.schedule.slices import not_owned
-from paceline.step.consolidate import consolidate_state_dict
 from paceline.step.context import TrainingContext
+from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.strategies import registry
 from paceline.training.progress import Progress
 

@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.tensors import check_savable, load_optimizer_tensors, named_tensors
 from paceline.schedule.slices import slice_name, split_name
 from paceline.step.context import TrainingContext
-from paceline.step.divided_tensors import Division
+from paceline.step.divided.tensors import Division
 
 
 def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[str] | None]) -> None:

@@ -1,0 +1,81 @@
+"""State of an optimizer of which each worker has a share, hashed and saved without putting it together on any worker.
+
+::
+
+    hash    worker 0   a ── hash of a ┐              each tensor on the worker with the most elements of it
+            worker 1   b ── hash of b ┴ fingerprint
+    save    worker 0   a ─ b ─ file                  one tensor after the other, in rounds (step.divided.tensors)
+            worker 1   b ──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from paceline.checkpoint.tensors import StreamedTensors, hash_of
+from paceline.step.context import TrainingContext
+from paceline.step.divided.consolidate import parameter_of
+from paceline.step.divided.tensors import Division
+
+_SAVING = "saving a checkpoint"
+
+
+class DividedOptimizerState:
+    """See ``checkpoint.training_state.DividedState``.
+
+    Args:
+        own: function that returns this worker's tensors and slices of tensors by name (``schedule.slices``).
+    """
+
+    def __init__(self, context: TrainingContext, own: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._world, self._model, self._own = context.world, context.compute.model, own
+        self._coming: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self.hashes: Mapping[str, str] | None = None
+
+    def _division(self, what: str) -> Division:
+        shapes = {name: value.shape for name, value in self._model.named_parameters()}
+        return Division(self._world, self._own(), lambda name: shapes[parameter_of(name)], what)
+
+    def hash(self) -> None:
+        """Hash all tensors, each on one worker, for ``hashes``. All workers call this together."""
+        what = "synchronizing"
+        division = self._division(what)
+        tensors = division.put_together([*division.parts], lambda name: (division.owner_of(name),))
+        found = {name: hash_of(value).hex() for name, value in tensors}
+        everyone = self._world.gather(found, what)
+        self.hashes = {name: text for one in everyone for name, text in one.items()}
+
+    def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
+        """See ``DividedState``."""
+        division = self._division(_SAVING)
+        return StreamedTensors(local, division.kinds, partial(self._receive, division))
+
+    def _receive(self, division: Division, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        self._drain()
+        self._world.gather([*names], _SAVING)
+        self._coming = division.put_together(names, _to_rank_0)
+        return self._coming
+
+    def _drain(self) -> None:
+        """Receive what the others still send, because the last reader did not read to the end."""
+        for _ in self._coming:
+            pass
+
+    def send(self) -> None:
+        """See ``DividedState``."""
+        division = self._division(_SAVING)
+        while (names := self._world.gather(None, _SAVING)[0]) is not None:
+            for _ in division.put_together(names, _to_rank_0):
+                pass
+
+    def end(self) -> None:
+        """See ``DividedState``."""
+        self._drain()
+        self._world.gather(None, _SAVING)
+
+
+def _to_rank_0(_: str) -> tuple[int]:
+    return (0,)
