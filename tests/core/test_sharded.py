@@ -108,6 +108,17 @@ class Empty(nn.Module):
     def forward(self, values):
         return self.layer(values) + self.none.sum()
 
+def averaged():
+    session, found = start(average={"kind": "ema", "decay": 0.9}), []
+    for batch in session.batches(steps=4):
+        session.step(batch)
+        if batch.step == 2:
+            found.append(session.evaluate(classes(50)).hex())
+            with session.averaged():
+                found.append(session.evaluate(classes(50)).hex())
+                found.append(sum(value.double().sum().item() for value in session.model_state().values()))
+    return [session.fingerprint(), *found]
+
 def evaluated():
     session, found = start(), []
     for batch in session.batches(steps=6):
@@ -179,6 +190,7 @@ ways = {
     "changed by groups": by_groups,
     "empty": lambda: steps(start(model=Empty())),
     "empty, whole": lambda: steps(start(model=Empty(), clip_norm=0.1)),
+    "averaged": averaged,
     "evaluated": evaluated,
     "between": between,
     "size": size,

@@ -119,14 +119,14 @@ class Division:
             flat = torch.empty(room_of(kinds), dtype=torch.uint8, device=world.device)
             for name, view in views_of(flat, kinds).items():
                 view.copy_(self._mine[name])
-            sends += [Message(flat, peer, _TAG) for peer in peers]
+            sends += [Message(flat, peer, _TAG) for peer in peers if len(flat)]
         coming = {peer: self._moved(wanted, peer, world.rank) for peer in range(world.size)}
         flats = {
             peer: torch.empty(room_of(kinds), dtype=torch.uint8, device=world.device)
             for peer, kinds in coming.items()
             if kinds
         }
-        receives = [Message(flat, peer, _TAG) for peer, flat in flats.items()]
+        receives = [Message(flat, peer, _TAG) for peer, flat in flats.items() if len(flat)]
         for transfer in world.start_transfers(sends, receives, "while the workers gathered the state"):
             transfer.wait()
         world.synchronize()

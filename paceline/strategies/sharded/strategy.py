@@ -160,7 +160,7 @@ class Sharded(Strategy):
         return self._shard.names.union(buffers, frozen)
 
     def synchronize(self, steps: int) -> None:
-        if self._context.settings.average.kind is not None:  # an evaluation needs the averages, which are divided, too
+        if self._context.update.averages.chosen:  # the evaluation needs the averages, which are divided, too
             self.unite(steps)
 
     @property
