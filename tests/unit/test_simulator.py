@@ -97,6 +97,9 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
         *(Recovery, "_same_state"),
         *("if assemble(self._context, everyone):", "if True:"),
     ),
+    "shares of the state are not hashed": (TrainingLoop, "_synchronize", "divided.hashes is None", "False"),
+    "a share is taken for the whole in a save": (
+        TrainingLoop, "__init__", "self.strategy.divided if self._strategy_ready else None", "None"),
     "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
     "a replay is forgotten": (progress, "gone_back", "max(max(one.repeat_until, one.steps) for one in known)", "steps"),
     "a joiner comes while lost steps are repeated": (TrainingLoop, "_follow", "repeats or ", ""),

@@ -37,6 +37,11 @@ class Plan:
     sharded: bool  # whether each worker holds only a part of the state
     faults: tuple[Fault, ...]  # faults to inject
 
+    @property
+    def parts(self) -> int:
+        """Number of parts of the model. An even number is divided as in sharded training, three as in a pipeline."""
+        return 3 + self.seed % 2 if self.sharded else 1
+
     @classmethod
     def of(cls, seed: int) -> Plan:
         """Return the plan of a seed."""

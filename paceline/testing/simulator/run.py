@@ -144,7 +144,7 @@ class Simulation:
         try:
             self._hub.pause(self._random.uniform(0.05, 3.0))  # imports, and building of the model
             link = self._links[number] = Link(self._hub, self._network, number, process, self._server)
-            about = self._machines, link, number, self._disk, self._random, self.plan.sharded
+            about = self._machines, link, number, self._disk, self._random, self.plan.parts
             worker = self._workers[number] = Worker(*about)
             worker.run()
         except SystemExit as end:
@@ -274,7 +274,7 @@ class Simulation:
             codes |= {DEADLINE_PASSED, WorkerLost.exit_code, StartError.exit_code}
         if self._finished and self._killed.intersection(self.coordinator.members[:1]):
             codes.add(WorkerLost.exit_code)  # the killed first member may have had results to write
-        if self.plan.sharded and not self._disk.saved:
+        if self.plan.sharded and (self._disk.was_empty or not self._disk.saved):
             codes.add(CheckpointError.exit_code)  # no worker has the parts of the lost workers
         if self._machines.leaving:
             codes.add(PREEMPTED)

@@ -7,7 +7,7 @@ samples that do not belong to the batch shows in every worker that has it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 from paceline import config
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.data.order import UNKNOWN
+from paceline.errors import WorkerLost
 from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import ProbeResults, StepResult
@@ -57,6 +58,7 @@ class Disk:
     """Checkpoints by step, each with the state tensor and the script's saved state."""
 
     saved: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+    was_empty: bool = False  # whether workers have looked for a checkpoint to go back to before there was one
 
 
 class State:
@@ -72,6 +74,7 @@ class State:
         self.parts = [(1, 0)] * parts  # value and number of applied steps
         self.keeps_script = False
         self.loaded_script: dict[str, Any] = {}
+        self.divided: Callable[[], Any] = lambda: None
         self._script = script
         self.tensors = dict
 
@@ -123,10 +126,15 @@ class Checkpointer:
 
     def save(self, state: State, steps: int) -> str:
         """See ``Checkpointer``."""
+        share = state.divided()
+        if share is not None:
+            share.send(steps)
         if self._world.rank == 0:
             snapshot = state.snapshot(steps)
             fault_points.reach("inside a save", steps)
             self._disk.saved[steps] = snapshot.tensors["parts"], snapshot.state
+        if share is not None:
+            share.end(steps)
         return "there"
 
     begin_save = repeat_save = save
@@ -137,6 +145,7 @@ class Checkpointer:
     def resume(self, state: State, source: str | None) -> int:
         """See ``Checkpointer``."""
         newest = max(self._disk.saved, default=0) if source == "auto" else 0
+        self._disk.was_empty |= source == "auto" and not newest
         steps: int = self._world.gather(newest, "start")[0]
         if steps:
             parts, script = self._disk.saved[steps]
@@ -190,8 +199,46 @@ class Feed:
             yield groups(step)
 
 
+class Share:
+    """Share of the state, in place of ``step.divided.optimizer_state.DividedOptimizerState``.
+
+    For a save rank 0 borrows the parts of the others.
+    """
+
+    def __init__(self, world: SimulatedWorld, state: State, own: Sequence[int]) -> None:
+        self.hashes: list[Any] | None = None
+        self._world, self._state, self._own, self._kept = world, state, own, list(state.parts)
+
+    def hash(self) -> None:
+        """See ``DividedOptimizerState``."""
+        fault_points.reach("inside the collective")
+        self.hashes = self._world.gather([self._state.parts[part] for part in self._own], "synchronizing")
+
+    def check(self, steps: int) -> None:
+        """Raise Broken unless the hashes are known and those of all parts after exactly these steps."""
+        found = None if self.hashes is None else [one for hashes in self.hashes for one in hashes]
+        if found != [(value_after(steps), steps)] * len(self._state.parts):
+            raise Broken(f"hashes of {found}, that are to be those after {steps} steps")
+
+    def send(self, steps: int) -> None:
+        """Send the own parts to rank 0, and keep the parts that they replace there."""
+        self._kept = list(self._state.parts)
+        fault_points.reach("inside the collective")
+        everyone = self._world.gather([[part, *self._state.parts[part]] for part in self._own], "saving")
+        for part, value, after in (one for parts in everyone for one in parts):
+            if self._world.rank == 0:
+                self._state.parts[part] = value, after
+
+    def end(self, steps: int) -> None:
+        """Wait until rank 0 has saved, and give the parts back."""
+        self._state.parts = list(self._kept)
+        self._world.gather(steps, "saving")
+
+
 class Simulated(Strategy):
     """Strategy in which workers gather their microbatches and then update all parts, or their own if parts are divided.
+
+    With an even number of parts the workers keep their shares for evaluations and saves, as in sharded training.
 
     Args:
         pause: function that suspends the worker for some virtual seconds.
@@ -204,6 +251,8 @@ class Simulated(Strategy):
         self._divides = len(every) > 1 and self._world.size > 1
         self._own = [part for part in every if part % self._world.size == self._world.rank or not self._divides]
         self._synchronized = True
+        self._keeps_shares = self._divides and len(every) % 2 == 0
+        self._share = Share(self._world, state, self._own)
 
     def groups(self, step: int) -> list[range]:
         """See ``Strategy``."""
@@ -214,7 +263,7 @@ class Simulated(Strategy):
         """See ``Strategy``."""
         self._pause(self._random.uniform(0.01, 0.3))
         own = [number for group in groups for number in group]
-        self._synchronized = False
+        self._synchronized, self._share.hashes = False, None
         everyone = self._world.gather([step, own, self._world.notice()], "step")
         fault_points.reach("inside the collective")
         if any(found != step for found, *_ in everyone):
@@ -225,9 +274,23 @@ class Simulated(Strategy):
         fault_points.reach("between reduction and update", step)
         self._state.take(step, self._own)
         fault_points.reach("after update", step)
-        return StepResult(float(step), 1.0, 0.1, notice=max(notice for *_, notice in everyone))
+        result = StepResult(float(step), 1.0, 0.1, notice=max(notice for *_, notice in everyone))
+        if self._keeps_shares and result.notice:
+            with suppress(WorkerLost):
+                self.unite(step + 1)
+        return result
 
     def synchronize(self, steps: int) -> None:
+        """See ``Strategy``."""
+        if not self._keeps_shares:
+            self.unite(steps)
+
+    @property
+    def divided(self) -> Any:
+        """See ``Strategy``."""
+        return self._share if self._keeps_shares and not self._synchronized else None
+
+    def unite(self, steps: int) -> None:
         """See ``Strategy``."""
         if self._divides and not self._synchronized:
             _gather(self._world, self._state, self._own)
@@ -261,7 +324,7 @@ class Worker:
 
     Args:
         random: random numbers for the durations of computations.
-        sharded: whether each worker holds only a part of the state.
+        parts: number of parts of the model. More than one are divided among the workers (see :class:`Simulated`).
 
     Attributes:
         seen: steps that its script took, and the losses that the script received.
@@ -270,7 +333,7 @@ class Worker:
         left_at: number of steps that its script had taken when it was asked to leave, or None.
     """
 
-    def __init__(self, machines: Machines, link: Link, number: int, disk: Disk, random: Random, sharded: bool) -> None:
+    def __init__(self, machines: Machines, link: Link, number: int, disk: Disk, random: Random, parts: int) -> None:
         self.client = CoordinatorClient(link, number, _TIMEOUT)
         self.world = SimulatedWorld(machines, self.client, _TIMEOUT)
         self.seen: list[tuple[int, float]] = []
@@ -278,7 +341,7 @@ class Worker:
         self.done: list[int] = []
         self.left_at: int | None = None
         self._hub, self._disk, self._random = machines.hub, disk, random
-        self._parts = 3 if sharded else 1
+        self._parts = parts
 
     def run(self) -> None:
         """Run the equivalent of a training script, from ``paceline.start`` to its last line."""
@@ -300,7 +363,8 @@ class Worker:
             self._hub.pause(self._random.uniform(0.0, 0.05))
             if batch.step == EVALUATES:
                 self.evaluated.append(loop.make(EVALUATE, "evaluating", self._evaluate))
-        state.check(STEPS)
+        share: Any = loop.strategy.divided
+        state.check(STEPS) if share is None else share.check(STEPS)
         if self.done != list(range(STEPS)) and not self.world.was_dropped:  # after a drop, loop bodies can run again
             raise Broken(f"the registered steps are {self.done}")
         self.client.end_script()
