@@ -262,9 +262,10 @@ class Settings(BaseModel):
     autocast: Literal["bfloat16", "float16"] | None = Field(
         None, description="run the forward pass in this dtype; float16: with dynamic loss scaling"
     )
-    recompute: tuple[str, ...] = Field(
-        (), description="module classes whose activations are recomputed in the backward pass"
+    recompute: tuple[str, ...] | Literal["auto"] = Field(
+        (), description="module classes to recompute in the backward pass; auto: only what memory_gigabytes demands"
     )
+    memory_gigabytes: PositiveFloat | None = Field(None, description="memory of each worker; none: not checked")
     compile: bool = Field(False, description="compile the model with torch.compile")
     workers_per_loader: Annotated[NonNegativeInt, Field(le=256)] = Field(
         0, description="loader processes per worker; 0: the worker loads itself"
@@ -333,7 +334,7 @@ class Settings(BaseModel):
     @field_validator("recompute", mode="before")
     @classmethod
     def _class_names(cls, value: object) -> object:
-        if isinstance(value, str):
+        if isinstance(value, str) and value != "auto":
             return tuple(part for part in value.split(",") if part)
         if isinstance(value, list | tuple | set):
             return tuple(item.__name__ if isinstance(item, type) else item for item in value)
@@ -386,7 +387,8 @@ class Arguments(TypedDict, total=False):
     warmup_steps: int
     clip_norm: float | None
     autocast: Literal["bfloat16", "float16"] | None
-    recompute: tuple[str | type, ...] | list[str | type]
+    recompute: tuple[str | type, ...] | list[str | type] | Literal["auto"]
+    memory_gigabytes: float | None
     compile: bool
     workers_per_loader: int
     checkpoint: CheckpointSettings | dict[str, Any] | str | Path

@@ -31,7 +31,7 @@ NAMES = {
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),
-    *("warmup_steps", "clip_norm", "autocast", "recompute", "compile", "workers_per_loader"),
+    *("warmup_steps", "clip_norm", "autocast", "recompute", "memory_gigabytes", "compile", "workers_per_loader"),
     *("checkpoint.directory", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_hours"),
     *(
         "checkpoint.background",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -263,13 +263,32 @@ class _Again:
 
 def recompute(model: nn.Module, classes: tuple[str, ...], buffers: Buffers) -> None:
     """Make modules of these classes recompute their activations in the backward pass (Chen et al. 2016)."""
-    found = set()
-    for module in model.modules():
-        if type(module).__name__ in classes:
-            found.add(type(module).__name__)
-            contexts = partial(computed_again, buffers, buffers.of(module))
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
-    missing = [name for name in classes if name not in found]
+    found = [module for module in model.modules() if type(module).__name__ in classes]
+    recompute_modules(found, buffers)
+    missing = [name for name in classes if name not in {type(module).__name__ for module in found}]
     if missing:
         present = sorted({type(module).__name__ for module in model.modules()})
-        raise InputError(f"recompute: the model has no module of class {missing[0]!r}; it has {', '.join(present)}.")
+        raise InputError(
+            f"recompute: the model has no module of class {missing[0]!r}; it has {', '.join(present)}. "
+            f"recompute='auto' chooses by memory_gigabytes."
+        )
+
+
+def recompute_modules(modules: Iterable[nn.Module], buffers: Buffers) -> None:
+    """Make these modules recompute their activations in the backward pass."""
+    for module in modules:
+        contexts = partial(computed_again, buffers, buffers.of(module))
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+
+
+def compute_once(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Undo :func:`recompute_modules`, and return the modules for which it was in effect."""
+    changed = []
+    for module in modules:
+        call = vars(module).get("forward")
+        if isinstance(call, partial) and call.func is checkpoint:
+            changed.append(module)
+            del module.forward
+            if module.forward != call.args[0]:  # the script itself had replaced the method
+                module.forward = call.args[0]
+    return changed

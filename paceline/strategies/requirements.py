@@ -51,6 +51,7 @@ def check(settings: Settings, capabilities: Capabilities, forward: object, model
             f"strategy {settings.strategy!r} cannot scale losses, which autocast = 'float16' needs: use 'bfloat16', or "
             f"strategy 'allreduce' or 'stealing'."
         )
+    _check_memory(settings)
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, model)
     if env.trace() is not None and not capabilities.exact:
@@ -62,6 +63,19 @@ def check(settings: Settings, capabilities: Capabilities, forward: object, model
         raise ConfigError(
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
             f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
+        )
+
+
+def _check_memory(settings: Settings) -> None:
+    if settings.recompute == "auto" and settings.memory_gigabytes is None:
+        raise ConfigError(
+            "recompute = 'auto' chooses what to recompute by the memory of a worker: set memory_gigabytes, or name "
+            "module classes in recompute."
+        )
+    if settings.memory_gigabytes is not None and settings.compile:
+        raise ConfigError(
+            "memory_gigabytes needs the activations of the model, which are not known of a compiled model: leave out "
+            "compile=True, or memory_gigabytes."
         )
 
 

@@ -121,7 +121,8 @@ def build_context(
     if takes_state(given.forward):
         compute.carried = CarriedState(forward, order, world.device)
         compute.forward = compute.carried.alone
-    recompute(given.model, settings.recompute, compute.buffers)
+    if settings.recompute != "auto":
+        recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
         given.model.compile()
     feed = Feed(

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
+from paceline.planning.budget import MemoryBudget
 from paceline.step.context import Batch, StepResult, TrainingContext
 from paceline.step.probes.first_step import try_forward_pass
 from paceline.step.probes.probe import warn
@@ -57,6 +58,7 @@ class TrainingLoop:
         self._script, self._build = script, build
         self._progress: Progress | None = None
         self._strategy_ready = False
+        self._memory = MemoryBudget(context)
         self.records = Records(context, beginning.state)
         self.activity = Activity(context.world)  # current activity of this worker, for hang detection
         self.loads_ahead = False  # whether batches after the next one may be prefetched
@@ -172,6 +174,7 @@ class TrainingLoop:
             context.probe_results.repeatable = True
         fault_points.reach("before forward", step)
         result = self.strategy.step(step, groups)
+        self._memory.step_done()
         self.loads_ahead = True
         return result
 
@@ -365,6 +368,7 @@ class TrainingLoop:
         world = self.context.world
         trained = requires_grad_flags(self.context.update.parameters.values())
         with trained.set_to((True,) * len(self.context.update.parameters)):  # each may be trained at some later step
+            self._memory.plan(self.progress.steps)
             self.strategy = self._build(self.context)
         self.loads_ahead = False  # the first step may change how the strategy divides a share
         able = capabilities(self.context.settings, world.size)

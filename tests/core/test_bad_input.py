@@ -165,6 +165,27 @@ BEFORE_TRAINING = {
     "an unknown setting": Bad("go(microbatch=8)", "ConfigError", 2, ["'microbatch'", "'microbatches'"]),
     "a setting of the wrong kind": Bad("go(seed=-1)", "ConfigError", 2, ["seed = -1", "script"]),
     "an unknown class to recompute": Bad("go(recompute=['Block'])", "InputError", 2, ["'Block'", "Linear, Sequential"]),
+    "a misspelled choice of what to recompute": Bad(
+        "go(recompute='automatic')", "InputError", 2, ["no module of class 'automatic'", "recompute='auto'"]
+    ),
+    "a choice of what to recompute without a budget": Bad(
+        "go(recompute='auto')", "ConfigError", 2, ["recompute = 'auto'", "memory_gigabytes"]
+    ),
+    "a budget of a compiled model": Bad(
+        "go(memory_gigabytes=1, compile=True)", "ConfigError", 2, ["memory_gigabytes", "compile=True"]
+    ),
+    "too small a budget": Bad(
+        "go(memory_gigabytes=0.000001)",
+        "ConfigError",
+        2,
+        ["1,000 bytes", "bytes too many", "weights", "optimizer", "sums of", "a microbatch of 8 samples"],
+    ),
+    "a budget for more workers": Bad(
+        "go(memory_gigabytes=0.0000053, optimizer=torch.optim.AdamW)",
+        "ConfigError",
+        2,
+        ["5,300 bytes", "It fits with", 'workers and strategy="sharded"'],
+    ),
     "scaling without a batch that grows": Bad(
         "go(scale_lr='linear')", "ConfigError", 2, ["scale_lr = 'linear'", "batch_per_worker"]
     ),

@@ -44,6 +44,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         phases=True,
         closures=True,
         scales_loss=True,
+        even_shares=True,
         exact_with='reduction="tree" or exact="fixed-point"',
         reads=("reduction", "bucket_megabytes"),
     )

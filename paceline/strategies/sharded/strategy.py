@@ -44,8 +44,14 @@ _TAGS = 1 << 12
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of sharded training."""
-    reads = "bucket_megabytes", "shard"
-    return Capabilities(replicated=False, divides_update=workers > 1, scales_loss=True, reads=reads)
+    return Capabilities(
+        replicated=False,
+        divides_update=workers > 1,
+        divides_state=True,
+        even_shares=True,
+        scales_loss=True,
+        reads=("bucket_megabytes", "shard"),
+    )
 
 
 class Sharded(Strategy):

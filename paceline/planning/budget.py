@@ -1,0 +1,274 @@
+"""Memory budget of a run (``memory_gigabytes``): what to recompute, before the first step, and what was reached after.
+
+Rank 0 measures and decides, because the workers measure different times. All workers recompute the same blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.comm.values import sendable
+from paceline.data.keys import preserve_generators
+from paceline.errors import ConfigError, InputError
+from paceline.planning.blocks import blocks_of, measure_blocks
+from paceline.planning.memory import Choice, Run, Segment, cures, fit, need
+from paceline.step.context import TrainingContext
+from paceline.step.forward import compute_once, recompute_modules
+from paceline.step.optimizers.several import parts_of
+from paceline.step.probes.optimizer_probe import copy_small, step_of
+from paceline.step.probes.probe import warn
+from paceline.strategies.registry import capabilities
+
+_log = logging.getLogger("paceline")
+_STEPS = 3
+"""Number of steps after which a worker reports its peak: the first step makes the optimizer's state."""
+_MOMENTS = 2
+"""Optimizer states for each weight that are assumed if an optimizer cannot be tried."""
+_NAMED = 4
+"""Largest number of blocks that a message names."""
+
+
+@sendable
+@dataclass(frozen=True)
+class _Decision:
+    """Rank 0's choice. ``text`` tells the user; ``problem`` says why a run does not fit, or is empty."""
+
+    recomputed: frozenset[str]
+    fused: bool
+    predicted: int
+    text: str
+    problem: str = ""
+    kind: str = "ConfigError"
+
+
+class MemoryBudget:
+    """Memory budget of this worker. Does nothing unless ``memory_gigabytes`` is set."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context = context
+        self._decision: _Decision | None = None
+        self._segments: tuple[Segment, ...] = ()  # measured on rank 0 once
+        self._resident: int | None = None
+        self._steps = 0
+
+    def plan(self, step: int) -> None:
+        """Decide what is recomputed. All workers call this together before a strategy is built.
+
+        Raises:
+            ConfigError: the run does not fit, before its first step. A run that goes on with other workers is warned.
+        """
+        context = self._context
+        settings, world = context.settings, context.world
+        if settings.memory_gigabytes is None or (capabilities(settings, world.size).cuts_model and world.size > 1):
+            return
+        self._resident = _resident("VmRSS") if self._decision is None else self._resident
+        own = self._decide(step) if world.rank == 0 else None
+        gathered = world.gather((own, self._decision is not None), "start")
+        decision: _Decision | None = gathered[0][0]
+        if decision is None:  # the forward pass raises, as the first step will
+            return
+        begun = any(had for _, had in gathered)
+        if decision.problem and not begun:
+            raise {"ConfigError": ConfigError, "InputError": InputError}[decision.kind](decision.problem)
+        if decision.problem and world.rank == 0:
+            warn(context, decision.problem)
+        if settings.recompute == "auto":
+            blocks = blocks_of(context.compute.model)
+            compute_once(blocks.values())
+            recompute_modules([blocks[name] for name in sorted(decision.recomputed)], context.compute.buffers)
+        if not decision.fused:
+            context.probe_results.fusible = False
+        if decision != self._decision:
+            self._tell(decision.text, predicted=decision.predicted, recomputed=sorted(decision.recomputed))
+        self._decision = decision
+        _forget_peak()
+
+    def _tell(self, text: str, **fields: object) -> None:
+        if self._context.world.rank == 0:
+            _log.info(text)
+        self._context.events.mark("note", text=text)
+        self._context.events.mark("memory", limit=self._limit, **fields)
+
+    @property
+    def _limit(self) -> int:
+        return int((self._context.settings.memory_gigabytes or 0) * 1e9)
+
+    def _decide(self, step: int) -> _Decision | None:
+        context, able = self._context, self._context.settings.recompute == "auto"
+        model, classes = context.compute.model, () if able else context.settings.recompute
+        named = {name: module for name, module in model.named_modules() if type(module).__name__ in classes}
+        blocks = _outermost(named) if named else blocks_of(model)
+        before = compute_once(model.modules())
+        try:
+            self._segments = self._segments or _measure(context, blocks, step)
+        except (ConfigError, InputError) as error:
+            return _Decision(frozenset(), True, 0, "", str(error), type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - the step itself will raise it
+            _log.debug("the activations could not be measured: %s", error)
+            return None
+        finally:
+            recompute_modules(before, context.compute.buffers)
+        run = _sizes(context, self._segments)
+        fixed = frozenset(blocks) if named else frozenset()
+        fusible = _may_fuse(context)
+        choice = fit(run, self._limit, able, fusible, fixed)
+        text = _explained(choice, run, self._limit, able, len(blocks))
+        if fusible and not choice.fused:
+            text += "; microbatches are computed one by one, as a worker's share does not fit in one pass"
+        problem = "" if choice.fits else self._problem(choice, run, able, fixed)
+        return _Decision(choice.recomputed, choice.fused, choice.need.total, text, problem)
+
+    def _problem(self, choice: Choice, run: Run, able: bool, fixed: frozenset[str]) -> str:
+        found = cures(run, self._limit, able, fixed)
+        samples = -(-run.batch // run.microbatches)
+        with_all = " even if every block is recomputed" if able else ""
+        fits = (
+            f"It fits with {', or '.join(found)}."
+            if found
+            else (
+                "No smaller microbatches and no number of workers make it fit: give more memory, or use "
+                'strategy="pipeline", which divides the weights among the workers.'
+            )
+        )
+        return (
+            f"memory_gigabytes = {self._context.settings.memory_gigabytes:g} is {self._limit:,} bytes for each worker, "
+            f"but a worker needs {choice.need.total:,}{with_all}: {choice.need.total - self._limit:,} bytes too many "
+            f"({choice.need}, of a microbatch of {samples} sample{'s' * (samples > 1)}). {fits}"
+        )
+
+    def step_done(self) -> None:
+        """Report the peak after the first steps."""
+        if self._decision is None or self._steps >= _STEPS:
+            return
+        self._steps += 1
+        if self._steps < _STEPS:
+            return
+        predicted, model = self._decision.predicted, self._context.compute.model
+        if torch.cuda.is_initialized():
+            reached = torch.cuda.max_memory_allocated()
+            text = f"memory: {reached:,} bytes of the GPU were allocated at most, and {predicted:,} were predicted"
+            self._tell(text, predicted=predicted, reached=reached)
+            if reached > self._limit:
+                warn(self._context, f"{text}. That is above memory_gigabytes: leave room for what operations need")
+            return
+        peak, begin = _resident("VmHWM"), self._resident
+        if peak is not None and begin is not None:
+            weights = sum(value.nbytes for value in model.parameters())
+            grown = max(0, peak - begin)
+            self._tell(
+                f"memory: this worker has grown by {grown:,} bytes beside its weights, and {predicted - weights:,} "
+                f"were predicted; buffers of messages and of the allocator add to this",
+                predicted=predicted,
+                reached=grown + weights,
+            )
+
+
+def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that are not inside another one of them."""
+    return {
+        name: module
+        for name, module in modules.items()
+        if not any(name.startswith(f"{other}.") or (other == "" and name) for other in modules)
+    }
+
+
+def _measure(context: TrainingContext, blocks: dict[str, nn.Module], step: int) -> tuple[Segment, ...]:
+    """Measure a forward pass of the first microbatch of a step. No microbatch has more samples."""
+    with preserve_generators(), context.loop.noting_forward():
+        (group,) = context.feed.load(step, [range(1)])
+        return measure_blocks(context, blocks, group, step)
+
+
+def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
+    """Return the sizes of the run on its current workers."""
+    settings, order, model = context.settings, context.order, context.compute.model
+    trained = list(context.update.parameters.values())
+    able = capabilities(settings, context.world.size)
+    held = {one.untyped_storage().data_ptr(): one.nbytes for one in [*model.parameters(), *model.buffers()]}
+    gradients = sum(one.nbytes for one in trained)
+    wide = sum(one.numel() * max(4, one.element_size()) for one in trained)
+    return Run(
+        weights=sum(held.values()) + (gradients if settings.average.kind else 0),
+        gradients=gradients,
+        optimizer=sum(optimizer_bytes(one) for one in parts_of(context.update.optimizer)),
+        sums=wide if settings.fixed_point else gradients,
+        segments=segments,
+        batch=order.batch,
+        microbatches=order.microbatches,
+        workers=context.world.size,
+        tree=settings.along_tree,
+        divided=able.divides_state,
+        even_shares=able.even_shares,
+    )
+
+
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the state that an optimizer keeps for its parameters, from a step on small parameters.
+
+    Assumes two values for each weight, as Adam keeps, if the optimizer cannot be tried.
+    """
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
+    with preserve_generators():
+        try:
+            small, copies = copy_small(optimizer, _corner, state=False)
+            for value in copies:
+                value.grad = torch.randn_like(value)
+            step_of(small)(small)
+        except Exception as error:  # noqa: BLE001 - an optimizer may reject small parameters in any way
+            _log.debug("the optimizer cannot be tried: %s", error)
+            return _MOMENTS * sum(int(value.nbytes) for value in parameters)
+    total: int = 0
+    for parameter, value in zip(parameters, copies, strict=True):
+        for entry in small.state.get(value, {}).values():
+            if isinstance(entry, torch.Tensor):
+                alike = entry.shape == value.shape
+                total += int(entry.element_size() * parameter.numel() if alike else entry.nbytes)
+    return total
+
+
+def _corner(value: torch.Tensor) -> torch.Tensor:
+    for axis, size in enumerate(value.shape):
+        value = value.detach().narrow(axis, 0, min(size, 2))
+    return value.detach()
+
+
+def _may_fuse(context: TrainingContext) -> bool:
+    """Return whether a worker may compute several microbatches in one pass; see ``step.gradients.fusion``."""
+    settings = context.settings
+    single = settings.exact or settings.microbatches is not None or context.collate is not None
+    single = single or context.compute.carried is not None or context.order.microbatches < 2
+    return not single and context.probe_results.fusible is not False
+
+
+def _explained(choice: Choice, run: Run, limit: int, able: bool, blocks: int) -> str:
+    total = choice.need.total
+    text = f"memory: {total:,} of {limit:,} bytes predicted ({choice.need})"
+    if able:
+        names = sorted(choice.recomputed)
+        listed = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        free = need(run).activations - need(run, choice.recomputed).activations
+        chosen = f"{len(names)} of {blocks} blocks are recomputed ({listed}), which frees {free:,} bytes"
+        text = f"{text}; {chosen if names else 'no block is recomputed'}"
+    return text
+
+
+def _resident(key: str) -> int | None:
+    """Return an entry of this process's status in bytes: ``VmRSS``, or ``VmHWM`` for its peak. None if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{key}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _forget_peak() -> None:
+    """Let the peak of this process begin again, where the system allows."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
