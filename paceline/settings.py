@@ -166,9 +166,6 @@ class PipelineSettings(BaseModel):
     replicas: tuple[PositiveInt, ...] | None = Field(
         None, description="workers of each stage; none: the same for each, with one more for the first ones if needed"
     )
-    memory_gigabytes: PositiveFloat | None = Field(
-        None, description="memory of each worker for its stages: weights, optimizer, activations; none: not checked"
-    )
     recompute: bool = Field(False, description="recompute the activations of a stage in its backward pass")
     update_every: PositiveInt | None = Field(
         None, description="pipedream, 2bw: microbatches per update; none: those of a batch"

@@ -53,7 +53,7 @@ SETTINGS = {
         "local.after",
     ),
     *("pipeline.schedule", "pipeline.stages", "pipeline.chunks", "pipeline.cut", "pipeline.replicas"),
-    *("pipeline.memory_gigabytes", "pipeline.recompute", "pipeline.update_every", "pipeline.vertical_sync"),
+    *("pipeline.recompute", "pipeline.update_every", "pipeline.vertical_sync"),
     "pipeline.flush_every",
     *("average.kind", "average.decay", "average.after", "average.every"),
     *("weights.path", "weights.strict", "weights.rename", "weights.skip", "weights.key"),

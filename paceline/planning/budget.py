@@ -54,6 +54,7 @@ class MemoryBudget:
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._decision: _Decision | None = None
+        self._begun = False
         self._segments: tuple[Segment, ...] = ()  # measured on rank 0 once
         self._resident: int | None = None
         self._steps = 0
@@ -66,16 +67,18 @@ class MemoryBudget:
         """
         context = self._context
         settings, world = context.settings, context.world
-        if settings.memory_gigabytes is None or (capabilities(settings, world.size).cuts_model and world.size > 1):
+        if settings.memory_gigabytes is None:
+            return
+        begun, self._begun = self._begun, True
+        if capabilities(settings, world.size).cuts_model and world.size > 1:  # the pipeline looks at its stages
             return
         self._resident = _resident("VmRSS") if self._decision is None else self._resident
         own = self._decide(step) if world.rank == 0 else None
-        gathered = world.gather((own, self._decision is not None), "start")
+        gathered = world.gather((own, begun), "start")
         decision: _Decision | None = gathered[0][0]
         if decision is None:  # the forward pass raises, as the first step will
             return
-        begun = any(had for _, had in gathered)
-        if decision.problem and not begun:
+        if decision.problem and not any(begun for _, begun in gathered):
             raise {"ConfigError": ConfigError, "InputError": InputError}[decision.kind](decision.problem)
         if decision.problem and world.rank == 0:
             warn(context, decision.problem)

@@ -60,6 +60,7 @@ class Cluster:
     memory_bytes: float | None = None  # memory of each worker. Defaults to unlimited memory.
     workers: int | None = None  # number of workers. Defaults to one per stage.
     microbatches: int = 8  # number of microbatches of a step
+    recompute: bool = False  # whether stages keep their inputs only, and compute their activations again
 
 
 def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
@@ -102,7 +103,8 @@ def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]],
         if limit is not None and needs > limit:
             raise ConfigError(
                 f"Stage {place} (layers {layers[begin].name!r} to {layers[end - 1].name!r}) needs {needs:,.0f} bytes, "
-                f"and a worker has {limit:,.0f}. Change pipeline.cut, or leave it out to balance the stages."
+                f"and a worker has {limit:,.0f}. Change pipeline.cut, or leave it out to balance the stages"
+                f"{_or_recompute(cluster)}."
             )
 
 
@@ -138,7 +140,8 @@ class StageCosts:
 
     def __init__(self, layers: Sequence[LayerCost], cluster: Cluster) -> None:
         self._cluster = cluster
-        self._computing = _cumulative([layer.forward + layer.backward for layer in layers])
+        times = 2 if cluster.recompute else 1
+        self._computing = _cumulative([times * layer.forward + layer.backward for layer in layers])
         self._weights = _cumulative([layer.parameter_bytes for layer in layers])
         self._kept = _cumulative([layer.kept_bytes for layer in layers])
         self._crossing = [0, *(layer.output_bytes for layer in layers[:-1]), 0]
@@ -153,10 +156,14 @@ class StageCosts:
         return max(computing, transfers) / replicas + reduce / self._cluster.microbatches
 
     def memory(self, begin: int, end: int, replicas: int, after: int) -> float:
-        """Return the bytes per worker, with at most one microbatch in flight for each stage from this stage on."""
-        share = math.ceil(self._cluster.microbatches / replicas)
-        kept = (self._kept[end] - self._kept[begin]) * min(share, after + 1)
-        return COPIES * (self._weights[end] - self._weights[begin]) + kept
+        """Return the bytes per worker, with at most one microbatch in flight for each stage from this stage on.
+
+        A stage that recomputes has the inputs of all of these, and the activations of one.
+        """
+        flying = min(math.ceil(self._cluster.microbatches / replicas), after + 1)
+        kept = self._kept[end] - self._kept[begin]
+        activations = flying * self._crossing[begin] + kept if self._cluster.recompute else flying * kept
+        return COPIES * (self._weights[end] - self._weights[begin]) + activations
 
 
 Cost = Callable[[int, int, int, int], float]
@@ -202,8 +209,12 @@ def _does_not_fit(
     return ConfigError(
         f"The model does not fit into {stages} stages: even in the cut that needs least, stage {place} ({what}) needs "
         f"{needs[place]:,.0f} bytes, and a worker has {cluster.memory_bytes:,.0f}. Use more stages or smaller "
-        f"microbatches."
+        f"microbatches{_or_recompute(cluster)}."
     )
+
+
+def _or_recompute(cluster: Cluster) -> str:
+    return "" if cluster.recompute else ', or set recompute="auto"'
 
 
 def _cumulative(values: Sequence[float]) -> list[float]:

@@ -60,7 +60,9 @@ def train(**more):
             session.step(batch)
         peaks.append(peak.most)
     calls = [name for name, module in model.named_modules() if "forward" in vars(module)]
-    return {"fingerprint": session.fingerprint(), "peak": max(peaks[1:]), "recomputed": calls}
+    stages = getattr(session._loop.strategy, "stages", None)
+    again = [stage.recompute for stage in stages.local.values()] if stages else []
+    return {"fingerprint": session.fingerprint(), "peak": max(peaks[1:]), "recomputed": calls, "stages": again}
 
 tell(runs=[train(**more) for more in json.loads(os.environ["GIVEN"])])
 """
@@ -77,6 +79,17 @@ def test_what_is_recomputed_changes_no_bit(printed: Printed, tmp_path: Path, str
         assert 0 < len(small["recomputed"]) < 5
         assert small["peak"] < 0.85 * plain["peak"]
     assert first["runs"][1]["recomputed"] == second["runs"][1]["recomputed"]
+
+
+def test_stages_are_recomputed_if_they_do_not_fit_otherwise(printed: Printed, tmp_path: Path) -> None:
+    cut = {"strategy": "pipeline", "pipeline": {"cut": ["4"]}}
+    given = [cut, *(cut | {"recompute": "auto", "memory_gigabytes": one} for one in (1.0, 0.0006))]
+    first, last = printed(SCRIPT, 2, tmp_path, environment={"GIVEN": json.dumps(given)})
+    for runs in (first["runs"], last["runs"]):
+        assert len({run["fingerprint"] for run in runs}) == 1
+        assert [run["stages"] for run in runs] == [[False], [False], [True]]
+    plain, _, small = first["runs"]  # the last stage has one microbatch at a time in either case
+    assert small["peak"] < 0.8 * plain["peak"]
 
 
 RUN = """

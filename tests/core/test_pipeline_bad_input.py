@@ -194,10 +194,10 @@ REFUSED = {
         "go(pipeline={'schedule': '2bw', 'update_every': 2})", "ConfigError", 2, ["3 workers", "not 2"], workers=3
     ),
     "too little memory": Bad(
-        "go(pipeline={'memory_gigabytes': 1e-6})", "ConfigError", 2, ["does not fit into 2 stages", "stage", "1,000"]
+        "go(memory_gigabytes=1e-6)", "ConfigError", 2, ["does not fit into 2 stages", "stage", "1,000"]
     ),
     "too little memory for a cut": Bad(
-        "go(pipeline={'memory_gigabytes': 2e-6, 'cut': ['9']})", "ConfigError", 2, ["Stage 0", "'0' to '8'", "2,000"]
+        "go(memory_gigabytes=2e-6, pipeline={'cut': ['9']})", "ConfigError", 2, ["Stage 0", "'0' to '8'", "2,000"]
     ),
     "tied weights in a stage of two workers": Bad(
         "go(**CUT['tied weights'](), pipeline={'schedule': 'pipedream', 'replicas': [2, 1]})",

@@ -136,6 +136,18 @@ def test_what_does_not_fit_is_named() -> None:
         balance(layers, 3, Cluster(memory_bytes=29))
 
 
+def test_stages_that_recompute_keep_their_inputs() -> None:
+    layers = [layer(str(place), output_bytes=2, kept_bytes=10) for place in range(4)]
+    cluster = Cluster(microbatches=4, recompute=True)
+    again = StageCosts(layers, cluster)
+    assert [again.memory(0, 2, 1, 1), again.memory(2, 4, 1, 0)] == [20, 22]  # one microbatch, and the inputs of each
+    assert StageCosts(layers, Cluster(microbatches=4)).memory(0, 2, 1, 1) == 40
+    assert again.memory(1, 2, 1, 2) == 10 + 3 * 2
+    assert again.seconds(0, 2) == 2 * (2 * 1.0 + 2.0)
+    with pytest.raises(ConfigError, match=r"needs 30 bytes, .* set recompute=\"auto\""):
+        balance(layers[:3], 3, Cluster(memory_bytes=29))
+
+
 def test_more_stages_than_layers_or_workers() -> None:
     layers = [layer("0"), layer("1")]
     with pytest.raises(ConfigError, match="into 0 stages: it must be at least 1"):

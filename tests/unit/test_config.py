@@ -133,7 +133,7 @@ def test_a_number_is_no_boolean(key: str) -> None:
 
 def test_all_numbers_are_checked() -> None:
     assert {"batch", "seed", "threads", "backup.workers", "checkpoint.every", "pipeline.replicas"} <= {*takes(int)}
-    assert {"clip_norm", "timeout_seconds", "checkpoint.mtbf_hours", "pipeline.memory_gigabytes"} <= {*takes(float)}
+    assert {"clip_norm", "timeout_seconds", "checkpoint.mtbf_hours", "memory_gigabytes"} <= {*takes(float)}
 
 
 @pytest.mark.parametrize("key", takes(int))

@@ -226,7 +226,7 @@ class Executor:
         if audit is not None:
             audit.begin(saved.inputs)
         call = partial(local.forward, values)
-        if self._context.settings.pipeline.recompute:
+        if local.recompute:
             contexts = partial(computed_again, compute.buffers, local.buffers)
             again = partial(on_copy, local.forward) if stage == 0 else local.forward
             call = partial(checkpoint, again, values, use_reentrant=False, context_fn=contexts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.comm.collectives.subgroup import Subgroup
@@ -17,7 +18,7 @@ from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.partition.gradient_check import check_gradients
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
-from paceline.schedule.balance import Cluster, balance, check_memory
+from paceline.schedule.balance import Cluster, LayerCost, balance, check_memory
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
 from paceline.step.context import TrainingContext
@@ -29,6 +30,7 @@ from paceline.step.probes.repeatability import check_repeatable
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
+_log = logging.getLogger("paceline")
 _REPEATS = 3
 """Number of measurements of each layer for an automatic cut."""
 
@@ -38,6 +40,7 @@ class LocalStage:
     """Stage that this worker holds."""
 
     forward: Callable[[Any], Any]
+    recompute: bool  # whether its activations are computed again in the backward pass
     trained: Sequence[str]  # names of the parameters that it trains
     buffers: frozenset[str]
     kept: Sequence[str]  # names of values that the forward pass of the model keeps, which the loss must not read
@@ -53,6 +56,7 @@ class Partition:
     times: Sequence[tuple[float, float]] | None = None
     fixed: bool = True  # whether the settings forbid another cut
     kept: Sequence[str] = ()  # names of values that the forward pass of the model keeps, which the loss must not read
+    recompute: bool = False  # whether stages compute their activations again in the backward pass
 
 
 class Stages:
@@ -100,6 +104,7 @@ class Stages:
         self.local = {
             number: LocalStage(
                 self.tied.wrap(number, stages[number]),
+                self.partition.recompute,
                 [name for name in trained if name in stages[number].parameters],
                 frozenset(stages[number].buffers),
                 self.partition.kept,
@@ -147,8 +152,12 @@ class Stages:
             device=context.world.device.type,
             workers=context.world.size,
             microbatches=context.order.microbatches,
-            pipeline=context.settings.pipeline.model_dump(mode="json"),
+            pipeline=context.settings.pipeline.model_dump(mode="json") | {"recompute": self.partition.recompute},
         )
+        if self.partition.recompute and not context.settings.pipeline.recompute and not again:
+            text = "memory: the stages fit if they recompute their activations, so they do"
+            context.events.mark("note", text=text)
+            _log.info(text)
 
     def _agree_on_partition(self, layers: Layers, group: MicrobatchGroup) -> Partition:
         """Return rank 0's choice of the cut, because the workers measure different times."""
@@ -169,6 +178,7 @@ class Stages:
 
     def _choose_partition(self, layers: Layers, group: MicrobatchGroup) -> Partition:
         compute, settings = self._context.compute, self._context.settings.pipeline
+        gigabytes = self._context.settings.memory_gigabytes
         with self._context.loop.noting_forward():
             check_loss(compute, group)
         check_loss_reduction(self._context, [group], 0)
@@ -178,18 +188,32 @@ class Stages:
         except InputError:
             check_repeatable(self._context, group, 0)  # a loss that is not repeatable differs without a cut, too
             raise
-        if settings.cut is not None and settings.memory_gigabytes is None:
-            return Partition(bounds_of(layers, self.count, settings.cut), kept=kept)
-        memory_bytes = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
-        cluster = Cluster(memory_bytes=memory_bytes, microbatches=self._context.order.microbatches)
+        if settings.cut is not None and gigabytes is None:
+            return Partition(bounds_of(layers, self.count, settings.cut), kept=kept, recompute=settings.recompute)
+        memory_bytes = gigabytes and gigabytes * 1e9
+        cluster = Cluster(
+            memory_bytes=memory_bytes, microbatches=self._context.order.microbatches, recompute=settings.recompute
+        )
         costs = measure_layers(compute, layers, group, _REPEATS)
+        try:
+            bounds = self._bounds(layers, costs, cluster)
+        except ConfigError:
+            if self._context.settings.recompute != "auto" or cluster.recompute:
+                raise
+            cluster = replace(cluster, recompute=True)
+            bounds = self._bounds(layers, costs, cluster)
         times = [(cost.forward, cost.backward) for cost in costs]
-        if settings.cut is None:
-            plan = balance(costs, self.count, cluster)
-            return Partition(plan.bounds, times, fixed=memory_bytes is not None, kept=kept)
-        bounds = bounds_of(layers, self.count, settings.cut)
+        fixed = settings.cut is not None or memory_bytes is not None
+        return Partition(bounds, times, fixed, kept, cluster.recompute)
+
+    def _bounds(self, layers: Layers, costs: Sequence[LayerCost], cluster: Cluster) -> Sequence[tuple[int, int]]:
+        """Return the configured or the best cut. Raise ConfigError if it does not fit into memory."""
+        cut = self._context.settings.pipeline.cut
+        if cut is None:
+            return balance(costs, self.count, cluster).bounds
+        bounds = bounds_of(layers, self.count, cut)
         check_memory(costs, bounds, cluster)
-        return Partition(bounds, times, kept=kept)
+        return bounds
 
     def _check_buffers(self) -> None:
         """Raise if a cut separates two uses of a changing buffer, because neither stage would see all changes."""

@@ -54,10 +54,10 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
         _check_layout(settings, workers, order.microbatches)
     if settings.compile:
         raise ConfigError("compile=True cannot be used with strategy 'pipeline', which cuts the model: leave it out.")
-    if settings.recompute:
+    if settings.recompute and settings.recompute != "auto":
         raise ConfigError(
             f"recompute = {list(settings.recompute)} names modules, which strategy 'pipeline' cuts: use "
-            f"pipeline.recompute = true, which computes whole stages again."
+            f"pipeline.recompute = true, which computes whole stages again, or recompute='auto'."
         )
 
 
