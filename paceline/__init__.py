@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.weights.deferred.model import deferred
     from paceline.cli.launch import launch
     from paceline.data.recurrent.token_rows import TokenRows
     from paceline.data.tables.parquet import ParquetDataset
@@ -44,6 +45,7 @@ _HOMES = {
     "TokenRows": "data.recurrent.token_rows",
     "WorkerLost": "errors",
     "WorkerSilent": "errors",
+    "deferred": "checkpoint.weights.deferred.model",
     "launch": "cli.launch",
     "start": "session",
 }
@@ -66,12 +68,13 @@ __all__ = [
     "TokenRows",
     "WorkerLost",
     "WorkerSilent",
+    "deferred",
     "launch",
     "start",
 ]
 
 
-_CALLED = {"ParquetDataset", "TokenRows", "launch", "start"}
+_CALLED = {"ParquetDataset", "TokenRows", "deferred", "launch", "start"}
 """Entry points of a script. Accessing one installs the exception hook that prints uncaught Paceline errors."""
 
 

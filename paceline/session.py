@@ -65,7 +65,8 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     call this function with the same arguments.
 
     Args:
-        model: model, built identically on every worker (set the seed first). Moved to the worker's device.
+        model: model, built identically on every worker (set the seed first), or under :func:`paceline.deferred`. Moved
+            to the worker's device.
         optimizer: factory that is called with the list of trainable parameters, such as
             ``partial(torch.optim.SGD, lr=0.1)``. If its first parameter is named ``named_parameters``, it receives
             (name, parameter) pairs; if it is named ``model``, the model. It returns a torch optimizer, or several

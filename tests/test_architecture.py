@@ -28,6 +28,7 @@ NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
     *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "ParquetDataset", "TokenRows"),
+    "deferred",
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),
@@ -269,6 +270,7 @@ def test_no_code_from_bytes() -> None:
 ASKS_FOR_DEVICE = re.compile(r"\.type [!=]= |\.is_cuda")
 ABOUT_TENSORS = {
     "checkpoint/training_state.py": "copies to pinned memory",
+    "checkpoint/weights/deferred/operations.py": "draws from the generator of the device",
     "comm/transport/host_copy.py": "copies to pinned memory",
     "comm/rendezvous/devices.py": "chooses the device",
     "comm/transport/choice.py": "chooses the transport",

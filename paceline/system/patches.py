@@ -7,6 +7,9 @@ adapters/keras/optimizer.py
     optimizer is built.
 adapters/lightning/steps.py
     ``log`` and ``log_dict`` of a LightningModule, to collect metrics. During a call of ``training_step`` or similar.
+checkpoint/weights/deferred/tensors.py
+    The class of parameters and buffers of a model built under ``deferred``, to refuse reads of values that they do not
+    have yet. Until ``materialize()``.
 cli/foreign/run_module.py
     ``sys.path`` and ``sys.argv``, as ``python -m`` sets them. For the process, which runs nothing else.
 comm/desync/patch.py

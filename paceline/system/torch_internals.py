@@ -45,6 +45,7 @@ preserve_versions = grad_mode._unsafe_preserve_version_counter  # for weights wh
 wrapper_tensor = torch.Tensor._make_wrapper_subclass  # a tensor with a shape and without memory
 no_torch_function = torch._C._disabled_torch_function_impl  # for a subclass that has only __torch_dispatch__
 without_subclasses = torch._C.DisableTorchFunctionSubclass  # else a subclass takes 50 times as long to read
+without_functions = torch._C.DisableTorchFunction  # the same for subclasses and modes
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -67,6 +68,7 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 current_function_mode: Callable[[], overrides.TorchFunctionMode | None] = overrides._get_current_function_mode
 without_innermost_mode: Callable[[], AbstractContextManager[None]] = overrides._pop_mode_temporarily
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _python_dispatch._disable_current_modes
 
 
 class UncompiledMode(TorchDispatchMode):
@@ -83,6 +85,22 @@ def mutated_arguments(function: Any) -> list[int]:
     return [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
 
+Operator = torch._ops.OpOverload  # what a dispatch mode gets, other than operators of higher order
+
+
+def aliases_of(function: Any) -> tuple[list[tuple[str, bool | None]], list[bool | None]]:
+    """Return the arguments (name, alias) and results (alias) of an operator, given the operator of a dispatch mode.
+
+    An alias is None if the tensor shares no memory with an argument, else whether the operator writes to it.
+    """
+
+    def alias(one: Any) -> bool | None:
+        return None if one.alias_info is None else bool(one.alias_info.is_write)
+
+    schema = function._schema
+    return [(one.name, alias(one)) for one in schema.arguments], [alias(one) for one in schema.returns]
+
+
 # Modules. named_parameters and similar methods leave out None and repeated entries, and nothing can be set by them.
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
@@ -93,6 +111,7 @@ BACKWARD_FLAG = "_is_full_backward_hook"  # set when a hook is registered, so it
 COMPILED_CALL = "_compiled_call_impl"  # if set, a module calls this in place of itself and its hooks
 CALLS = "_call_impl", "_wrapped_call_impl"  # functions on the stack of a call of a module
 call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter(CALLS[0])
+CONVERSION_CHECK = "_has_compatible_shallow_copy_type"  # of Module.to, of a tensor before and after its conversion
 COMPILED = "._torch"  # in the names of attributes that torch.compile sets
 apply_to_tensors = nn.Module._apply  # how Module.to moves and converts
 AnyBatchNorm = batchnorm._BatchNorm  # the base of users' batch norms, too

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.adapters.keras import module as keras_module
 from paceline.checkpoint.tensors import hash_of
+from paceline.checkpoint.weights.deferred.model import materialize
 from paceline.comm.collectives import agreement
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
@@ -109,6 +110,7 @@ def build_context(
         ask_for_determinism()
     keep_freed_pages()
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
+    materialize(given.model, device=world.device)
     given.model.to(world.device)
     initial = {
         name: hash_of(value).hex()[:16]

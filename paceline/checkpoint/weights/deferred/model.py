@@ -1,0 +1,170 @@
+"""Construction of a model without memory, and the computation of its initial values."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.weights.deferred.heap import FreedMemory
+from paceline.checkpoint.weights.deferred.recorder import AddressReads, Recorder
+from paceline.checkpoint.weights.deferred.tensors import Deferred, can_defer, deferred_in
+from paceline.errors import InputError
+from paceline.system.torch_internals import BUFFERS, MODULES, PARAMETERS
+
+_is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Build a model without memory for its parameters and buffers.
+
+    :func:`paceline.start` gives each of them the value that it would have without ``deferred``, with the same bits,
+    one after the other. Building the model needs memory for about two of its largest parameters. Until then the model
+    has its names, shapes and types, but its values cannot be used. Inside of the block they can be, and random numbers
+    are drawn as usual. Values from NumPy, files or other libraries, and tensors that a module holds as plain
+    attributes, stay in memory.
+
+    Example:
+        >>> import paceline, torch
+        >>> with paceline.deferred():
+        ...     model = torch.nn.Linear(1000, 1000)
+        >>> model.weight.shape, model.weight.untyped_storage().nbytes()
+        (torch.Size([1000, 1000]), 0)
+
+    Raises:
+        InputError: later, if the script uses a value before :func:`paceline.start`; at once, if a module is built from
+            tensors of a class with operators of its own.
+    """
+    if _is_recording.get():
+        yield
+        return
+    recorder = Recorder()
+    token = _is_recording.set(True)
+    try:
+        with AddressReads(recorder), recorder:
+            yield
+    finally:
+        _is_recording.reset(token)
+        _release(recorder)
+
+
+def _release(recorder: Recorder) -> None:
+    """Free the memory of all parameters and buffers, and give all other tensors their values."""
+    storages = recorder.storages()
+    tensors, modules = _living()
+    names = _names(modules)
+    users = defaultdict(list)
+    for tensor in tensors:
+        if (found := recorder.find(tensor)) is not None:
+            users[found].append(tensor)
+    for one in storages:
+        named = [names[id(tensor)] for tensor in users[one] if id(tensor) in names]
+        if named and all(map(can_defer, users[one])):
+            Deferred(named[0], one, users[one])
+        else:
+            one.fill()
+    FreedMemory().trim()
+
+
+def _living() -> tuple[list[torch.Tensor], list[nn.Module]]:
+    """Return all tensors and modules of the process."""
+    objects = gc.get_objects()
+    tensor_kinds, module_kinds = _kinds(torch.Tensor), _kinds(nn.Module)
+    tensors = [one for one in objects if type(one) in tensor_kinds]
+    return tensors, [one for one in objects if type(one) in module_kinds]
+
+
+def _kinds(base: type) -> set[type]:
+    """Return a class and all that are derived from it."""
+    found, waiting = {base}, [base]
+    while waiting:
+        new: set[type] = {*waiting.pop().__subclasses__()} - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _names(modules: list[nn.Module]) -> dict[int, str]:
+    """Return the names of parameters and buffers by ``id``, from the outermost module on."""
+    parents: dict[int, tuple[nn.Module, str]] = {}
+    for module in modules:
+        for key, child in vars(module).get(MODULES, {}).items():
+            parents.setdefault(id(child), (module, key))
+    names: dict[int, str] = {}
+    for module in modules:
+        path, above, passed = "", parents.get(id(module)), set()
+        while above is not None and id(above[0]) not in passed:
+            passed.add(id(above[0]))
+            path, above = f"{above[1]}.{path}", parents.get(id(above[0]))
+        for name, tensor in [*vars(module).get(PARAMETERS, {}).items(), *vars(module).get(BUFFERS, {}).items()]:
+            names.setdefault(id(tensor), path + name)
+    return names
+
+
+def deferred_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that have no values yet."""
+    return [name for name, tensor in _named(model) if deferred_in(tensor) is not None]
+
+
+def materialize(
+    model: nn.Module,
+    names: Collection[str] | None = None,
+    *,
+    device: torch.device | None = None,
+    into: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Give parameters and buffers of a model their initial values, one after the other.
+
+    Only those that have no values yet. The parameters stay the same objects, and tensors in the same storage stay so
+    unless ``device`` or ``into`` gives them memory elsewhere, as with ``Module.to``.
+
+    Args:
+        names: names of the parameters and buffers. Defaults to all.
+        device: device to which each value is moved before the next one is computed. Defaults to the parameter's own.
+        into: called with the name and a tensor on the meta device that has the shape, strides and type. Returns the
+            memory in which the value is to be, such as a view of shared memory.
+
+    Raises:
+        InputError: the caller is inside of a ``deferred`` block.
+    """
+    if _is_recording.get():
+        raise InputError(
+            "paceline.start was called inside of the with block of paceline.deferred(), in which only models are "
+            "built: end the block first."
+        )
+    users: dict[Deferred, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for name, tensor in _named(model):
+        if (found := deferred_in(tensor)) is not None and (names is None or name in names):
+            users[found].append((name, tensor))
+    freed = FreedMemory()
+    while users:  # leaves nothing that holds the memory of a value that has gone elsewhere
+        one = next(iter(users))
+        one.fill()
+        for name, tensor in users.pop(one):
+            value = tensor.detach()
+            if into is not None:
+                memory = into(name, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
+                tensor.data = memory.copy_(value)
+            elif device is not None:
+                tensor.data = value.to(device)
+            if tensor.data_ptr() != value.data_ptr():
+                freed.add(value.untyped_storage().nbytes())
+        del value, one
+
+
+def place(model: nn.Module, memories: Mapping[str, torch.Tensor]) -> None:
+    """Give parameters and buffers without values memory whose values somebody else writes, by their names."""
+    for name, tensor in _named(model):
+        if (found := deferred_in(tensor)) is not None and name in memories:
+            found.release(tensor)
+            tensor.data = memories[name]
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

@@ -1,0 +1,206 @@
+"""Recorded tensor operations: a graph of frozen records, and the computation of one storage from it.
+
+An operation has the number of its turn. To compute a storage as it was after an operation, all operations that this
+one depends on run again in their order. Each of them then finds the storages as they were when it first ran, because
+what had been written before is written again, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.system.torch_internals import tree_map_only
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Identity of a storage in recorded operations."""
+
+    nbytes: int
+    device: torch.device
+
+    def allocate(self) -> torch.UntypedStorage:
+        """Return a new storage with undefined values."""
+        return torch.UntypedStorage(self.nbytes, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Position of a tensor in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """Return the layout of a tensor."""
+        return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor with this layout."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Tensor argument: a view of a recorded storage.
+
+    Attributes:
+        after: operation whose results the argument contains. None if the values do not matter.
+    """
+
+    memory: Memory
+    layout: Layout
+    after: Operation | None
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """Tensor argument whose values no recorded operation has computed."""
+
+    storage: torch.UntypedStorage
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class RandomState:
+    """State of a random generator before an operation."""
+
+    device: torch.device
+    state: torch.Tensor
+
+    @classmethod
+    def of(cls, generator: torch.Generator) -> RandomState:
+        """Return the state of a generator."""
+        return cls(generator.device, generator.get_state())
+
+    def generator(self) -> torch.Generator:
+        """Return a new generator in this state."""
+        generator = torch.Generator(self.device)
+        generator.set_state(self.state)
+        return generator
+
+
+@dataclass(frozen=True, eq=False)
+class Conditions:
+    """Settings of torch, outside of an operation's arguments, on which its result depends.
+
+    Attributes:
+        drawn: state of the default generator, if the operation draws from it.
+    """
+
+    threads: int = field(default_factory=torch.get_num_threads)
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    drawn: RandomState | None = None
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Apply the settings for the duration of the context."""
+        with ExitStack() as stack:
+            if (threads := torch.get_num_threads()) != self.threads:
+                torch.set_num_threads(self.threads)
+                stack.callback(torch.set_num_threads, threads)
+            if (dtype := torch.get_default_dtype()) != self.dtype:
+                torch.set_default_dtype(self.dtype)
+                stack.callback(torch.set_default_dtype, dtype)
+            if self.drawn is not None:
+                generator = default_generator(self.drawn.device)
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(self.drawn.state)
+            yield
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator from which operations on a device draw by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """Call of an operator, in which tensors and generators are replaced by records.
+
+    Attributes:
+        number: turn of the operation.
+        reads: tensors among the arguments, also those that the operation writes to.
+        outputs: memory of the results. None for a result that is in the memory of an argument, or no tensor.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    reads: Sequence[Read]
+    outputs: Sequence[Memory | None]
+    conditions: Conditions
+
+    @property
+    def memories(self) -> list[Memory]:
+        """Storages that the operation needs."""
+        return [*(one.memory for one in self.reads), *(one for one in self.outputs if one is not None)]
+
+    def run(self, storages: dict[Memory, torch.UntypedStorage]) -> None:
+        """Run the operation on these storages. Allocate those that are missing."""
+
+        def tensor(one: Read | Constant | RandomState) -> Any:
+            if isinstance(one, RandomState):
+                return one.generator()
+            if isinstance(one, Constant):
+                return one.layout.view(one.storage)
+            if one.memory not in storages:
+                storages[one.memory] = one.memory.allocate()
+            return one.layout.view(storages[one.memory])
+
+        kinds = (Read, Constant, RandomState)
+        args, kwargs = tree_map_only(kinds, tensor, (tuple(self.args), dict(self.kwargs)))
+        with self.conditions.applied():
+            result = self.function(*args, **kwargs)
+        for memory, output in zip(self.outputs, results_of(result), strict=True):
+            if memory is not None:
+                storages[memory] = output.untyped_storage()
+
+
+def results_of(result: Any) -> list[Any]:
+    """Return the results of an operator as a flat list."""
+    if isinstance(result, list | tuple):
+        return [leaf for one in result for leaf in results_of(one)]
+    return [result]
+
+
+def compute(last: Operation, memory: Memory, storage: torch.UntypedStorage) -> None:
+    """Fill a storage, which has 0 bytes, with the values that ``memory`` has after an operation.
+
+    Other storages that this needs are freed after their last use.
+    """
+    operations = sorted(_needed(last), key=lambda one: one.number)
+    last_use = {one: index for index, operation in enumerate(operations) for one in operation.memories}
+    storage.resize_(memory.nbytes)
+    storages = {memory: storage}
+    with torch.no_grad(), torch.autocast(memory.device.type, enabled=False):
+        for index, operation in enumerate(operations):
+            operation.run(storages)
+            for one in operation.memories:
+                if last_use[one] == index and one is not memory:
+                    storages.pop(one, None)
+    if storages[memory] is not storage:
+        storage.copy_(storages[memory])
+
+
+def _needed(last: Operation) -> set[Operation]:
+    found, waiting = {last}, [last]
+    while waiting:
+        for read in waiting.pop().reads:
+            if read.after is not None and read.after not in found:
+                found.add(read.after)
+                waiting.append(read.after)
+    return found
