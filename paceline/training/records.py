@@ -18,6 +18,11 @@ class Records:
         self._trace = None if traced is None else TraceWriter(traced, context, state.tensors)
 
     @property
+    def needs_whole_state(self) -> bool:
+        """Whether each step records the whole state, which not every worker has by itself."""
+        return self._trace is not None and not self._context.replicated
+
+    @property
     def last_step(self) -> int:
         """Number of steps after which a traced run ends; ``UNKNOWN`` for other runs."""
         return UNKNOWN if self._trace is None else self._trace.steps

@@ -38,6 +38,28 @@ def test_identical(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
+DIVIDED = """
+import torch, paceline
+torch.manual_seed(0)
+inputs = torch.randn(64, 8)
+session = paceline.start(
+    model=torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.ReLU(), torch.nn.Linear(40, 1)),
+    optimizer=torch.optim.AdamW, loss=torch.nn.functional.mse_loss, batch=32, exact=True, strategy=sys.argv[1],
+    data=torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)),
+    **({"pipeline": {"stages": 2}} if sys.argv[1] == "pipeline" else {}),
+)
+for batch in session.batches(epochs=1):
+    session.step(batch)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_a_state_that_the_workers_divide(paceline: Paceline, script: Script, strategy: str) -> None:
+    result = paceline("verify", script(DIVIDED), "--workers", "1,2", "--steps", 2, "--", strategy)
+    assert results(result.out) == ["1 reference", "2 identical"], result.out
+    assert result.code == 0
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["rounding"], 0), (["rounding", "exact"], 1)])
 def test_rounding(paceline: Paceline, script: Script, arguments: list[str], code: int) -> None:
     result = paceline("verify", "--workers", "1,2,3", "--steps", 4, script(TRACES), *arguments)

@@ -99,7 +99,9 @@ def _sudden(reference: RunTrace, other: RunTrace, beyond: Difference) -> bool:
         weights_agree = _gap(before.state, twin.state) <= _NEAR * reference.epsilon * size
         return weights_agree and _loss_gap(now, now_twin) > _JUMP * _loss_gap(before, twin)
     if beyond.kind == "gradient":
-        return _gap(now.gradient, now_twin.gradient) > _JUMP * _gap(before.gradient, twin.gradient)
+        return _gap(now.gradient or {}, now_twin.gradient or {}) > _JUMP * _gap(
+            before.gradient or {}, twin.gradient or {}
+        )
     return _gap(now.state, now_twin.state) > _JUMP * _gap(before.state, twin.state)
 
 

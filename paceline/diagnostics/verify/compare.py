@@ -66,7 +66,8 @@ def _differences(reference: RunTrace, other: RunTrace) -> Iterator[Difference]:
             if value != twin and not _both_nan(value, twin):
                 limit = _limit(epsilon, one.step, _LATER_LOSS) * _loss_scale(value, reference)
                 yield Difference(one.step, kind, "", value, twin, kind != "loss" or _gap(value, twin) > limit)
-        yield from _tensors("gradient", one.step, one.gradient, two.gradient, epsilon)
+        if one.gradient is not None and two.gradient is not None:
+            yield from _tensors("gradient", one.step, one.gradient, two.gradient, epsilon)
         moved = max(moved, _distance(start, one.state, "parameter/"))
         for kind in ("parameter", "buffer", "optimizer"):
             for slot in sorted(_slots(one.state, kind) | _slots(two.state, kind)):

@@ -35,7 +35,8 @@ class StepTrace:
     samples: int | None = None
     learning_rate: float | None = None
     state: Mapping[str, TensorSketch] = field(default_factory=dict)
-    gradient: Mapping[str, TensorSketch] = field(default_factory=dict)
+    # None if no worker has the whole gradient
+    gradient: Mapping[str, TensorSketch] | None = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ def _record(line: Mapping[str, Any]) -> StepTrace:
         loss=line.get("loss"),
         samples=line.get("samples"),
         learning_rate=line.get("learning_rate"),
-        state={name: TensorSketch(*parts) for name, parts in (line.get("state") or {}).items()},
-        gradient={name: TensorSketch(*parts) for name, parts in (line.get("gradient") or {}).items()},
+        state=_sketches(line.get("state")) or {},
+        gradient=_sketches(line.get("gradient", {})),
     )
+
+
+def _sketches(tensors: Mapping[str, Any] | None) -> dict[str, TensorSketch] | None:
+    return None if tensors is None else {name: TensorSketch(*parts) for name, parts in tensors.items()}

@@ -22,6 +22,7 @@ class TraceWriter:
         self.steps = wanted.steps
         self._state = state
         self._parameters = context.update.parameters
+        self._has_gradients = context.replicated or context.world.size == 1
         self._file = (wanted.directory / "trace.jsonl").open("w") if context.world.rank == 0 else None
         epsilon = max(
             (torch.finfo(value.dtype).eps for value in self._parameters.values() if value.is_floating_point()),
@@ -44,15 +45,16 @@ class TraceWriter:
         )
 
     def step(self, step: int, loss: float, samples: int, learning_rate: float) -> None:
-        """Record the state after a step."""
+        """Record the state after a step, and the gradient unless each worker has only a part of it."""
         gradients = {name: value.grad for name, value in self._parameters.items() if value.grad is not None}
+        sketches = {name: sketch(value) for name, value in gradients.items()} if self._file else {}
         self._write(
             {
                 "step": step,
                 "loss": loss,
                 "samples": samples,
                 "learning_rate": learning_rate,
-                "gradient": {name: sketch(value) for name, value in gradients.items()} if self._file else {},
+                "gradient": sketches if self._has_gradients else None,
             }
         )
 
