@@ -72,7 +72,8 @@ def torchs(zero):
         yield partial(step, tokens[(number * workers + rank) * ROWS :][:ROWS]), optimizer.optim if zero else optimizer
 
 WAYS = {{
-    "all-reduce": lambda: ours("allreduce"), "sharded": lambda: ours("sharded"), "sharded, optimizer": lambda: ours("sharded", shard="optimizer"),
+    "all-reduce": lambda: ours("allreduce"),
+    **{{f"sharded: {{one}}": partial(ours, "sharded", shard=one) for one in ("parameters", "gradients", "optimizer")}},
     "DDP": lambda: torchs(False), "DDP, ZeroRedundancyOptimizer": lambda: torchs(True),
 }}
 torch.set_num_threads(1)
@@ -97,7 +98,8 @@ print(json.dumps(found), flush=True)
 """
 
 
-NAMES = "all-reduce", "sharded", "sharded, optimizer", "DDP", "DDP, ZeroRedundancyOptimizer"
+SHARDED = [f"sharded: {one}" for one in ("parameters", "gradients", "optimizer")]
+NAMES = "all-reduce", *SHARDED, "DDP", "DDP, ZeroRedundancyOptimizer"
 
 
 def measure(workers: int, rounds: int, names: Sequence[str]) -> list[dict[str, dict[str, list[float]]]]:

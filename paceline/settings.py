@@ -227,15 +227,12 @@ class Settings(BaseModel):
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
     )
     shard: Literal["optimizer", "gradients", "parameters"] = Field(
-        "parameters",
-        description="what strategy sharded divides among the workers: the state of the optimizer; the gradients, too; "
-        "or both and the parameters, of which the workers of a machine then hold one copy",
+        "parameters", description="what strategy sharded divides: the optimizer's state, gradients too, parameters too"
     )
     bucket_megabytes: PositiveFloat | None = Field(
         None,
-        description="size of the gradient buckets that are sent together; none: along a tree 5 in shared memory and "
-        "5 to 25 over the network, by the number of workers, less where a link is slow; with collective 5 on CPUs and "
-        "25 on GPUs",
+        description="size of the gradient buckets that are sent together; none: along a tree 5 in shared memory, 5 to "
+        "25 over the network, less where a link is slow; with collective 5 on CPUs and 25 on GPUs",
     )
     backup: BackupSettings = BackupSettings()
     server: ServerSettings = ServerSettings()

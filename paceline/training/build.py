@@ -110,12 +110,7 @@ def build_context(
         ask_for_determinism()
     keep_freed_pages()
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
-    materialize(given.model, device=world.device)
-    given.model.to(world.device)
-    initial = {
-        name: hash_of(value).hex()[:16]
-        for name, value in [*given.model.named_parameters(), *given.model.named_buffers()]
-    }
+    initial = _move(given.model, world.device)
     update = OptimizerStep(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
     phases = _phases(given.forward, update, capabilities, settings)
     run_spec = _run_spec(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
@@ -146,6 +141,14 @@ def build_context(
     )
     registry.check_optimizer(context, capabilities)
     return context, run_spec
+
+
+def _move(model: nn.Module, device: torch.device) -> dict[str, str]:
+    """Give a deferred model its values, move the model to a device, and return a hash of each value by name."""
+    materialize(model, device=device)
+    model.to(device)
+    values = [*model.named_parameters(), *model.named_buffers()]
+    return {name: hash_of(value).hex()[:16] for name, value in values}
 
 
 def _loop_changes(
