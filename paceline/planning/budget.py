@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.comm.reduction.buckets import WINDOW_BUCKETS, full
 from paceline.comm.values import sendable
 from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
@@ -194,6 +195,7 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     settings, order, model = context.settings, context.order, context.compute.model
     trained = list(context.update.parameters.values())
     able = capabilities(settings, context.world.size)
+    most = 3 if context.world.shared_memory is not None else 2  # see strategies.sharded
     held = {one.untyped_storage().data_ptr(): one.nbytes for one in [*model.parameters(), *model.buffers()]}
     gradients = sum(one.nbytes for one in trained)
     wide = sum(one.numel() * max(4, one.element_size()) for one in trained)
@@ -207,7 +209,9 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         microbatches=order.microbatches,
         workers=context.world.size,
         tree=settings.along_tree,
-        divided=able.divides_state,
+        stage=min(able.divides_state, most),
+        most=most,
+        window=min(gradients, WINDOW_BUCKETS * full(context.world.size)),
         even_shares=able.even_shares,
     )
 

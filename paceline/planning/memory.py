@@ -50,7 +50,9 @@ class Run:
         microbatches: microbatches of a batch.
         workers: number of workers.
         tree: whether sums follow the canonical tree, so that a worker may hold several.
-        divided: whether the workers divide the optimizer's state.
+        stage: what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too, 3 weights too.
+        most: stage of strategy sharded on these machines.
+        window: bytes of the sums that are on their way, from stage 2 on.
         even_shares: whether workers get even shares of a batch. Otherwise one worker may compute all of it.
     """
 
@@ -63,7 +65,9 @@ class Run:
     microbatches: int
     workers: int = 1
     tree: bool = False
-    divided: bool = False
+    stage: int = 0
+    most: int = 2
+    window: int = 0
     even_shares: bool = True
 
 
@@ -172,9 +176,9 @@ def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Nee
     passes = -(-run.microbatches // workers) if fused else 1
     sums = 0 if fused else held_sums(run.microbatches, workers, run.tree)
     return Need(
-        run.weights,
-        run.gradients,
-        math.ceil(run.optimizer / run.workers) if run.divided else run.optimizer,
+        math.ceil(run.weights / run.workers) if run.stage >= 3 else run.weights,
+        math.ceil(run.gradients / run.workers) + run.window if run.stage >= 2 else run.gradients,
+        math.ceil(run.optimizer / run.workers) if run.stage else run.optimizer,
         sums * run.sums,
         passes * peak_bytes(run.segments, recomputed),
     )
@@ -237,7 +241,7 @@ def cures(run: Run, limit: int, able: bool, fixed: frozenset[str] = frozenset())
     >>> layers = (Segment("a", 4000), Segment("", 300))
     >>> run = Run(1000, 1000, 2000, 1000, layers, batch=16, microbatches=2, workers=2)
     >>> cures(run, 7400, able=True)
-    ['microbatches=4 (7,150 bytes)', 'strategy="sharded" (7,300 bytes)']
+    ['microbatches=4 (7,150 bytes)', 'strategy="sharded" (6,800 bytes)']
     """
     found: list[str] = []
     if not (able or fixed) and (choice := fit(run, limit, able=True, fusible=False)).fits:
@@ -271,15 +275,16 @@ def _smaller_microbatches(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def _divided(run: Run) -> Iterator[tuple[str, Run]]:
-    if not run.divided and run.workers > 1:
-        yield 'strategy="sharded"', replace(run, divided=True, even_shares=True)
+    if not run.stage and run.workers > 1:
+        yield 'strategy="sharded"', replace(run, stage=run.most, even_shares=True)
 
 
 def _more_workers(run: Run) -> Iterator[tuple[str, Run]]:
     """Yield runs on more workers that divide the optimizer's state; no more workers than microbatches."""
-    strategy = "" if run.divided else ' and strategy="sharded"'
+    strategy = "" if run.stage else ' and strategy="sharded"'
     for count in range(run.workers + 1, min(run.microbatches, _MOST_TRIED) + 1):
-        yield f"{count} workers{strategy}", replace(run, divided=True, even_shares=True, workers=count)
+        stage = run.stage or run.most
+        yield f"{count} workers{strategy}", replace(run, stage=stage, even_shares=True, workers=count)
 
 
 def _all_at_once(run: Run) -> Iterator[tuple[str, Run]]:
@@ -288,5 +293,5 @@ def _all_at_once(run: Run) -> Iterator[tuple[str, Run]]:
         workers = max(run.workers, min(smaller.microbatches, _MOST_TRIED))
         yield (
             f'{text}, recompute="auto", strategy="sharded" and {workers} workers',
-            replace(smaller, divided=True, even_shares=True, workers=workers),
+            replace(smaller, stage=run.stage or run.most, even_shares=True, workers=workers),
         )

@@ -19,7 +19,7 @@ def blocks(*saved: int, inputs: int = 10) -> list[Segment]:
     return [Segment(f"b{place}", size, inputs, 1.0) for place, size in enumerate(saved)] + [Segment("", 30)]
 
 
-RUN = Run(1000, 1000, 2000, 1000, tuple(blocks(100, 100, 100)), batch=64, microbatches=8, workers=2, tree=True)
+RUN = Run(1000, 1000, 2000, 1000, tuple(blocks(100, 100, 100)), batch=64, microbatches=8, workers=2, tree=True, most=1)
 
 
 def test_a_recomputed_block_needs_its_activations_once_more() -> None:
@@ -88,8 +88,12 @@ def test_the_choice_fits_and_is_not_far_from_the_best() -> None:
 def test_the_state_of_a_strategy() -> None:
     alone = need(RUN)
     assert (alone.weights, alone.gradients, alone.optimizer) == (1000, 1000, 2000)
-    assert need(replace(RUN, divided=True)).optimizer == 1000
-    assert need(replace(RUN, divided=True, workers=3)).optimizer == 667
+    assert need(replace(RUN, stage=1)).optimizer == 1000
+    assert need(replace(RUN, stage=1, workers=3)).optimizer == 667
+    one, two, three = (need(replace(RUN, stage=stage, window=7)) for stage in (1, 2, 3))
+    assert (one.weights, one.gradients, two.weights) == (RUN.weights, RUN.gradients, RUN.weights)
+    assert two.gradients == three.gradients == RUN.gradients // RUN.workers + 7
+    assert three.weights == RUN.weights // RUN.workers
 
 
 def test_sums_of_microbatches() -> None:

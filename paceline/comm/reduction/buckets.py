@@ -21,7 +21,7 @@ from paceline.comm.waiting import Transfer
 
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19
-_WINDOW_BUCKETS = 3
+WINDOW_BUCKETS = 3
 """Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
 
 _LINE = CACHE_LINE // 4
@@ -139,7 +139,7 @@ def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list
         cuts = cut(elements, layout.shares) if home is None else [0] * (home + 1) + [elements] * (chunks - home)
         buckets.append(Bucket(index, members, examples, cuts, home))
     sizes = [aligned(bucket.nbytes) for bucket in buckets]
-    most = max(_WINDOW_BUCKETS * bucket_bytes, 2 * max(sizes, default=0)) if layout.windowed else sum(sizes)
+    most = max(WINDOW_BUCKETS * bucket_bytes, 2 * max(sizes, default=0)) if layout.windowed else sum(sizes)
     for bucket, place in zip(buckets, windows(sizes, most), strict=True):
         bucket.start, bucket.after = place
     return buckets

@@ -97,13 +97,16 @@ class OptimizerShard:
                 for key, entry in optimizer.state.get(value, {}).items():
                     if isinstance(entry, torch.Tensor | int | float | bool):
                         tensor, name = torch.as_tensor(entry), f"optimizer/{self._names[one.parameter]}/{key}"
-                        cut = value is not self._parameters[one.parameter] and tensor.shape == value.shape
+                        cut = not self._is_whole(one) and tensor.shape == value.shape
                         found[slice_name(name, one.start, one.stop) if cut else name] = tensor
         return found
 
     def _name(self, one: Slice) -> str:
-        name, parameter = self._names[one.parameter], self._parameters[one.parameter]
-        return name if one.stop - one.start == parameter.numel() else slice_name(name, one.start, one.stop)
+        name = self._names[one.parameter]
+        return name if self._is_whole(one) else slice_name(name, one.start, one.stop)
+
+    def _is_whole(self, one: Slice) -> bool:
+        return one.stop - one.start == self._parameters[one.parameter].numel()
 
     def _held(self) -> dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]]:
         """Return the owned slices of each parameter."""

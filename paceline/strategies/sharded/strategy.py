@@ -40,6 +40,8 @@ from paceline.strategies.sharded.shared_weights import SharedWeights, can_share,
 
 _TAGS = 1 << 12
 """First tag of the gradients, the same as in all-reduce."""
+_STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
+"""Stages of ZeRO."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -47,7 +49,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         replicated=False,
         divides_update=workers > 1,
-        divides_state=True,
+        divides_state=_STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
         scales_loss=True,
         reads=("bucket_megabytes", "shard"),
