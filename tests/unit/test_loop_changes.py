@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import numpy
+import pytest
 import torch
 from torch import nn
 
+from paceline.data.objects.entries import Entries
 from paceline.data.objects.loop_changes import LoopChanges
+from paceline.data.objects.values import Owner, Owners
 from paceline.step.replicas import digests_of
 
 
@@ -276,3 +285,161 @@ def test_a_worker_that_has_loaded_what_others_set_is_not_apart() -> None:
     other, _, joined = made()
     joined.load(loop.state(5))
     assert other.rate == 0.5 and joined.set_apart() == loop.set_apart() == ("model.rate = 0.5",)
+
+
+def _move(model: Any) -> None:
+    model.other.last = model.__dict__.pop("last")
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an attribute": (lambda model: setattr(model.drop, "p", 0.5), "model.drop.p"),
+    "an entry that takes the place of another": (_move, "model.other.last"),
+    "a layer": (lambda model: setattr(model, "layer", nn.Linear(2, 2)), "model._modules"),
+    "a hook": (lambda model: model.drop.register_forward_hook(lambda *_: None), "model.drop._forward_hooks"),
+    "a key of a dictionary": (lambda model: model.many.update(more=1), "model.many"),
+    "a renamed key": (lambda model: model.many.update(more=model.many.pop(0)), "model.many"),
+    "another dictionary": (lambda model: setattr(model, "many", {}), "model.many"),
+    "an item of a list": (lambda model: model.items.append(1), "model.items"),
+    "a small tensor, without a new version": (lambda model: model.small.data.add_(1), "model.small"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changes_are_found_though_all_values_are_compared_together(kind: str) -> None:
+    change, name = CHANGES[kind]
+    net, _, loop = made()
+    model: Any = net
+    model.many, model.items, model.small = dict.fromkeys(range(300)), [0], torch.zeros(2)
+    loop.refresh()
+    before = loop._plain
+    loop.record_changes()
+    assert not loop.changed and loop._plain is before  # nothing was read again
+    change(model)
+    loop.record_changes()
+    assert name in loop.changed
+    loop.changed.clear()
+    loop.record_changes()
+    assert not loop.changed
+
+
+def test_only_the_object_that_changes_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    values = Owner.values
+
+    def counted(owner: Owner) -> dict[Any, Any]:
+        read.append(owner.name)
+        return values(owner)
+
+    monkeypatch.setattr(Owner, "values", counted)
+    model, _, loop = made()
+    model.other.history = history = {}  # type: ignore[assignment]
+    loop.end_step(3)
+
+    def read_by(look: Callable[[], None]) -> list[str]:
+        read.clear()
+        look()
+        return read.copy()
+
+    for step in range(4):
+        model.last = step * 0.5 + 1
+        assert read_by(lambda: loop.record_changes(begins=True)) == ["model"]
+        assert read_by(lambda: loop.end_step(5)) == []
+    for step in range(4):
+        history[step] = 0.5
+        found = read_by(lambda: loop.record_changes(begins=True))
+        assert found == ["model.other"] if step else len(found) == 4
+    model.drop.p = 0.5
+    assert sorted(read_by(loop.record_changes)) == ["model.drop", "model.other"]
+
+
+def test_values_of_other_kinds_are_compared_from_then_on() -> None:
+    model, _, loop = made()
+    changes: list[tuple[Any, Callable[[Any], Any]]] = [([1], lambda one: one.append(1)), ({1: 1}, dict.popitem)]
+    for new, change in changes:
+        model.last = new
+        loop.record_changes()
+        assert list(loop.changed) == ["model.last"]
+        loop.changed.clear()
+        change(new)
+        loop.record_changes()
+        assert list(loop.changed) == ["model.last"]
+
+
+def test_a_replaced_dictionary_is_released() -> None:
+    class Cache(dict[int, int]):
+        pass
+
+    model, _, loop = made()
+    model.last = Cache({1: 1})
+    loop.end_step(3)
+    for _ in range(4):
+        held = ref(model.last)
+        model.last = Cache({1: 1})
+        loop.record_changes(begins=True)
+        loop.end_step(3)
+        gc.collect()
+        assert held() is None
+
+
+class Slots:
+    __slots__ = ("first", "second")
+    first: Any
+    second: Any
+
+
+def test_entries_that_appear_are_found() -> None:
+    slots = Slots()
+    owners = Owners([Owner("", Entries(slots, ["first", "second"]))])
+    slots.first = 1
+    assert owners.values() == [{"first": 1}]
+    slots.second = 2
+    assert owners.values() == [{"first": 1, "second": 2}]
+
+
+def test_values_that_are_compared_together_are_those_of_each_object() -> None:
+    chance = random.Random(0)
+    slots, objects = Slots(), [SimpleNamespace(kept=0.5, table={}) for _ in range(5)]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2))
+    mappings: list[Any] = [*map(vars, (*objects, model, *model)), Entries(slots, ["first", "second"]), OrderedDict(a=1)]
+    new: list[Callable[[], Any]] = [
+        lambda: chance.randrange(3),
+        lambda: bool(chance.randrange(2)),
+        lambda: "text",
+        lambda: [1],
+        lambda: {chance.randrange(3): 1},
+        dict,
+        lambda: (1, [2]),
+        lambda: torch.zeros(2),
+        lambda: torch.zeros(2000),
+        lambda: numpy.ones(3),
+        object,
+    ]
+
+    def change() -> None:
+        entries: Any = chance.choice(mappings)
+        key = chance.choice(list(entries) if isinstance(entries, Entries) else ["kept", "table", "more", "training"])
+        value = entries.get(key)
+        kind = chance.randrange(4)
+        if kind == 0 and isinstance(entries, dict):
+            entries.pop(key, None)
+        elif kind == 1 and isinstance(value, dict):
+            value[chance.randrange(400)] = 1
+        elif kind == 1 and isinstance(value, list):
+            value.append(1)
+        elif kind == 1 and isinstance(value, torch.Tensor):
+            value.add_(1)
+        elif kind == 2:
+            model.add_module(str(chance.randrange(4)), nn.Dropout(chance.random()))
+        else:
+            entries[key] = chance.choice(new)()
+
+    slots.first = 1
+    for number in range(1500):
+        if number % 15 == 0:
+            each = [Owner("", entries) for entries in mappings]
+            owners = Owners([Owner("", entries) for entries in mappings])
+        for _ in range(chance.randrange(3)):
+            change()
+        now = owners.values()
+        assert now == [owner.values() for owner in each]
+        assert owners.values() is now

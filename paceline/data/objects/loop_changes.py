@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
@@ -36,6 +35,7 @@ from paceline.data.objects.values import (
     OF_TORCH,
     Mark,
     Owner,
+    Owners,
     fitted,
     is_array,
     is_small,
@@ -103,6 +103,7 @@ class LoopChanges:
         self._owners = [
             Owner(name, entries) for name, entries in owners.items() if name.rpartition(".")[2] not in OF_TORCH
         ]
+        self._values = Owners(self._owners)
         self._first = {
             f"{owner.name}.{key}": ref(value)
             for owner in self._owners
@@ -120,7 +121,7 @@ class LoopChanges:
         self._buffers = [_place_of(model, name) for name, _ in model.named_buffers()]
         names = [f"buffer/{name}" for name, _ in model.named_buffers()]
         self._names = [*(f"parameter/{name}" for name in self._parameters), *names]
-        self._versions: list[tuple[int, int]] = []
+        self._versions: tuple[list[int], list[int]] = [], []  # identity and version of each tensor
         self._digests: list[int] = []
         self._kept: dict[str, torch.Tensor] = {}
         self._plain: list[dict[Any, Any]] = []  # values at the last refresh
@@ -136,7 +137,7 @@ class LoopChanges:
         before = self._plain
         self.outside.end_step()
         self._keep()
-        if len(before) == len(self._plain) and not all(map(is_, before, self._plain)):
+        if before is not self._plain and len(before) == len(self._plain):
             for owner, then, values in zip(self._owners, before, self._plain, strict=True):
                 if then is not values:
                     self.forward_values.find_changed(owner.name, then, values)
@@ -167,8 +168,8 @@ class LoopChanges:
     def refresh(self) -> None:
         """Take the current values as the reference for the next :meth:`record_changes`."""
         tensors = self._tensors()
-        self._versions = [*zip(map(id, tensors), versions_of(tensors), strict=True)]
-        self._plain = [owner.values() for owner in self._owners]
+        self._versions = [*map(id, tensors)], versions_of(tensors)
+        self._plain = self._values.values()
         self._modes = [one.training for one in self._modules]
         if self._digests and self._digests_of is not None:
             self._digests = self._digests_of(tensors)
@@ -183,8 +184,8 @@ class LoopChanges:
         versions, digests, plain, modes = self._versions, self._digests, self._plain, self._modes
         self.refresh()
         if versions != self._versions or digests != self._digests:
-            before = zip(versions, digests or versions, strict=True)
-            now = zip(self._versions, self._digests or self._versions, strict=True)
+            before = zip(*versions, digests or versions[1], strict=True)
+            now = zip(*self._versions, self._digests or self._versions[1], strict=True)
             found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
             self._changes.update((name, (None, 0, 1)) for name in found if name not in self.changed)
             self.changed.update(dict.fromkeys(found))
@@ -231,7 +232,7 @@ class LoopChanges:
         self, before: list[dict[Any, Any]], after: list[dict[Any, Any]]
     ) -> Iterator[tuple[Owner, dict[Any, Any], list[Any]]]:
         """Yield each owner whose values have changed, with the values before and the changed keys."""
-        if len(before) != len(after) or all(map(is_, before, after)):
+        if before is after or len(before) != len(after):
             return
         for owner, then, values in zip(self._owners, before, after, strict=True):
             if then is not values and then != values:

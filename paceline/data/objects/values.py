@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
-from itertools import islice
-from operator import is_
+from itertools import accumulate, chain, compress, islice
+from operator import is_, is_not, methodcaller
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy
@@ -24,6 +25,7 @@ _MOST_SEEN = 1000
 _MOST_OWNERS = 200
 _SMALL_BYTES = 4096
 _ABSENT = object()
+_VALUES = methodcaller("values")
 _MOST_BYTES = 1 << 26
 """Largest tensor or array that is saved when the loop changes it."""
 Values: TypeAlias = list[dict[Any, Any]]
@@ -107,12 +109,14 @@ def is_array(value: Any) -> TypeGuard[Array]:
     return value.dtype.isnative and min(value.strides, default=0) >= 0  # torch accepts no others
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Collection[torch.Tensor]) -> list[int]:
     """Return the number of changes in place of each tensor.
 
     The override of a subclass, as that of parameters of another stage, would take 50 times as long.
     """
     with without_subclasses():
+        with suppress(RuntimeError):  # tensors from inference mode have no number
+            return [*map(version_of, tensors)]
         return [0 if value.is_inference() else version_of(value) for value in tensors]
 
 
@@ -179,6 +183,21 @@ class Owner:
         self._mutable: list[tuple[Any, Any, Any]] = []
         self._values: dict[Any, Any] = {}
 
+    @property
+    def dictionaries(self) -> list[tuple[Any, dict[Any, Any]]]:
+        """Keys and values of the dictionaries that were not empty at the last :meth:`values`."""
+        return [(key, value) for key, value, _ in self._mutable if isinstance(value, dict)]
+
+    @property
+    def empty(self) -> list[Any]:
+        """Dictionaries that were empty at the last :meth:`values`."""
+        return self._empty
+
+    @property
+    def is_mutable(self) -> bool:
+        """Whether a value that is no dictionary may change and stay the same object."""
+        return any(not isinstance(one, dict) and seen != Mark((id(one),)) for _, one, seen in self._mutable)
+
     def values(self) -> dict[Any, Any]:
         """Return the saved values, and a mark for each other value. The dictionary is the same object if none changed.
 
@@ -200,6 +219,76 @@ class Owner:
         self._mutable = [
             (key, value, seen) for key, (value, seen) in found.items() if seen is not value and seen is not _EMPTY
         ]
+        return self._values
+
+
+class Owners:
+    """Values of many objects, compared together in loops that run in C. Only objects that differ are read again.
+
+    An object that has changed together with a dictionary twice is compared by itself from then on, because the script
+    may change a dictionary in each step. So is a mapping view, whose length says less than that of a dictionary.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        self._owners = owners
+        self._alone = frozenset(index for index, owner in enumerate(owners) if type(owner.entries) is not dict)
+        self._once: frozenset[int] = frozenset()
+        self._values: list[dict[Any, Any]] = []
+
+    def _watch(self) -> None:
+        """Compare with the current values from now on."""
+        self._together = [index for index in range(len(self._owners)) if index not in self._alone]
+        owners = [self._owners[index] for index in self._together]
+        nested = [one for owner in owners for one in owner.dictionaries]
+        self._entries = [owner.entries for owner in owners]
+        self._by_key = [value for key, value in nested if key != MODULES]
+        self._by_value = [value for key, value in nested if key == MODULES]
+        self._empty = [one for owner in owners for one in owner.empty]
+        self._sized = [*self._entries, *self._by_key, *self._by_value]
+        self._mutable = self._alone.union(index for index in self._together if self._owners[index].is_mutable)
+        self._sizes, self._nested, self._objects = self._held()
+        self._ends = [*accumulate(self._sizes[: len(owners)])]
+
+    def values(self) -> list[dict[Any, Any]]:
+        """Return the values of each object, see :meth:`Owner.values`. The list is the same object if none changed."""
+        if not self._values:
+            self._values = [owner.values() for owner in self._owners]
+            self._watch()
+        sizes, nested, objects = self._held()
+        same_dictionaries = sizes == self._sizes and len(nested) == len(self._nested) and not any(self._empty)
+        if not same_dictionaries or not all(map(is_, nested, self._nested)):
+            return self._read_all()
+        if not all(map(is_, objects, self._objects)):
+            differing = [*compress(range(len(objects)), map(is_not, objects, self._objects))]
+            if any(isinstance(self._objects[at], dict) for at in differing):
+                return self._read_all()  # which also releases the dictionary
+            owner_of = {at: self._together[bisect_right(self._ends, at)] for at in differing}
+            self._mutable = self._mutable.union(owner_of[at] for at in differing if type(objects[at]) not in PLAIN)
+            self._objects = objects
+            self._read(self._mutable.union(owner_of.values()))
+        else:
+            self._read(self._mutable)
+        return self._values
+
+    def _held(self) -> tuple[list[int], list[Any], list[Any]]:
+        """Return the sizes of the dictionaries, the keys or values in nested ones, and the values of the objects."""
+        nested = [*chain.from_iterable(self._by_key), *chain.from_iterable(map(_VALUES, self._by_value))]
+        return [*map(len, self._sized)], nested, [*chain.from_iterable(map(_VALUES, self._entries))]
+
+    def _read(self, indices: Collection[int]) -> list[int]:
+        """Read some objects again, and return the indices of those that have changed."""
+        found = [(index, self._owners[index].values()) for index in indices]
+        found = [(index, values) for index, values in found if values is not self._values[index]]
+        if found:
+            self._values = [*self._values]
+            for index, values in found:
+                self._values[index] = values
+        return [index for index, _ in found]
+
+    def _read_all(self) -> list[dict[Any, Any]]:
+        changed = frozenset(self._read(range(len(self._owners))))
+        self._alone, self._once = self._alone | changed & self._once, self._once | changed
+        self._watch()
         return self._values
 
 
