@@ -48,6 +48,7 @@ SETTINGS = {
         "transport",
         "reduction",
         "bucket_megabytes",
+        "shard",
         "shares",
         "backup.workers",
         "local.every",
@@ -283,6 +284,7 @@ ABOUT_TENSORS = {
     "step/loss.py": "adds up losses where they are",
     "step/replicas.py": "adds up bits where they are",
     "strategies/full_batch.py": "divides where the sums are",
+    "strategies/sharded/shared_weights.py": "moves tensors that are on the CPU",
 }
 
 

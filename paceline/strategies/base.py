@@ -83,8 +83,8 @@ class Capabilities:
     audits: bool = True
     # whether weights that the script changes between two steps are the ones that the next step trains
     loop_weights: bool = True
-    # what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients, too, 3 weights, too; and whether
-    # they compute even shares of a batch; by which the memory of a worker is predicted
+    # what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients, too, 3 weights, too
+    # (and below, whether they compute even shares of a batch), by which the memory of a worker is predicted
     divides_state: int = 0
     even_shares: bool = False
     reads: tuple[str, ...] = ()  # settings that not every strategy reads: groups such as ``server``, or single keys
