@@ -101,6 +101,30 @@ def by_groups():
                     value.clamp_(-0.2, 0.2)
     return session.fingerprint()
 
+def viewed():
+    # somebody else looks at a weight, so it stays where it is
+    model = mlp(12, 4)
+    seen = model[0].weight.detach().view(-1)
+    session, found = start(model=model), []
+    for batch in session.batches(steps=4):
+        session.step(batch)
+        assert torch.equal(seen, model[0].weight.detach().view(-1))
+        found.append(float(seen.sum()).hex())
+    return [session.fingerprint(), found]
+
+def partly_frozen():
+    # weights that are not trained, which the loop changes, and of another type
+    model = mlp(12, 4)
+    model.register_parameter("scale", nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False))
+    model[2].requires_grad_(False)
+    session = start(model=model, optimizer=lambda model: optim.AdamW(
+        [value for value in model.parameters() if value.requires_grad], lr=1e-2))
+    for batch in session.batches(steps=6):
+        session.step(batch)
+        model.scale.mul_(0.75)
+        model[2].bias.data.add_(0.01)
+    return [session.fingerprint(), model.scale.tolist()]
+
 class Empty(nn.Module):
     def __init__(self):
         super().__init__()
@@ -185,6 +209,8 @@ ways = {
     "changed by the loop": changed,
     "skipped": skipped,
     "replaced by the loop": replaced,
+    "a view is kept": viewed,
+    "partly frozen": partly_frozen,
     "optimizer": lambda: steps(start(shard="optimizer")),
     "gradients": lambda: steps(start(shard="gradients")),
     "changed by groups": by_groups,

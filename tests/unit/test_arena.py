@@ -54,6 +54,23 @@ def test_who_gave_up_before_is_waited_for_in_the_next_generation() -> None:
     assert first.gone(1)
 
 
+def test_a_file_that_all_open_holds_no_block() -> None:
+    scene, files = Scene(), dict[int, int]()
+    both = scene.attach_both(0)
+    threads = [threading.Thread(target=lambda one=one: files.update({one.place: one.new_file(100)})) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    try:
+        os.pwrite(files[0], b"weights", 0)
+        both[1].share(100)[0][:3] = b"sum"
+        assert os.pread(files[1], 7, 0) == b"weights" and os.fstat(files[1]).st_size == 100
+    finally:
+        for file in files.values():
+            os.close(file)
+
+
 def test_who_waits_in_vain_says_that_it_gave_up() -> None:
     """Another one may have come meanwhile, and wait for it."""
     scene = Scene()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.comm.shm.mapping import map_shared
+from paceline.comm.shm.mapping import drop_private, map_private, map_shared
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -36,6 +36,20 @@ def test_it_stays_while_anything_refers_to_it() -> None:
     del tensor
     gc.collect()
     assert mapped(name) == 0
+
+
+def test_what_is_written_stays_private_until_it_is_dropped() -> None:
+    file = os.memfd_create("mapped")
+    os.ftruncate(file, 2 * PAGE)
+    shared, private = map_shared(file, 2 * PAGE), map_private(file, 2 * PAGE)
+    os.close(file)
+    shared[0], shared[PAGE] = 1, 2
+    assert (private[0], private[PAGE]) == (1, 2)
+    private[1] = 9
+    shared[0], shared[PAGE] = 3, 4
+    assert (shared[1], private[0], private[PAGE]) == (0, 1, 4)  # the first page is this mapping's own now
+    drop_private(private)
+    assert (private[0], private[1], private[PAGE]) == (3, 0, 4)
 
 
 def test_what_cannot_be_mapped() -> None:
