@@ -233,8 +233,20 @@ ways = {
     },
     "small buckets, gradients": lambda: steps(start(shard="gradients", bucket_megabytes=0.0005)),
 }
+def by_hand(act):
+    kept = []
+    def make(parameters):
+        kept.append(optim.AdamW(parameters, lr=1e-2))
+        return kept[0]
+    session = start(optimizer=make)
+    for batch in session.batches(steps=2):
+        session.step(batch)
+        act(kept[0])
+
 if "REFUSED" in os.environ:
     ways = {
+        "state_dict": lambda: by_hand(lambda optimizer: optimizer.state_dict()),
+        "load_state_dict": lambda: by_hand(lambda optimizer: optimizer.load_state_dict({})),
         "Normed": lambda: steps(start(optimizer=partial(Normed, lr=0.1))),
         "Noisy": lambda: steps(start(optimizer=partial(Noisy, lr=0.1))),
         "LBFGS": lambda: steps(start(optimizer=optim.LBFGS)),
@@ -276,3 +288,5 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert "Noisy draws random numbers" in found["Noisy"] and "'allreduce'" in found["Noisy"]
         assert "LBFGS" in found["LBFGS"] and "allreduce" in found["LBFGS"]
         assert found["fixed"].startswith("ConfigError: strategy 'sharded' cannot add up gradients in fixed point")
+        for call in ("state_dict", "load_state_dict"):
+            assert found[call].startswith("InputError: This worker has only a part of the optimizer's state")

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.reduction.buckets import full, split
+from paceline.errors import InputError
 from paceline.schedule import slices
 from paceline.schedule.slices import Slice, slice_name
 from paceline.step.context import TrainingContext
@@ -65,7 +67,7 @@ class OptimizerShard:
         self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
         self._parameters = list(context.update.parameters.values())
         self._every, self._stored, rank = every, stored, context.world.rank
-        self.divided = False
+        self.divided, self._guards = False, list[RemovableHandle]()
         self.own = {index: self._slice(index, one) for index, one in enumerate(every) if one.owner == rank}
 
     def _slice(self, index: int, one: Slice) -> nn.Parameter:
@@ -122,6 +124,8 @@ class OptimizerShard:
             return
         self.divided, held = True, self._held()
         for optimizer in parts_of(self._optimizer):
+            self._guards.append(optimizer.register_state_dict_pre_hook(_refuse))
+            self._guards.append(optimizer.register_load_state_dict_pre_hook(_refuse))
             for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
                 state = optimizer.state.pop(parameter, None)
                 for one, value in held.get(parameter, ()) if state else ():
@@ -146,6 +150,8 @@ class OptimizerShard:
         if not self.divided:
             return
         self.divided = False
+        while self._guards:
+            self._guards.pop().remove()
         for optimizer in parts_of(self._optimizer):
             for index, value in self.own.items():
                 one = self._every[index]
@@ -154,6 +160,13 @@ class OptimizerShard:
                     whole = optimizer.state[parameter]
                     for key, entry in optimizer.state.pop(value).items():
                         _put(whole, key, entry, parameter, one)
+
+
+def _refuse(*_: object) -> None:
+    raise InputError(
+        "This worker has only a part of the optimizer's state, because strategy 'sharded' divides it. Save it with "
+        "session.save() and load it with resume=, or use strategy 'allreduce'."
+    )
 
 
 def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
