@@ -1,16 +1,17 @@
-"""Sharded data parallel training: the optimizer's state is divided among the workers (ZeRO stage 1).
+"""Sharded data parallel training: optimizer state, gradients and weights are divided among the workers (ZeRO).
 
 ::
 
     worker 0   F0 B0 F1 B1 ┐                 ┌ update slice 0 ┐
-    worker 1   F2 B2       ┼ reduce-scatter ─┼ update slice 1 ┼ all-gather of the weights
+    worker 1   F2 B2       ┼ reduce-scatter ─┼ update slice 1 ┼ weights
     worker 2   F3 B3       ┘                 └ update slice 2 ┘
 
 After Rajbhandari et al. 2020 (arXiv 1910.02054). The step is that of ``strategies.data_parallel.allreduce``, with the
 same shares and the same sums. An all-reduce leaves the mean of a chunk on one worker before it sends the means to all.
-Here that worker updates its chunk of the parameters first, and sends the weights in place of the means. These are as
-many bytes, and the weights have the same bits. With N workers and AdamW in float32, a worker holds 8 + 8/N bytes a
-parameter in place of 16. Hashing and saving put one tensor after the other together (``step.divided.optimizer_state``).
+Here that worker keeps the mean, in memory of its own (stage 2), and updates its slices of the parameters. On one machine
+the workers share one copy of the weights (``sharded.shared_weights``, stage 3). Otherwise the owner sends the weights in
+place of the means, in as many bytes. The weights have the same bits. Hashing and saving put one tensor after the other
+together (``step.divided.optimizer_state``).
 """
 
 from __future__ import annotations
