@@ -195,7 +195,6 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     settings, order, model = context.settings, context.order, context.compute.model
     trained = list(context.update.parameters.values())
     able = capabilities(settings, context.world.size)
-    most = 3 if context.world.shared_memory is not None else 2  # see strategies.sharded
     held = {one.untyped_storage().data_ptr(): one.nbytes for one in [*model.parameters(), *model.buffers()]}
     gradients = sum(one.nbytes for one in trained)
     wide = sum(one.numel() * max(4, one.element_size()) for one in trained)
@@ -209,8 +208,8 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         microbatches=order.microbatches,
         workers=context.world.size,
         tree=settings.along_tree,
-        stage=min(able.divides_state, most),
-        most=most,
+        stage=able.divides_state,
+        sharing=1 if context.world.host_memory is None else min(map(len, context.world.hosts)),
         window=min(gradients, WINDOW_BUCKETS * full(context.world.size)),
         even_shares=able.even_shares,
     )

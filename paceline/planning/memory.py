@@ -24,6 +24,8 @@ from paceline.schedule.tree import whole_nodes
 
 _MOST_TRIED = 256
 """Largest number of workers that :func:`cures` tries."""
+_ALL = 3
+"""Stage of strategy sharded."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Run:
         workers: number of workers.
         tree: whether sums follow the canonical tree, so that a worker may hold several.
         stage: what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too, 3 weights too.
-        most: stage of strategy sharded on these machines.
+        sharing: workers that share one copy of the weights in stage 3.
         window: bytes of the sums that are on their way, from stage 2 on.
         even_shares: whether workers get even shares of a batch. Otherwise one worker may compute all of it.
     """
@@ -66,7 +68,7 @@ class Run:
     workers: int = 1
     tree: bool = False
     stage: int = 0
-    most: int = 2
+    sharing: int = 1
     window: int = 0
     even_shares: bool = True
 
@@ -176,7 +178,7 @@ def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Nee
     passes = -(-run.microbatches // workers) if fused else 1
     sums = 0 if fused else held_sums(run.microbatches, workers, run.tree)
     return Need(
-        math.ceil(run.weights / run.workers) if run.stage >= 3 else run.weights,
+        math.ceil(run.weights / run.sharing) if run.stage >= _ALL else run.weights,
         math.ceil(run.gradients / run.workers) + run.window if run.stage >= 2 else run.gradients,
         math.ceil(run.optimizer / run.workers) if run.stage else run.optimizer,
         sums * run.sums,
@@ -276,15 +278,20 @@ def _smaller_microbatches(run: Run) -> Iterator[tuple[str, Run]]:
 
 def _divided(run: Run) -> Iterator[tuple[str, Run]]:
     if not run.stage and run.workers > 1:
-        yield 'strategy="sharded"', replace(run, stage=run.most, even_shares=True)
+        yield 'strategy="sharded"', replace(run, stage=_ALL, even_shares=True)
 
 
 def _more_workers(run: Run) -> Iterator[tuple[str, Run]]:
     """Yield runs on more workers that divide the optimizer's state; no more workers than microbatches."""
     strategy = "" if run.stage else ' and strategy="sharded"'
     for count in range(run.workers + 1, min(run.microbatches, _MOST_TRIED) + 1):
-        stage = run.stage or run.most
-        yield f"{count} workers{strategy}", replace(run, stage=stage, even_shares=True, workers=count)
+        yield f"{count} workers{strategy}", _on(run, count)
+
+
+def _on(run: Run, workers: int) -> Run:
+    """Return a run with divided state on more workers, on the same machine if all are on one."""
+    sharing = workers if run.sharing == run.workers else run.sharing
+    return replace(run, stage=run.stage or _ALL, even_shares=True, workers=workers, sharing=sharing)
 
 
 def _all_at_once(run: Run) -> Iterator[tuple[str, Run]]:
@@ -293,5 +300,5 @@ def _all_at_once(run: Run) -> Iterator[tuple[str, Run]]:
         workers = max(run.workers, min(smaller.microbatches, _MOST_TRIED))
         yield (
             f'{text}, recompute="auto", strategy="sharded" and {workers} workers',
-            replace(smaller, stage=run.stage or run.most, even_shares=True, workers=workers),
+            _on(smaller, workers),
         )

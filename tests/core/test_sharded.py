@@ -266,12 +266,15 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return printed(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved")})[0]
 
 
-@pytest.mark.parametrize(("workers", "one_machine"), [(2, True), (3, False), (4, True)])
+@pytest.mark.parametrize(
+    "machines", [[2], [1, 1, 1], [4], pytest.param([2, 1], marks=pytest.mark.slow), [2, 2]], ids=str
+)
 def test_the_bits_are_those_of_one_process(
-    printed: Printed, alone: dict[str, Any], tmp_path: Path, workers: int, one_machine: bool
+    printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int]
 ) -> None:
     environment = {"SAVED": str(tmp_path / "saved")}
-    everyone = printed(SCRIPT, workers, tmp_path, one_machine=one_machine, environment=environment)
+    workers = sum(machines)
+    everyone = printed(SCRIPT, workers, tmp_path, machines=machines, environment=environment)
     sizes = [(one.pop("held"), one.pop("later")) for one in everyone]
     total = alone["held"]
     assert sum(held for held, _ in sizes) == total and max(held for held, _ in sizes) <= total / workers + 64

@@ -35,6 +35,7 @@ class DirectExchange:
         homes: rank of the server of each tensor. Defaults to no servers.
         copies: rank that receives the means of each server with a copy. By default all ranks receive all means.
         windowed: see :class:`Layout`.
+        spread: ranks that receive what a server spreads. Defaults to all others.
     """
 
     kind = "tree"
@@ -47,10 +48,14 @@ class DirectExchange:
         homes: Sequence[int] | None = None,
         copies: Mapping[int, int] | None = None,
         windowed: bool = False,
+        spread: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._rank, self._size, self._tags = world.rank, world.size, tags
         self._peers = [peer for peer in range(world.size) if peer != world.rank]
         self._givers = self._takers = self._peers
+        self._spread_to = spread or {
+            rank: [one for one in range(world.size) if one != rank] for rank in range(world.size)
+        }
         if copies is not None:
             self._givers = [peer for peer in self._peers if copies.get(peer) == world.rank]
             self._takers = [peer for peer in self._peers if copies.get(world.rank) == peer]
@@ -127,11 +132,12 @@ class DirectExchange:
         assert bucket.home is not None
         flat, tag = bucket.means, self._tags + bucket.index * TAGS + TAGS - 2
         if bucket.home == self._rank:
-            return [([Message(flat, peer, tag) for peer in self._peers], [])]
-        return [([], [Message(flat, bucket.home, tag)])]
+            return [([Message(flat, peer, tag) for peer in self._spread_to[bucket.home]], [])]
+        return [([], [Message(flat, bucket.home, tag)] if self._rank in self._spread_to[bucket.home] else [])]
 
-    def await_spread(self, bucket: Bucket) -> None:
+    def await_spread(self, bucket: Bucket) -> bool:
         """See :class:`OwnerExchange`."""
+        return bucket.home is not None and self._rank in self._spread_to[bucket.home]
 
     def _received(self, bucket: Bucket, rank: int, index: int) -> torch.Tensor:
         """Return the buffer for this worker's chunk of a node of another rank."""

@@ -37,7 +37,7 @@ class Exchange(Protocol):
         kind: name for the event records.
         layout: rules for packing tensors into buckets.
         before: phases before this worker adds up its chunks.
-        after: phases after the sums. When the last phase has ended, the means are in ``bucket.flats[0]``.
+        after: phases after the sums. When the last phase has ended, the means are in ``bucket.means``.
     """
 
     kind: str
@@ -74,8 +74,12 @@ class OwnerExchange(Exchange, Protocol):
         """Send a bucket from its server to all other workers, after the means of all buckets have been reduced."""
         ...
 
-    def await_spread(self, bucket: Bucket) -> None:
-        """Wait until the bucket of another worker is in ``bucket.flats[0]``, if the transport has no message for it."""
+    def await_spread(self, bucket: Bucket) -> bool:
+        """Wait until a bucket is in ``bucket.means``, if the transport has no message for it.
+
+        Returns:
+            whether another worker has spread it to this one.
+        """
         ...
 
 

@@ -175,7 +175,7 @@ class Reduction:
         """Give all workers the tensors that their servers have written into :meth:`mean`, after :meth:`finish`.
 
         Args:
-            arrived: called with the index and the new value of each tensor that another worker serves.
+            arrived: called with the index and the new value of each tensor that another worker has spread.
 
         Raises:
             WorkerLost: another worker was lost, or sent nothing before the timeout.
@@ -199,8 +199,7 @@ class Reduction:
         for bucket in buckets:
             _wait(bucket.receives)
             _wait(bucket.sends)
-            exchange.await_spread(bucket)
-            if bucket.home != self._world.rank:
+            if exchange.await_spread(bucket):
                 for member, value in zip(bucket.members, bucket.mean_views, strict=True):
                     arrived(member, value)
 

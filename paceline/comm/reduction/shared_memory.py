@@ -154,6 +154,7 @@ class SharedMemoryExchange:
                     bucket.sent += mine.nbytes
             self._shared.announce_means(bucket, spread=True)
 
-    def await_spread(self, bucket: Bucket) -> None:
+    def await_spread(self, bucket: Bucket) -> bool:
         """See :class:`OwnerExchange`."""
         self._shared.await_means(bucket, spread=True)
+        return bucket.home != self._rank

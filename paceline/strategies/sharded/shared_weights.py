@@ -7,7 +7,8 @@
     update     shared mapping: each worker updates its slices in the file
 
 What the script writes into a weight stays on its worker until the next update (copy on write). Then the owner of a
-slice takes it into the file, as all workers of an all-reduce train what the script has written on each of them.
+slice takes it into the file, as all workers of an all-reduce train what the script has written on each of them. A slice
+of another machine is received by one worker, which writes it into the file.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class SharedWeights:
 
     Args:
         context: training context.
-        memory: memory shared by all workers.
+        memory: memory shared by the workers of this machine.
         slices: slices of the trained parameters. Parameters that are not trained are added as a whole.
 
     Attributes:
         own: this worker's slices of the trained parameters in the file, by index.
+        received: slices in the file that this worker receives from other machines, by index.
     """
 
     def __init__(self, context: TrainingContext, memory: SharedMemory, slices: Sequence[Slice]) -> None:
@@ -55,11 +57,15 @@ class SharedWeights:
         os.close(file)
         self._views = [_view(self._seen, *pair) for pair in zip(starts, self._parameters, strict=False)]
         stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
-        own = {index: one for index, one in enumerate([*slices, *frozen]) if one.owner == memory.place}
-        self.own = {index: part_of(stored[one.parameter], one) for index, one in own.items() if index < len(slices)}
-        self._taken = [(part_of(stored[one.parameter], one), one) for one in own.values()]
-        for part, one in self._taken:
-            part.copy_(part_of(self._parameters[one.parameter].detach(), one))
+        rank, of = context.world.rank, {index: part_of(stored[one.parameter], one) for index, one in enumerate(slices)}
+        mine = {index: one for index, one in enumerate(slices) if writer_of(one.owner, memory.ranks) == rank}
+        self.own = {index: of[index] for index, one in mine.items() if one.owner == rank}
+        self.received = {index: of[index] for index in mine if index not in self.own}
+        frozen = [one for one in frozen if one.owner == memory.place]
+        for one in (*mine.values(), *frozen):
+            part_of(stored[one.parameter], one).copy_(part_of(self._parameters[one.parameter].detach(), one))
+        taken = [*(slices[index] for index in self.own), *frozen]
+        self._taken = [(part_of(stored[one.parameter], one), one) for one in taken]
         self.publish()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
@@ -75,10 +81,15 @@ class SharedWeights:
         drop_private(self._seen)
 
     def publish(self) -> None:
-        """Wait until all workers have updated their slices. Raises WorkerLost if one was lost."""
+        """Wait until this machine's workers have written their slices. Raises WorkerLost if one was lost."""
         self._updates += 1
         self._memory.announce(self._flag, self._updates)
         self._memory.wait(self._flag, self._updates)
+
+
+def writer_of(owner: int, ranks: Sequence[int]) -> int:
+    """Return which of a machine's ranks writes the slices of an owner."""
+    return owner if owner in ranks else ranks[owner % len(ranks)]
 
 
 def can_share(context: TrainingContext) -> bool:

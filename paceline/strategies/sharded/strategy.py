@@ -8,9 +8,9 @@
 
 After Rajbhandari et al. 2020 (arXiv 1910.02054). The step is that of ``strategies.data_parallel.allreduce``, with the
 same shares and the same sums. An all-reduce leaves the mean of a chunk on one worker before it sends the means to all.
-Here that worker keeps the mean, in memory of its own (stage 2), and updates its slices of the parameters. On one machine
-the workers share one copy of the weights (``sharded.shared_weights``, stage 3). Otherwise the owner sends the weights in
-place of the means, in as many bytes. The weights have the same bits. Hashing and saving put one tensor after the other
+Here that worker keeps the mean, in memory of its own (stage 2), and updates its slices of the parameters. The workers
+of a machine share one copy of the weights (``sharded.shared_weights``, stage 3); to other machines the owner sends the
+weights in place of the means. The weights have the same bits. Hashing and saving put one tensor after the other
 together (``step.divided.optimizer_state``).
 """
 
@@ -37,7 +37,7 @@ from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.shards import OptimizerShard, slices_of
-from paceline.strategies.sharded.shared_weights import SharedWeights, can_share, part_of
+from paceline.strategies.sharded.shared_weights import SharedWeights, can_share, part_of, writer_of
 
 _TAGS = 1 << 12
 """First tag of the gradients, the same as in all-reduce."""
@@ -72,7 +72,8 @@ class Sharded(Strategy):
         windowed = context.settings.shard != "optimizer"
         exchange: Exchange
         if world.shared_memory is None:
-            exchange = DirectExchange(world, _TAGS, homes=homes, copies={}, windowed=windowed)
+            spread = None if self._weights is None else _receivers(world.hosts)
+            exchange = DirectExchange(world, _TAGS, homes=homes, copies={}, windowed=windowed, spread=spread)
         else:
             exchange = SharedMemoryExchange(world.shared_memory, homes, windowed)
         megabytes = context.settings.bucket_megabytes
@@ -129,18 +130,19 @@ class Sharded(Strategy):
             _, rate = update.apply(step, norm=norm, here=bool(self._shard.own))
         for value in self._shard.own.values():
             value.grad = None
-        if self._weights is None:
+        if self._weights is None or len(self._context.world.hosts) > 1:
             self._spread()
-        else:
+        if self._weights is not None:
             self._weights.publish()
         self._updating = False
         return norm, rate
 
     def _spread(self) -> None:
-        """Give every worker the weights of all others."""
+        """Send the weights of the owned slices to the workers that have not seen the update."""
+        of = self._parts if self._weights is None else self._weights.received
 
         def take(index: int, value: torch.Tensor) -> None:
-            self._parts[index].copy_(value)
+            of[index].copy_(value)
 
         with torch.no_grad():
             for index, value in self._shard.own.items():
@@ -191,8 +193,22 @@ class Sharded(Strategy):
 
 
 def _shared_weights(context: TrainingContext, every: Sequence[Slice]) -> SharedWeights | None:
-    """Return the weights in memory that all workers share. None if each worker keeps its own."""
-    memory = context.world.shared_memory
-    if memory is None or context.settings.shard != "parameters":
+    """Return the weights in memory that the workers of a machine share. None if each worker keeps its own."""
+    memory, world = context.world.host_memory, context.world
+    if context.settings.shard != "parameters":
         return None
-    return SharedWeights(context, memory, every) if all(context.world.gather(can_share(context), "start")) else None
+    if not all(world.gather(memory is not None and can_share(context), "start")):
+        return None
+    assert memory is not None
+    return SharedWeights(context, memory, every)
+
+
+def _receivers(hosts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the ranks that receive the weights of each rank: one on each other machine.
+
+    >>> _receivers([[0, 1], [2, 3], [4]])
+    {0: [2, 4], 1: [3, 4], 2: [0, 4], 3: [1, 4], 4: [0, 2]}
+    """
+    return {
+        rank: [writer_of(rank, others) for others in hosts if rank not in others] for ranks in hosts for rank in ranks
+    }
