@@ -153,8 +153,8 @@ class Session:
         if not self._context.replicated:
             raise ConfigError(
                 f"session.optimizer: with strategy {self._context.settings.strategy!r} not every worker makes every "
-                f"update, so hyper-parameters cannot be changed by hand. Give a schedule, or use 'allreduce' "
-                f"or 'stealing'."
+                f"update, so the optimizer is not whole here. Give a schedule for the learning rate, save with "
+                f"session.save(), or use 'allreduce' or 'stealing'."
             )
         return self._context.update.optimizer
 

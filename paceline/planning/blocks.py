@@ -27,11 +27,11 @@ from paceline.system.torch_internals import tree_leaves
 _PASSES = 3
 _CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.Sequential
 _Reference: TypeAlias = StorageWeakRef
-"""Identity of a storage that does not keep its memory. Its address alone may be that of a later storage."""
+"""Identity of a storage, without keeping its memory. An address alone may be reused by a later storage."""
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name: repeated classes of layers, or otherwise the model's children.
+    """Return the blocks of a model by name: layers of a class that repeats, or otherwise the model's children.
 
     A block has layers of its own, and a sibling of the same class. No block is inside another block.
     """
@@ -82,9 +82,9 @@ class _Recorder:
     """Recorder of the storages that a forward pass saves, by the block that saves them.
 
     Args:
-        model: its parameters and buffers do not count.
-        holds: whether saved tensors are kept for a forward pass that computes gradients itself. Otherwise a pass needs
-            no more memory than in an evaluation.
+        model: model whose parameters and buffers are not counted.
+        holds: whether to keep saved tensors, for a forward pass that computes gradients itself. Otherwise a pass needs
+            no more memory than an evaluation.
     """
 
     def __init__(self, model: nn.Module, holds: bool) -> None:
@@ -115,7 +115,7 @@ class _Recorder:
             into[reference] = storage.nbytes()
 
     def call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a block and record what it saves and how long it takes."""
+        """Call a block, and record the storages that it saves and its duration."""
         if self._inside:
             return forward(*args, **kwargs)
         visit = _Visit(name)
@@ -132,7 +132,7 @@ class _Recorder:
             self.visits.append(_Visit(""))
 
     def segments(self) -> list[Segment]:
-        """Return the sections of the pass. What several save, or pass on, stays if a block is recomputed."""
+        """Return the sections of the pass. Recomputing a block frees no storage that several sections save or read."""
         savers = Counter(reference for visit in self.visits for reference in visit.saved)
         takers = Counter(reference for visit in self.visits for reference in visit.inputs)
         counted: set[_Reference] = set()
@@ -192,7 +192,7 @@ def _pass(
     holds: bool,
 ) -> list[Segment]:
     recorder, known = _Recorder(compute.model, holds), (compute.metrics, compute.counts)
-    own = replace(group, data=copy.deepcopy(group.data))  # which the forward pass may change
+    own = replace(group, data=copy.deepcopy(group.data))  # a copy, because the forward pass may change the data
     with without_trace(context), _watched(blocks, recorder), torch.enable_grad(), recorder.saving():
         result = compute.forward_pass(own, step)
         del result

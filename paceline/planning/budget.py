@@ -1,6 +1,6 @@
-"""Memory budget of a run (``memory_gigabytes``): what to recompute, before the first step, and what was reached after.
+"""Memory budget of a run (``memory_gigabytes``): blocks to recompute, and a comparison with the memory used.
 
-Rank 0 measures and decides, because the workers measure different times. All workers recompute the same blocks.
+Rank 0 measures and decides, because measured times differ between workers. All workers recompute the same blocks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from paceline.strategies.registry import capabilities
 
 _log = logging.getLogger("paceline")
 _STEPS = 3
-"""Number of steps after which a worker reports its peak: the first step makes the optimizer's state."""
+"""Number of steps after which a worker reports its peak. The first step creates the optimizer's state."""
 _MOMENTS = 2
-"""Optimizer states for each weight that are assumed if an optimizer cannot be tried."""
+"""Number of state values per weight that are assumed if an optimizer cannot be tried."""
 _NAMED = 4
 """Largest number of blocks that a message names."""
 
@@ -39,7 +39,7 @@ _NAMED = 4
 @sendable
 @dataclass(frozen=True)
 class _Decision:
-    """Rank 0's choice. ``text`` tells the user; ``problem`` says why a run does not fit, or is empty."""
+    """Rank 0's choice. ``text`` describes it to the user. ``problem`` says why the run does not fit, or is empty."""
 
     recomputed: frozenset[str]
     fused: bool
@@ -61,10 +61,10 @@ class MemoryBudget:
         self._steps = 0
 
     def plan(self, step: int) -> None:
-        """Decide what is recomputed. All workers call this together before a strategy is built.
+        """Decide which blocks are recomputed. All workers call this together before a strategy is built.
 
         Raises:
-            ConfigError: the run does not fit, before its first step. A run that goes on with other workers is warned.
+            ConfigError: the run does not fit, before its first step. A later run only gets a warning.
         """
         context = self._context
         settings, world = context.settings, context.world
@@ -175,7 +175,7 @@ class MemoryBudget:
 
 
 def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that are not inside another one of them."""
+    """Return the modules that are not inside another of these modules."""
     return {
         name: module
         for name, module in modules.items()
@@ -216,9 +216,9 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the state that an optimizer keeps for its parameters, from a step on small parameters.
+    """Return the bytes of state that an optimizer keeps for its parameters, measured in a step on small parameters.
 
-    Assumes two values for each weight, as Adam keeps, if the optimizer cannot be tried.
+    Assumes two values per weight, as with Adam, if the optimizer cannot be tried.
     """
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     with preserve_generators():
@@ -275,6 +275,6 @@ def _resident(key: str) -> int | None:
 
 
 def _forget_peak() -> None:
-    """Let the peak of this process begin again, where the system allows."""
+    """Reset the peak memory of this process, where the system allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,10 +1,10 @@
-"""Memory of a worker as a budget: which blocks of a model to recompute, and what would fit if that is not enough.
+"""Choice of the blocks to recompute within a memory budget, and of settings with which the run would fit if that fails.
 
 ::
 
     saved      │        ┌───┐                   forward saves the activations of each segment; backward releases them
     activations│    ┌───┘   └───┐               from the last to the first. A recomputed block keeps only its inputs,
-               │┌───┘           └───┐           and needs its own activations again for the time of its backward pass.
+               │┌───┘           └───┐           and needs its own activations again during its backward pass.
                └──────────────────────► time
 
 Blocks that free the most bytes per second of computation are recomputed first (after Chen et al. 2016, arXiv
@@ -30,11 +30,11 @@ _ALL = 3
 
 @dataclass(frozen=True)
 class Segment:
-    """Section of a forward pass: a call of a block, or the code between two blocks, which has no name."""
+    """Section of a forward pass: a call of a block, or the unnamed code between two blocks."""
 
     name: str
     saved_bytes: int  # saved for the backward pass by this section alone
-    input_bytes: int = 0  # inputs that nothing else saves, which are kept to recompute the block
+    input_bytes: int = 0  # inputs that only recomputing the block needs
     seconds: float = 0.0  # duration of the forward pass
 
 
@@ -96,7 +96,7 @@ class Need:
 
 
 def peak_bytes(segments: Sequence[Segment], recomputed: Collection[str] = ()) -> int:
-    """Return the largest number of bytes of activations at any time of a pass.
+    """Return the peak number of bytes of activations during a pass.
 
     >>> layers = [Segment("a", 100, 10), Segment("b", 100, 10), Segment("", 30)]
     >>> peak_bytes(layers), peak_bytes(layers, {"a"}), peak_bytes(layers, {"a", "b"})
@@ -113,7 +113,7 @@ def peak_bytes(segments: Sequence[Segment], recomputed: Collection[str] = ()) ->
 def choose(segments: Sequence[Segment], limit: int) -> frozenset[str] | None:
     """Return the blocks to recompute so that activations take at most ``limit`` bytes, or None if that is impossible.
 
-    Takes the blocks that free the most bytes per second first, then leaves out those that turn out to be needless.
+    Takes the blocks that free the most bytes per second first, then drops blocks that turn out to be unnecessary.
 
     >>> layers = [Segment("wide", 100, 10, 1.0), Segment("slow", 100, 10, 9.0), Segment("last", 100, 10, 1.0)]
     >>> [choose(layers, limit) for limit in (300, 210)]
@@ -146,9 +146,9 @@ def _totals(segments: Sequence[Segment]) -> dict[str, tuple[int, float]]:
 
 
 def _worth(segments: Sequence[Segment]) -> list[str]:
-    """Return the blocks whose recomputation frees memory, those that free the most per second first.
+    """Return the blocks whose recomputation frees memory, in descending order of bytes freed per second.
 
-    Nothing is gained in the last section of a pass, whose backward pass comes at once.
+    Recomputing the last section of a pass frees nothing, because its backward pass follows at once.
     """
     totals = _totals([*segments][:-1])
     worth = {name: freed / max(seconds, 1e-9) for name, (freed, seconds) in totals.items() if freed > 0}
@@ -157,7 +157,7 @@ def _worth(segments: Sequence[Segment]) -> list[str]:
 
 @lru_cache(maxsize=512)
 def held_sums(microbatches: int, workers: int, tree: bool) -> int:
-    """Return the largest number of sums that a worker holds while it computes another microbatch of its share.
+    """Return the largest number of sums that a worker holds while it computes a microbatch of its share.
 
     >>> held_sums(8, 1, tree=False), held_sums(8, 1, tree=True), held_sums(8, 8, tree=True)
     (1, 3, 0)
@@ -194,7 +194,7 @@ class Choice:
         recomputed: names of the blocks.
         fused: whether a worker may compute its share of a batch in one pass.
         need: bytes that a worker needs.
-        fits: whether that is within the budget.
+        fits: whether ``need`` is within the budget.
     """
 
     recomputed: frozenset[str]
@@ -204,13 +204,13 @@ class Choice:
 
 
 def fit(run: Run, limit: int, able: bool, fusible: bool, fixed: frozenset[str] = frozenset()) -> Choice:
-    """Return how a run fits into a budget. If it does not, return what needs the least.
+    """Return the choice with which a run fits into a budget, or the one that needs the least memory if none fits.
 
-    Microbatches are computed one by one before a block is recomputed, because that costs less.
+    Prefers computing microbatches one by one to recomputing blocks, because that costs less.
 
     Args:
         limit: bytes of a worker.
-        able: whether blocks may be chosen. Otherwise those in ``fixed`` are recomputed.
+        able: whether blocks may be chosen. Otherwise the blocks in ``fixed`` are recomputed.
         fusible: whether a worker might compute its share of a batch in one pass.
 
     >>> layers = (Segment("a", 100, 10, 1.0), Segment("b", 100, 10, 1.0), Segment("", 30))
@@ -234,11 +234,11 @@ def fit(run: Run, limit: int, able: bool, fusible: bool, fixed: frozenset[str] =
 
 
 def cures(run: Run, limit: int, able: bool, fixed: frozenset[str] = frozenset()) -> list[str]:
-    """Return the settings with which a run that does not fit would fit, each with the bytes of a worker.
+    """Return the settings with which the run would fit, each with the bytes that a worker would need.
 
     Args:
         limit: bytes of a worker.
-        able: whether blocks are chosen already; see :func:`fit`.
+        able: whether blocks may be chosen, see :func:`fit`.
 
     >>> layers = (Segment("a", 4000), Segment("", 300))
     >>> run = Run(1000, 1000, 2000, 1000, layers, batch=16, microbatches=2, workers=2)
@@ -256,7 +256,7 @@ def cures(run: Run, limit: int, able: bool, fixed: frozenset[str] = frozenset())
 
 
 def _first(others: Iterable[tuple[str, Run]], limit: int, able: bool, fixed: frozenset[str]) -> str:
-    """Return the text of the first run that fits, with its bytes, or an empty text."""
+    """Return the description of the first run that fits, with its bytes, or an empty string."""
     for text, other in others:
         choice = fit(other, limit, able, fusible=False, fixed=fixed)
         if choice.fits:
@@ -282,7 +282,7 @@ def _divided(run: Run) -> Iterator[tuple[str, Run]]:
 
 
 def _more_workers(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield runs on more workers that divide the optimizer's state; no more workers than microbatches."""
+    """Yield runs of strategy sharded on more workers, up to the number of microbatches."""
     strategy = "" if run.stage else ' and strategy="sharded"'
     for count in range(run.workers + 1, min(run.microbatches, _MOST_TRIED) + 1):
         yield f"{count} workers{strategy}", _on(run, count)

@@ -340,7 +340,7 @@ def test_somebody_else_may_write_the_values() -> None:
 def test_a_model_without_values_cannot_be_used(use: Callable[[nn.Module], Any]) -> None:
     with paceline.deferred():
         model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
-    message = r"'[01]\.\w+' of the model has no values yet.*paceline.start.*inside of the with block"
+    message = r"'[01]\.\w+' of the model has no values yet.*paceline.start.*inside the with block"
     with pytest.raises(InputError, match=message):
         use(model)
 

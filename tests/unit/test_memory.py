@@ -120,7 +120,7 @@ def test_what_would_fit() -> None:
     assert cures(RUN, 4600, able=True) == ['3 workers and strategy="sharded" (4,331 bytes)']
     wide = replace(RUN, tree=False, segments=tuple(blocks(1000, 1000)))
     assert "microbatches=16 (6,015 bytes)" in cures(wide, 6500, able=False)
-    (alone,) = cures(RUN, 1600, able=True)
+    (alone,) = cures(RUN, 1500, able=True)
     assert alone.startswith('microbatches=16, recompute="auto", strategy="sharded" and 16 workers')
     assert cures(RUN, 1050, able=True) == []
 

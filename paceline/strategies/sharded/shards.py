@@ -1,4 +1,4 @@
-"""Shards of an optimizer: each worker keeps the state of the slices that it owns, and updates only those slices."""
+"""Optimizer shards. Each worker updates only the slices that it owns, and keeps the optimizer state for them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from paceline.step.probes.slice_probe import updates_slices_alike
 def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     """Return the slices of the trained parameters, last parameter first, each with its owner.
 
-    A parameter is cut only if that leaves the bits of its update as they are: the optimizer works element by element,
-    and no norm of the whole gradient is needed.
+    A parameter is cut only if that does not change the bits of its update: the optimizer works element by element, and
+    no norm of the whole gradient is needed.
     """
     update, settings = context.update, context.settings
     parameters = [value.detach() for value in update.parameters.values()]
@@ -38,27 +38,27 @@ def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
 
 
 def _can_be_cut(value: torch.Tensor) -> bool:
-    """Return whether elements next to each other in the flattened parameter are so in memory.
+    """Return whether slices of the flattened parameter are contiguous in memory and update with the same bits.
 
-    Types with 16 bits are not cut: torch's threads divide their updates at places that depend on the tensor's size.
+    16-bit types are not cut, because torch's threads divide their updates at indices that depend on the tensor's size.
     """
     return value.is_contiguous() and value.dtype in (torch.float32, torch.float64)
 
 
 class OptimizerShard:
-    """This worker's shard of an optimizer: the slices that it owns, with their part of the state.
+    """This worker's shard of an optimizer: the slices that it owns and their optimizer state.
 
-    Between two updates the optimizer's groups hold the parameters themselves, for the script and its schedule.
+    Between updates, the optimizer's groups hold the parameters themselves, as the script and its schedule expect.
 
     Args:
         context: training context.
         every: slices of all workers.
-        stored: the owned slices in memory that other workers see, by index. Defaults to those of the parameters.
+        stored: owned slices in shared memory, by index. Defaults to slices of the parameters' own memory.
 
     Attributes:
-        own: index of each owned slice, with the parameter that the optimizer updates: a slice in ``stored``, or one
-            that shares the memory of its parameter, or the parameter itself.
-        divided: whether the optimizer has the state of its own slices only.
+        own: parameter that the optimizer updates for each owned slice, by index: a slice in ``stored``, a slice that
+            shares the memory of its parameter, or the parameter itself.
+        divided: whether the optimizer has only the state of the owned slices.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OptimizerShard:
         return nn.Parameter(parameter.detach().view(-1)[one.start : one.stop], requires_grad=parameter.requires_grad)
 
     def follow(self) -> None:
-        """Point the slices to the memory of their parameters, in case the script has replaced ``.data``."""
+        """Point the slices to the memory of their parameters again, in case the script has replaced ``.data``."""
         for index, value in self.own.items():
             one = self._every[index]
             if value is not self._parameters[one.parameter]:
@@ -133,7 +133,7 @@ class OptimizerShard:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the owned slices into the optimizer's groups, in place of their parameters, for an update."""
+        """Replace the parameters in the optimizer's groups by the owned slices for the duration of the context."""
         held = self._held()
         groups = [group for optimizer in parts_of(self._optimizer) for group in optimizer.param_groups]
         kept = [group["params"] for group in groups]
@@ -146,7 +146,7 @@ class OptimizerShard:
                 group["params"] = parameters
 
     def unite(self) -> None:
-        """Put the state of the owned slices into states of whole parameters, of which nothing else is valid."""
+        """Move the state of the owned slices into states of whole parameters. All other elements are undefined."""
         if not self.divided:
             return
         self.divided = False

@@ -6,9 +6,9 @@
     model      private mapping of the whole file: every worker computes with the weights in the file
     update     shared mapping: each worker updates its slices in the file
 
-What the script writes into a weight stays on its worker until the next update (copy on write). Then the owner of a
-slice takes it into the file, as all workers of an all-reduce train what the script has written on each of them. A slice
-of another machine is received by one worker, which writes it into the file.
+If the script writes to a weight, only its own worker sees the change until the next update (copy on write). The owner
+of a slice then copies its own change into the file. All workers must make the same change, as with an all-reduce. A
+slice of another machine is received by one worker, which writes it into the file.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from paceline.step.context import TrainingContext
 from paceline.system.torch_internals import count_users
 
 _OF_A_PARAMETER = 2
-"""Number of references to the storage of a parameter that nothing else uses, one of them by the count itself."""
+"""Number of references to a storage that only its parameter uses, including the reference of the count itself."""
 
 
 class SharedWeights:
-    """The weights of a model in a file in memory, which this machine's workers share. All of them hold the same ones.
+    """Weights of a model in an in-memory file that this machine's workers share. Their values are equal on all workers.
 
     Args:
         context: training context.
         memory: memory shared by the workers of this machine.
-        slices: slices of the trained parameters. Parameters that are not trained are added as a whole.
+        slices: slices of the trained parameters. Frozen parameters are added whole.
 
     Attributes:
         own: this worker's slices of the trained parameters in the file, by index.
@@ -71,7 +71,7 @@ class SharedWeights:
             parameter.data = view
 
     def take(self) -> None:
-        """Take what the script has written into the owned slices since the last update."""
+        """Copy changes that the script has made to the owned slices since the last update into the file."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():  # the script has replaced ``.data``
                 view.copy_(parameter.detach())
@@ -93,7 +93,7 @@ def writer_of(owner: int, ranks: Sequence[int]) -> int:
 
 
 def can_share(context: TrainingContext) -> bool:
-    """Return whether the parameters can move into a file: they are on the CPU, and nothing else is a view of them."""
+    """Return whether the parameters can move into a file: all are on the CPU, and no other tensor is a view of one."""
     return all(
         value.device.type == "cpu"
         and value.layout == torch.strided

@@ -58,7 +58,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 class Sharded(Strategy):
-    """Strategy in which each worker updates its slices of the parameters, and sends the weights to all others."""
+    """Strategy in which each worker updates its slices of the parameters, and all workers get the new weights."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -103,7 +103,7 @@ class Sharded(Strategy):
         return [value.data_ptr() for value in self._context.update.parameters.values()]
 
     def _follow(self) -> None:
-        """Find the parameters in memory again, if the script has replaced their ``.data``."""
+        """Use the parameters' current memory, if the script has replaced their ``.data``."""
         if (now := self._data_pointers()) != self._addresses:
             parameters = list(self._context.update.parameters.values())
             self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
@@ -150,9 +150,9 @@ class Sharded(Strategy):
             self._reduction.spread(take)
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return the global norm of the gradients; no worker returns before all have reduced their slices.
+        """Return the global norm of the gradients, after all workers have reduced their slices.
 
-        It has the bits of one process if no parameter is cut, because the norms are then taken in the same order.
+        The norm has the bits of one process if no parameter is cut, because norms are then combined in the same order.
         """
         last = len(self._slices) - 1
         dtypes = [part.dtype for part in self._parts][::-1]

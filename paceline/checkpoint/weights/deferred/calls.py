@@ -1,4 +1,4 @@
-"""What a call of an operator reads, changes and draws."""
+"""Operator calls: the tensors that they read and write, and the random states that they use."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Kind:
 
     Attributes:
         written: position and name of the arguments that it writes to.
-        is_torchs: whether it is one of torch's own, and changes no storage's size.
-        is_view: whether it only returns arguments in another shape.
+        is_torchs: whether it is one of torch's own operators and does not resize storages.
+        is_view: whether it only returns views of its arguments.
         is_uninitialized: whether its result has undefined values.
         overwrites: whether its result does not depend on the values of the tensor that it writes to.
     """
@@ -43,7 +43,7 @@ class Kind:
 
 @cache
 def kind_of(function: Any) -> Kind:
-    """Return the properties of an operator, given that of a dispatch mode."""
+    """Return the properties of an operator, given the function that a dispatch mode receives."""
     if not isinstance(function, Operator):
         return Kind()
     arguments, results = aliases_of(function)
@@ -85,7 +85,7 @@ class Call:
         return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
     def overwrites(self, nbytes: int) -> bool:
-        """Return whether the call replaces all ``nbytes`` of a storage without a use of the earlier values."""
+        """Return whether the call replaces all ``nbytes`` of a storage without reading the earlier values."""
         if not self.kind.overwrites or not has_storage(self.written[0]) or not _covers(self.written[0], nbytes):
             return False
         storages = [storage_id(one) for one in self.tensors if has_storage(one)]
@@ -102,7 +102,7 @@ class Call:
         return self.function(*self.args, **self.kwargs)
 
     def random_states(self) -> tuple[RandomState | None, dict[int, RandomState]]:
-        """Return the state of the default generator, and those of generators among the arguments by ``id``."""
+        """Return the states of the default generator, and of generators among the arguments by ``id``."""
         if not self.kind.is_random:
             return None, {}
         given = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Generator)]
@@ -119,7 +119,7 @@ class Call:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor are in a storage of its own device."""
+    """Return whether the values of a tensor are in a plain storage on its device."""
     return tensor.layout is torch.strided and tensor.device.type in _DEVICES and not tensor.is_quantized
 
 
@@ -134,7 +134,7 @@ def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
 
 
 def constant(tensor: torch.Tensor) -> Constant:
-    """Copy a tensor that no recorded operation has computed."""
+    """Return a copy of a tensor that no recorded operation has computed."""
     if tensor.is_contiguous():
         copy = tensor.detach().clone()
         return Constant(copy.untyped_storage(), Layout.of(copy))
@@ -142,5 +142,5 @@ def constant(tensor: torch.Tensor) -> Constant:
 
 
 def bytes_of_constant(tensor: torch.Tensor) -> int:
-    """Return the size of a copy."""
+    """Return the size of the copy that :func:`constant` makes."""
     return tensor.numel() * tensor.element_size() if tensor.is_contiguous() else tensor.untyped_storage().nbytes()

@@ -6,14 +6,14 @@ import ctypes
 import sys
 
 _LEAST = 32 << 20
-"""Number of bytes for which a return, which costs about a millisecond, is worth it."""
+"""Number of freed bytes that justify a call of ``malloc_trim``, which takes about a millisecond."""
 
 
 class FreedMemory:
-    """Count of freed bytes, which are returned to the operating system when they are many.
+    """Counter that returns freed bytes to the operating system once there are many.
 
-    glibc keeps freed tensors of up to 32 MiB in a heap. A new one rarely fits in between because it is aligned, so
-    without this a model's parameters that are made and freed in turn need as much memory as if they all were kept.
+    glibc keeps freed tensors of up to 32 MiB in its heap. A new tensor rarely fits into a gap, because it is aligned.
+    Without trimming, parameters that are allocated and freed in turn need as much memory as if all were kept.
     """
 
     def __init__(self) -> None:

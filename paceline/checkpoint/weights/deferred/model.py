@@ -1,4 +1,4 @@
-"""Construction of a model without memory, and the computation of its initial values."""
+"""Construction of a model without memory, and computation of its initial values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 def deferred() -> Iterator[None]:
     """Build a model without memory for its parameters and buffers.
 
-    :func:`paceline.start` gives each of them the value that it would have without ``deferred``, with the same bits,
-    one after the other. Building the model needs memory for about two of its largest parameters. Until then the model
-    has its names, shapes and types, but its values cannot be used. Inside of the block they can be, and random numbers
-    are drawn as usual. Values from NumPy, files or other libraries, and tensors that a module holds as plain
-    attributes, stay in memory.
+    :func:`paceline.start` gives each of them the value that it would have without ``deferred``, with the same bits, one
+    after the other. Building the model needs memory for about two of its largest parameters. Between the block and
+    ``start``, the model has its names, shapes and types, but its values cannot be used. In the block, values can be
+    used and random numbers are drawn as usual. Values from NumPy, files or other libraries, and tensors that
+    a module holds as plain attributes, stay in memory.
 
     Example:
         >>> import paceline, torch
@@ -38,8 +38,8 @@ def deferred() -> Iterator[None]:
         (torch.Size([1000, 1000]), 0)
 
     Raises:
-        InputError: later, if the script uses a value before :func:`paceline.start`; at once, if a module is built from
-            tensors of a class with operators of its own.
+        InputError: a module is built from a tensor subclass with its own operators, or later, the script uses a value
+            before :func:`paceline.start`.
     """
     if _is_recording.get():
         yield
@@ -55,7 +55,7 @@ def deferred() -> Iterator[None]:
 
 
 def _release(recorder: Recorder) -> None:
-    """Free the memory of all parameters and buffers, and give all other tensors their values."""
+    """Free the memory of all parameters and buffers, and fill all other tensors with their values."""
     storages = recorder.storages()
     tensors, modules = _living()
     names = _names(modules)
@@ -91,7 +91,7 @@ def _kinds(base: type) -> set[type]:
 
 
 def _names(modules: list[nn.Module]) -> dict[int, str]:
-    """Return the names of parameters and buffers by ``id``, from the outermost module on."""
+    """Return the names of parameters and buffers by ``id``, with the path from the outermost module."""
     parents: dict[int, tuple[nn.Module, str]] = {}
     for module in modules:
         for key, child in vars(module).get(MODULES, {}).items():
@@ -121,22 +121,22 @@ def materialize(
 ) -> None:
     """Give parameters and buffers of a model their initial values, one after the other.
 
-    Only those that have no values yet. The parameters stay the same objects, and tensors in the same storage stay so
-    unless ``device`` or ``into`` gives them memory elsewhere, as with ``Module.to``.
+    Tensors that already have values are left alone. The parameters stay the same objects. Tensors that share a storage
+    still share it, unless ``device`` or ``into`` gives them memory elsewhere, as with ``Module.to``.
 
     Args:
         names: names of the parameters and buffers. Defaults to all.
         device: device to which each value is moved before the next one is computed. Defaults to the parameter's own.
         into: called with the name and a tensor on the meta device that has the shape, strides and type. Returns the
-            memory in which the value is to be, such as a view of shared memory.
+            memory for the value, such as a view of shared memory.
 
     Raises:
-        InputError: the caller is inside of a ``deferred`` block.
+        InputError: the caller is inside a ``deferred`` block.
     """
     if _is_recording.get():
         raise InputError(
-            "paceline.start was called inside of the with block of paceline.deferred(), in which only models are "
-            "built: end the block first."
+            "paceline.start was called inside the with block of paceline.deferred(), in which only models are built: "
+            "end the block first."
         )
     users: dict[Deferred, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, tensor in _named(model):
@@ -159,7 +159,7 @@ def materialize(
 
 
 def place(model: nn.Module, memories: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters and buffers without values memory whose values somebody else writes, by their names."""
+    """Give parameters and buffers without values the memory in ``memories``, whose values another worker writes."""
     for name, tensor in _named(model):
         if (found := deferred_in(tensor)) is not None and name in memories:
             found.release(tensor)

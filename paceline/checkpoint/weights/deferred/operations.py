@@ -1,8 +1,8 @@
 """Recorded tensor operations: a graph of frozen records, and the computation of one storage from it.
 
-An operation has the number of its turn. To compute a storage as it was after an operation, all operations that this
-one depends on run again in their order. Each of them then finds the storages as they were when it first ran, because
-what had been written before is written again, and nothing else is.
+Operations are numbered in the order in which they ran. To compute the contents of a storage after an operation, all
+operations that it depends on run again in that order. Each then reads the same values as in its first run, because all
+earlier writes to its storages are repeated, and no others.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RandomState:
 
 @dataclass(frozen=True, eq=False)
 class Conditions:
-    """Settings of torch, outside of an operation's arguments, on which its result depends.
+    """Torch settings, besides its arguments, on which the result of an operation depends.
 
     Attributes:
         drawn: state of the default generator, if the operation draws from it.
@@ -131,9 +131,9 @@ class Operation:
     """Call of an operator, in which tensors and generators are replaced by records.
 
     Attributes:
-        number: turn of the operation.
+        number: position of the operation in the order of execution.
         reads: tensors among the arguments, also those that the operation writes to.
-        outputs: memory of the results. None for a result that is in the memory of an argument, or no tensor.
+        outputs: memory of the results. None for a result that shares an argument's memory, or is not a tensor.
     """
 
     number: int
@@ -150,7 +150,7 @@ class Operation:
         return [*(one.memory for one in self.reads), *(one for one in self.outputs if one is not None)]
 
     def run(self, storages: dict[Memory, torch.UntypedStorage]) -> None:
-        """Run the operation on these storages. Allocate those that are missing."""
+        """Run the operation on these storages. Allocate missing ones."""
 
         def tensor(one: Read | Constant | RandomState) -> Any:
             if isinstance(one, RandomState):
@@ -180,7 +180,7 @@ def results_of(result: Any) -> list[Any]:
 def compute(last: Operation, memory: Memory, storage: torch.UntypedStorage) -> None:
     """Fill a storage, which has 0 bytes, with the values that ``memory`` has after an operation.
 
-    Other storages that this needs are freed after their last use.
+    Other storages that the computation needs are freed after their last use.
     """
     operations = sorted(_needed(last), key=lambda one: one.number)
     last_use = {one: index for index, operation in enumerate(operations) for one in operation.memories}

@@ -1,11 +1,11 @@
-"""Dispatch mode that records the operations which compute a model's tensors, and frees the tensors' memory.
+"""Dispatch mode that records the operations that compute a model's tensors, and frees the tensors' memory.
 
 Operations run at once, so a script may read any value, and random generators advance as they do without the mode. Only
-the storages that were used last keep their memory, together at most twice as much as the largest of them. A storage
+the most recently used storages keep their memory, in total at most twice the size of the largest storage. A storage
 that is needed again is computed from its recorded operations.
 
 A storage is kept in memory, and not recorded, if its record would be larger than its values, if its values come from
-outside of torch (NumPy, a file) or from an operator that is not torch's own, or if the script has its address.
+outside torch (NumPy, a file) or from an operator that is not torch's own, or if the script has its address.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from paceline.system.torch_internals import (
 _RECORD_BYTES, _STATE_BYTES = 1000, 5056
 """Approximate size of a recorded operation, and of the state of the CPU's generator."""
 _HELD = 2
-"""Limit of what is held, as a multiple of the largest storage: ``orthogonal_`` needs two of the parameter's size."""
+"""Limit of the bytes in memory, as a multiple of the largest storage. ``orthogonal_`` needs two of that size."""
 _UNUSED_EVERY = 32
 """Number of operations between two searches for storages that the script does not use any more."""
 _BY_ADDRESS = {"__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "apply_", "data_ptr", "map2_", "map_"}
@@ -55,13 +55,13 @@ _BY_ADDRESS |= {"numpy", "share_memory_", "storage", "to_dlpack", "tolist", "unt
 
 @dataclass(eq=False)
 class Tracked:
-    """Storage of the model that is built, or of an intermediate result.
+    """Storage of a tensor of the model, or of an intermediate result.
 
     Attributes:
-        last: last operation that wrote to it. None if it has not been written to, or is kept.
+        last: last operation that wrote to it. None if there is none, or if the storage is kept.
         cost: approximate size of its record.
         is_kept: whether it keeps its memory.
-        is_filled: whether it has its memory and its values now.
+        is_filled: whether its memory is allocated and holds its values.
     """
 
     storage: torch.UntypedStorage
@@ -72,7 +72,7 @@ class Tracked:
     is_filled: bool = True
 
     def fill(self) -> None:
-        """Compute the values, unless they are there."""
+        """Compute the values unless they are in memory."""
         if not self.is_filled:
             assert self.last is not None
             compute(self.last, self.memory, self.storage)
@@ -101,7 +101,7 @@ class Recorder(UncompiledMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracked: dict[int, Tracked] = {}
-        self._filled: dict[Tracked, None] = {}  # those that can be freed; the one that was used last at the end
+        self._filled: dict[Tracked, None] = {}  # storages that can be freed, in order of their last use
         self._freed = FreedMemory()
         self._filled_bytes = self._largest = self._calls = self._recorded = 0
 
@@ -123,7 +123,7 @@ class Recorder(UncompiledMode):
                 self._unmark(one)
 
     def storages(self) -> list[Tracked]:
-        """Return the storages that tensors use, and forget all other ones."""
+        """Return the storages that tensors still use, and forget all others."""
         self._tracked = {key: one for key, one in self._tracked.items() if one.is_used}
         for one in [one for one in self._filled if not one.is_used]:
             self._free(one)
@@ -161,7 +161,7 @@ class Recorder(UncompiledMode):
         given: Mapping[int, RandomState],
         result: Any,
     ) -> None:
-        """Record the call, or keep the memory of all that it has written to."""
+        """Record the call, or keep the memory of all storages that it wrote to."""
         inputs = {storage_id(one) for one in call.tensors if has_storage(one)}
         outputs = [self._track(one, inputs) for one in results_of(result)]
         targets = [self.find(one) for one in call.written]
@@ -217,7 +217,7 @@ class Recorder(UncompiledMode):
         return tracked is None or tracked.is_kept
 
     def _track(self, result: object, inputs: Collection[int]) -> Tracked | None:
-        """Track the storage of a result, unless it has no values or is that of an argument."""
+        """Track the storage of a result, unless it is empty or belongs to an argument."""
         if not isinstance(result, torch.Tensor) or not has_storage(result):
             return None
         storage, key = result.untyped_storage(), storage_id(result)
@@ -230,7 +230,7 @@ class Recorder(UncompiledMode):
         return self._tracked[key]
 
     def _mark(self, one: Tracked) -> None:
-        """Make a filled storage the one that was used last."""
+        """Mark a filled storage as the most recently used."""
         self._unmark(one)
         if one.last is not None:
             self._filled[one] = None
@@ -242,7 +242,7 @@ class Recorder(UncompiledMode):
             self._filled_bytes -= one.memory.nbytes
 
     def _shrink(self, more: int = 0) -> None:
-        """Free storages until ``more`` bytes fit in, beginning with the one whose last use is longest ago."""
+        """Free the least recently used storages until ``more`` bytes fit."""
         limit = _HELD * max(self._largest, more)
         self._calls += 1
         if self._calls % _UNUSED_EVERY == 0 or self._filled_bytes + more > limit:
@@ -258,7 +258,7 @@ class Recorder(UncompiledMode):
 
 @contextmanager
 def _allocated(storages: Iterable[Tracked]) -> Iterator[None]:
-    """Give storages without values memory, because torch checks that a view is inside of its storage."""
+    """Allocate memory for storages without values, because torch checks that a view lies inside its storage."""
     empty = [one for one in storages if not one.is_filled]
     for one in empty:
         one.storage.resize_(one.memory.nbytes)
@@ -271,7 +271,7 @@ def _allocated(storages: Iterable[Tracked]) -> Iterator[None]:
 
 
 class AddressReads(TorchFunctionMode):
-    """Function mode that keeps the memory of tensors whose address leaves torch."""
+    """Function mode that keeps the memory of tensors whose address is passed to code outside torch."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class AddressReads(TorchFunctionMode):
 
 
 def _refusal(tensors: Sequence[torch.Tensor]) -> InputError:
-    """Return the error for a tensor subclass with operators of its own, naming the module that uses it."""
+    """Return the error for a tensor subclass with its own operators, naming the module that uses it."""
     kind = next(type(one) for one in tensors if type(one).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
     frame, module = sys._getframe(1), ""
     while frame.f_back is not None and not module:
@@ -296,5 +296,5 @@ def _refusal(tensors: Sequence[torch.Tensor]) -> InputError:
         module = type(owner).__name__ if isinstance(owner, nn.Module) else ""
     return InputError(
         f"{module or 'The model'} is built with {kind.__name__}, a tensor class with operators of its own, whose "
-        f"values paceline.deferred() cannot compute again: build it outside of the with block."
+        f"values paceline.deferred() cannot compute again: build it outside the with block."
     )

@@ -1,4 +1,4 @@
-"""Parameters and buffers without values, which refuse to be read."""
+"""Parameters and buffers without values, which raise an error when their values are used."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Deferred:
         return [one for one in (reference() for reference in self._tensors) if one is not None]
 
     def fill(self) -> None:
-        """Compute the values. The tensors are ordinary ones from now on."""
+        """Compute the values, and turn the tensors into ordinary ones."""
         self._tracked.fill()
         for tensor in self.tensors():
             if deferred_in(tensor) is self:
@@ -85,7 +85,7 @@ class _DeferredTensor(torch.Tensor):
 
 
 def _answer(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what can be known without the values.
+    """Return the result of a function that does not need the values.
 
     Raises:
         InputError: the function reads or changes values.
@@ -113,6 +113,6 @@ def _refusal(given: Any) -> InputError:
     return InputError(
         f"{names[0] if names else 'a parameter'!r} of the model has no values yet, because the model was built under "
         f"paceline.deferred(): paceline.start(model=...) gives it its initial values. Call the model, and read or "
-        f"change its parameters, after that or inside of the with block. Build a model that paceline.start does not "
-        f"get without paceline.deferred()."
+        f"change its parameters, after that or inside the with block. Build a model that is not passed to "
+        f"paceline.start outside the with block."
     )
