@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -336,6 +337,7 @@ class TrainingLoop:
             except WorkerLost as lost:
                 if self._recovery is None:
                     raise
+                traceback.clear_frames(lost.__traceback__)  # else they keep the graph, and its views of the weights
                 self._re_form(lost=lost)
 
     def _re_form(self, planned: bool = False, lost: WorkerLost | None = None) -> None:

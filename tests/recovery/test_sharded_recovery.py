@@ -28,6 +28,32 @@ def test_a_lost_shard_comes_from_the_checkpoint(run: Run, undisturbed: Any, path
     assert went_back(ran) == [3, 3], ran.report()
 
 
+# Each strategy tells whether its worker shares the weights with the others.
+TELLING = """
+import json
+from paceline.strategies.sharded import strategy
+
+share, shared = strategy._shared_weights, []
+def told(*given):
+    weights = share(*given)
+    shared.append(weights is not None)
+    return weights
+strategy._shared_weights = told
+"""
+
+
+def test_the_workers_that_are_left_share_their_weights(run: Run, undisturbed: Any) -> None:
+    """Nothing of the interrupted step is taken for a view of the weights that the script has made."""
+    script = TELLING + PLAIN + "print(json.dumps({'shared': shared}))\n"
+    ran = run(script, *ELASTIC, *EVERY_3, faults=faults.kill(rank=1, step=5), GIVEN=SHARDED)
+    assert ran.code == 0, ran.report()
+    shared = [one["shared"] for one in ran.printed() if "shared" in one]
+    assert max(map(len, shared)) > 1, ran.report()
+    assert all(map(all, shared)), ran.report()
+    fingerprints = {one["fingerprint"] for one in ran.printed() if "fingerprint" in one}
+    assert fingerprints == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["inside the collective", "between reduction and update", "after update"])
 def test_a_worker_is_lost_inside_a_step(run: Run, undisturbed: Any, point: Any) -> None:

@@ -100,6 +100,11 @@ class Reduction:
         for bucket in self._buckets:
             bucket.waiting, bucket.sent = len(bucket.members), 0
 
+    def close(self) -> None:
+        """Release the examples. No step can start afterwards."""
+        for bucket in self._buckets:
+            bucket.examples.clear()
+
     def has_room(self, member: int) -> bool:
         """Return whether :meth:`slots_of` needs no other tensor of this worker first."""
         return self._at[member][0].after < self._done[0]

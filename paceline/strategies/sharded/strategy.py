@@ -187,9 +187,15 @@ class Sharded(Strategy):
     def close(self) -> frozenset[str] | None:
         self._workers.close()
         self._shard.unite()
-        if self._updating:  # some slices may be a step ahead of the others
-            return frozenset()
-        return None if self._is_whole else self._owned
+        owned = None if self._is_whole else self._owned
+        self._release()
+        return frozenset() if self._updating else owned  # some slices may be a step ahead of the others
+
+    def _release(self) -> None:
+        """Release all views of the weights, which the next strategy would take for the script's (:func:`can_share`)."""
+        self._parts, self._weights = [], None
+        self._shard.own.clear()
+        self._reduction.close()
 
 
 def _shared_weights(context: TrainingContext, every: Sequence[Slice]) -> SharedWeights | None:
@@ -197,6 +203,8 @@ def _shared_weights(context: TrainingContext, every: Sequence[Slice]) -> SharedW
     memory, world = context.world.host_memory, context.world
     if context.settings.shard != "parameters":
         return None
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()  # torch keeps a graph interrupted by a loss until the next one
     if not all(world.gather(memory is not None and can_share(context), "start")):
         return None
     assert memory is not None
