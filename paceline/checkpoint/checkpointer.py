@@ -98,12 +98,14 @@ class Checkpointer:
         """
         storage = self._require_storage()
         begin = time.perf_counter()
-        self.finish()
         if self._world.rank == 0:
-            with state.collecting():
+            with state.collecting():  # also ends the wait of the others if an earlier save has failed
+                self.finish()
                 self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
             self._interval.reset(step)
-        elif (share := state.divided()) is not None:
+            return storage.location(manifest.name_of(step))
+        self.finish()
+        if (share := state.divided()) is not None:
             share.send()
         elif self._divided:
             self._write_part(storage, state.snapshot(step))
@@ -123,14 +125,16 @@ class Checkpointer:
             return
         storage = self._require_storage()
         begin = time.perf_counter()
-        self.finish()
         if self._world.rank == 0:
             with state.collecting():
+                self.finish()
                 snapshot, writer = self._buffers.copy(state.snapshot(step)), self._writer(storage)
             stall = time.perf_counter() - begin
             self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
             self._interval.reset(step)
-        elif (share := state.divided()) is not None:
+            return
+        self.finish()
+        if (share := state.divided()) is not None:
             share.send()
         elif self._divided:
             self._write_part(storage, state.snapshot(step))

@@ -114,3 +114,24 @@ def test_a_save_that_fails_in_the_middle(tmp_path: Path, passes: bool, monkeypat
     (wanted, whole), _ = run(2, act)
     if passes:
         check(tmp_path / "saved", whole, wanted)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_after_one_that_has_failed(tmp_path: Path, background: bool) -> None:
+    """Rank 0 raises the error of the earlier save before it collects anything, and the other workers go on."""
+
+    def fail() -> None:
+        raise CheckpointError("the disk is gone")
+
+    def act(world: Any) -> None:
+        one = Held(world, tmp_path / "saved", background=background)
+        save = one.checkpointer.begin_save if background else one.checkpointer.save
+        if world.rank:
+            save(one.state, 3)
+        else:
+            one.checkpointer._background.start(fail)
+            with pytest.raises(CheckpointError, match="the disk is gone"):
+                save(one.state, 3)
+        assert world.gather("still together", "") == ["still together"] * 2
+
+    run(2, act)

@@ -34,6 +34,7 @@ class DividedOptimizerState:
         self._world, self._model, self._own = context.world, context.compute.model, own
         self._coming: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.hashes: Mapping[str, str] | None = None
+        self._collecting = False
 
     def _division(self, what: str) -> Division:
         shapes = {name: value.shape for name, value in self._model.named_parameters()}
@@ -50,6 +51,7 @@ class DividedOptimizerState:
 
     def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
         """See ``DividedState``."""
+        self._collecting = True
         division = self._division(_SAVING)
         return StreamedTensors(local, division.kinds, partial(self._receive, division))
 
@@ -72,7 +74,10 @@ class DividedOptimizerState:
                 pass
 
     def end(self) -> None:
-        """See ``DividedState``."""
+        """See ``DividedState``. The others may wait for a :meth:`collect` that an error has prevented."""
+        if not self._collecting:
+            self._division(_SAVING)
+        self._collecting = False
         self._drain()
         self._world.gather(None, _SAVING)
 
