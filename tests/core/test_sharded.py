@@ -293,3 +293,25 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert found["fixed"].startswith("ConfigError: strategy 'sharded' cannot add up gradients in fixed point")
         for call in ("state_dict", "load_state_dict"):
             assert found[call].startswith("InputError: This worker has only a part of the optimizer's state")
+
+
+VERSIONS = """
+import torch
+import paceline
+from subjects import classes, tell
+
+model = torch.nn.Linear(12, 4)
+session = paceline.start(
+    model=model, data=classes(64), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    loss=torch.nn.functional.cross_entropy, batch=8, microbatches=4, strategy="sharded",
+)
+before = [value._version for value in model.parameters()]
+for batch in session.batches(steps=1):
+    session.step(batch)
+tell(changed=[value._version > version for value, version in zip(model.parameters(), before)])
+"""
+
+
+def test_autograd_knows_that_the_weights_have_changed(printed: Printed, tmp_path: Path) -> None:
+    """Then the backward pass of a graph that an earlier step has kept is refused, as with all strategies."""
+    assert printed(VERSIONS, 2, tmp_path) == [{"changed": [True, True]}] * 2
