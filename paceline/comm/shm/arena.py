@@ -176,12 +176,18 @@ class SharedMemory:
         if self.place == 0:
             os.pwrite(file, token, 0)
             os.ftruncate(file, size)
-        handle = self.all_gather(struct.pack("<q", file) + token)[0]
-        number, token = int.from_bytes(handle[:8], "little", signed=True), handle[8:]
-        opened = file if self.place == 0 else _open(self._processes[0][0], number, token)
-        if not all(map(bool, self.all_gather(b"" if opened is None else b"opened"))):
-            raise OSError(f"The workers of this machine cannot all open {size} bytes of memory that they share.")
-        assert opened is not None
+        opened: int | None = file if self.place == 0 else None
+        try:
+            handle = self.all_gather(struct.pack("<q", file) + token)[0]
+            if self.place:
+                number = int.from_bytes(handle[:8], "little", signed=True)
+                opened = _open(self._processes[0][0], number, handle[8:])
+            if not all(self.all_gather(b"" if opened is None else b"opened")) or opened is None:
+                raise OSError(f"The workers of this machine cannot all open {size} bytes of memory that they share.")
+        except BaseException:
+            if opened is not None:
+                os.close(opened)
+            raise
         return opened
 
     def reserve(self, slots: int) -> int:

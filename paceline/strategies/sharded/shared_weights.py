@@ -24,6 +24,7 @@ from paceline.comm.reduction.buckets import view_like
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.mapping import drop_private, map_private, map_shared
 from paceline.comm.shm.tensors import aligned
+from paceline.errors import InputError
 from paceline.schedule.slices import Slice, whole
 from paceline.step.context import TrainingContext
 from paceline.system.torch_internals import count_users
@@ -53,8 +54,10 @@ class SharedWeights:
         self._memory, self._flag, self._updates = memory, memory.reserve(1), 0
         starts = [*accumulate((aligned(value.nbytes) for value in self._parameters), initial=0)]
         file = memory.new_file(size := max(starts[-1], 1))
-        self._seen, kept = map_private(file, size), map_shared(file, size)
-        os.close(file)
+        try:
+            self._seen, kept = map_private(file, size), map_shared(file, size)
+        finally:
+            os.close(file)
         self._views = [_view(self._seen, *pair) for pair in zip(starts, self._parameters, strict=False)]
         stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
         rank, of = context.world.rank, {index: part_of(stored[one.parameter], one) for index, one in enumerate(slices)}
@@ -74,6 +77,12 @@ class SharedWeights:
         """Copy changes that the script has made to the owned slices since the last update into the file."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():  # the script has replaced ``.data``
+                if parameter.stride() != view.stride():
+                    raise InputError(
+                        f"The script has changed the strides of a parameter of shape {list(view.shape)} from "
+                        f"{view.stride()} to {parameter.stride()}, as model.to(memory_format=...) does, while strategy "
+                        f"'sharded' trains it. Do so before paceline.start, or use strategy 'allreduce'."
+                    )
                 view.copy_(parameter.detach())
                 parameter.data = view
         for part, one in self._taken:

@@ -117,8 +117,10 @@ class Sharded(Strategy):
         used = [parameter.grad is not None for parameter in parameters]
         self._reducer.clear()
         gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
+        self._divided.hashes = None
+        self._is_whole &= self._weights is None  # others may update shared weights while this worker waits
         norm = self._norm(gradients)
-        self._updating, self._is_whole, self._divided.hashes = True, False, None
+        self._updating, self._is_whole = True, False
         if self._weights is None:
             self._follow()
         else:
