@@ -137,7 +137,8 @@ class Sharded(Strategy):
         if self._weights is not None:
             self._weights.publish()
             changed = [parameter for parameter, one in zip(parameters, used, strict=True) if one]
-            torch.autograd.graph.increment_version(changed)  # as torch does: an earlier graph has lost its weights
+            for parameter in changed:  # as torch does: an earlier graph has lost its weights
+                torch.autograd.graph.increment_version(parameter)
         self._updating = False
         return norm, rate
 
