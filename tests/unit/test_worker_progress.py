@@ -160,6 +160,16 @@ def test_who_was_dropped_before_the_checkpoint_takes_it_as_received() -> None:
     assert back.result is not None and back.result.loss == 3.0
 
 
+def test_who_waits_for_the_step_before_the_checkpoint_takes_it_as_received() -> None:
+    """Its script is in step 3, which the others completed and saved without it."""
+    history = Progress(4, result=StepResult(3.0, 1.0, 0.1)).history()
+    everyone = [Progress(6, entered=5, result=StepResult(5.0, 1.0, 0.1)), Progress(3, entered=3)]
+    back = gone_back(everyone, 1, 4, history)
+    assert back.has_received(3) and not back.has_received(4) and not back.gives_again(3)
+    assert back.result is not None and back.result.loss == 3.0
+    assert gone_back(everyone, 0, 4, history).received == 0
+
+
 def test_a_step_that_was_left_out_is_done_unless_others_are_further() -> None:
     progress = Progress(2)
     progress.leave_out(2)
