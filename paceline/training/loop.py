@@ -74,7 +74,7 @@ class TrainingLoop:
             self._take_over(beginning.begin())
             self._set_up_strategy()
         else:
-            self._recovery = Recovery(context.world.coordinator, beginning)
+            self._recovery = Recovery(context.world.coordinator, beginning, script.keep_step)
             self._recovery.register(self._status)
             self._re_form()
             self._await_process_group()
@@ -103,6 +103,7 @@ class TrainingLoop:
         check_loop_changes(context.settings, context.world.size, context.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step
+            self._script.begin_step()
         others_did = self.progress.has_received(batch.step, turn)  # the step is in the records of other workers
         if not others_did and (lost := context.loop.not_restored()):  # else the code after the step has yet to run
             warn(context, lost)

@@ -26,6 +26,7 @@ class ScriptState:
         self.values: dict[str, Any] = {}
         self._progress: Progress | None = None
         self._kept: dict[str, Any] = {}
+        self._in_step = False  # whether a step of the script has begun and not returned
 
     def follow(self, progress: Progress) -> None:
         """Use this progress as the source of the results to save."""
@@ -48,8 +49,21 @@ class ScriptState:
         self._check(name, _content(value))
         self.values[name] = value
 
+    def begin_step(self) -> None:
+        """Record that the script waits for a step, so that its values do not change until :meth:`keep`."""
+        self._in_step = True
+
     def keep(self) -> None:
         """Copy the current values. Called when a step ends."""
+        self._in_step = False
+        self._copy()
+
+    def keep_step(self) -> None:
+        """Copy the current values if the script waits for a step. Called when other workers have sent its result."""
+        if self._in_step:
+            self.keep()
+
+    def _copy(self) -> None:
         for name, value in self.values.items():
             self._kept[name] = copy.deepcopy(_content(value))
 
@@ -58,7 +72,7 @@ class ScriptState:
         """Make :meth:`saved` return the current values inside the block."""
         before = self._kept
         self._kept = dict(before)
-        self.keep()
+        self._copy()
         try:
             yield
         finally:

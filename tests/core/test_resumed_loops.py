@@ -166,6 +166,22 @@ def test_containers_that_the_script_holds_get_their_old_content() -> None:
     assert before.values["list"] == [1, [2]]
 
 
+def test_a_step_that_others_completed_is_kept_with_the_values_of_now() -> None:
+    script = ScriptState()
+    script.register({"done": (done := [0])})
+    done.append(1)
+    script.keep_step()
+    assert script.saved()["registered"] == {"done": [0]}, "no step waits"
+    script.begin_step()
+    with script.of_now():
+        assert script.saved()["registered"] == {"done": [0, 1]}
+    assert script.saved()["registered"] == {"done": [0]}
+    script.keep_step()
+    done.append(2)
+    script.keep_step()
+    assert script.saved()["registered"] == {"done": [0, 1]}, "the step is over"
+
+
 def test_a_result_that_no_checkpoint_has_is_of_a_later_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def train(resume: bool, asks: bool) -> list[float]:
         session = start(tmp_path / "saved", 100, resume)

@@ -190,7 +190,12 @@ class Scene:
         self.begun = 0
         facts = {"batch": 8, "initial weights": "a"}
         about = {"context": self.context, "run_spec": facts, "state": self.state, "checkpointer": self.saver}
-        self.of = Recovery(coordinator, SimpleNamespace(**about, begin=self.begin))  # type: ignore[arg-type]
+        self.kept = 0  # calls to keep the script's values
+
+        def keep() -> None:
+            self.kept += 1
+
+        self.of = Recovery(coordinator, SimpleNamespace(**about, begin=self.begin), keep)  # type: ignore[arg-type]
 
     def begin(self) -> Progress:
         self.begun += 1
@@ -211,12 +216,13 @@ def test_workers_behind_get_the_state_of_the_furthest() -> None:
     given += [Progress(7, {"evaluate": made}, turns=2, entered=7)]
     given += [Progress(7, {"evaluate": made}, turns=2, compared=1, entered=6)]
 
-    def act(world: Any) -> tuple[Progress, State]:
+    def act(world: Any) -> tuple[Progress, State, int]:
         scene = Scene(world)
-        return scene.of._same_state(given[world.rank]), scene.state
+        return scene.of._same_state(given[world.rank]), scene.state, scene.kept
 
     found = run(5, act)
-    for rank, (progress, state) in enumerate(found):
+    for rank, (progress, state, kept) in enumerate(found):
+        assert kept == (rank == 1), "only its script waits for the step that the others have completed"
         assert (progress.steps, progress.compared, progress.results_of) == (7, 5, {"evaluate": made}), rank
         assert state.keeps_script == (rank != 2)
         if rank in (3, 4):

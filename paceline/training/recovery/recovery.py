@@ -43,10 +43,12 @@ class Recovery:
 
     Args:
         beginning: training context, and the initial state for when no worker has a state.
+        keep_script: function that copies the values of a script that waits for a step, when others have completed it.
     """
 
-    def __init__(self, coordinator: CoordinatorClient, beginning: Beginning) -> None:
+    def __init__(self, coordinator: CoordinatorClient, beginning: Beginning, keep_script: Callable[[], None]) -> None:
         self._coordinator = coordinator
+        self._keep_script = keep_script
         self._beginning = beginning
         self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
         self._undo_warm_up: Callable[[], None] = lambda: None
@@ -139,7 +141,7 @@ class Recovery:
         """Bring all members to the most advanced state, or to a checkpoint if that is lost; return the progress."""
         if progress is not None:
             progress.changes = self._context.loop.needed
-        everyone = self._context.world.gather(progress, RE_FORMING)
+        own, everyone = progress, self._context.world.gather(progress, RE_FORMING)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):
@@ -149,6 +151,8 @@ class Recovery:
             progress = self._catch_up(everyone, progress)
         else:
             progress = self._go_back(everyone)
+        if own is not None and own.steps < progress.steps == own.entered + 1:
+            self._keep_script()  # a worker that joins before the step returns gets the values with which it returns
         progress.compared = max(one.compared for one in everyone if one is not None)
         return progress
 
