@@ -64,8 +64,13 @@ class Progress:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the script has begun the next step, so that no code after the last step is pending."""
-        return self.entered == self.steps
+        """Whether the script has begun or begins with the next step, so that no code after the last step is pending."""
+        return self.entered == self.steps or self.begins_next
+
+    @property
+    def begins_next(self) -> bool:
+        """Whether the state is as of the beginning of the next step, so that this worker has none of before."""
+        return self.received == self.steps and not self.again
 
     def has_script_at(self, steps: int) -> bool:
         """Return whether the script has begun step ``steps - 1``, so that its own registered values are current."""
@@ -120,6 +125,7 @@ class Progress:
             "evaluations": dict(self.results_of.get(EVALUATE, {})),
             "once": {call: values for call, values in once.items() if call != BEFORE_TRAINING},
             "results": [{key: _number(value) for key, value in asdict(one).items()} for one in results],
+            **({"again": False} if self.begins_next else {}),
         }
 
     @classmethod
@@ -131,7 +137,8 @@ class Progress:
         given = [{key: value for key, value in one.items() if key in known} for one in history["results"]]
         result, *phases = [StepResult(**{**one, "notice": 0}) for one in given]
         results_of = {EVALUATE: history["evaluations"], ONCE: history["once"]}
-        progress = cls(steps, results_of, result=result, phases=phases, received=steps)
+        again = history.get("again", True)
+        progress = cls(steps, results_of, result=result, phases=phases, received=steps, again=again)
         progress.turns = progress.received_turns = len(phases)
         return progress
 
@@ -162,9 +169,9 @@ def decide(notice: int, elastic: bool, joiners_wait: bool) -> Action:
 class CatchUp:
     """Plan of the state transfer that brings all workers to the same state."""
 
-    senders: list[int]  # most advanced ranks, whose state the other ranks receive
+    senders: list[int]  # most advanced ranks that have the state to send. The ranks that are behind receive it.
     # whether all senders have begun the next step and no receiver has a state, so that the receivers begin with that
-    # step. Otherwise they receive the state as of the return of the last step.
+    # step. Otherwise they receive the state as of the return of the last step, unless no sender has it.
     in_step: bool
 
 
@@ -176,6 +183,9 @@ def plan_catch_up(everyone: Sequence[Progress | None]) -> CatchUp:
     in_step = all(
         one is not None and one.is_in_step if rank in senders else one is None for rank, one in enumerate(everyone)
     )
+    if not in_step:
+        ended = [rank for rank in senders if (one := everyone[rank]) is not None and not one.begins_next]
+        in_step, senders = not ended, ended or senders
     return CatchUp(senders, in_step)
 
 
@@ -199,8 +209,8 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     # a script that waits for a step before the checkpoint gets the result of others, as it must not take the step again
     if own is not None and own.steps >= steps and own.has_script_at(steps):
         return replace(back, received=own.received, again=own.again, entered=own.entered)
-    entered = -1 if own is None else own.entered
-    return replace(back, again=True, received=steps, entered=entered, result=Progress.resumed(steps, history).result)
+    entered, saved = -1 if own is None else own.entered, Progress.resumed(steps, history)
+    return replace(back, again=saved.again, received=steps, entered=entered, result=saved.result)
 
 
 def _all_results(known: Sequence[Progress]) -> dict[str, dict[Call, list[Any]]]:

@@ -128,6 +128,26 @@ def test_the_furthest_send_their_state() -> None:
     assert plan_catch_up([begun, behind]) == CatchUp([0], False), "who has a state takes the step with it"
 
 
+def test_who_joined_in_a_step_sends_its_state_as_that_of_the_step() -> None:
+    """It has no state of before, with which the script could run the code after the last step."""
+    joined, begun, behind = Progress(4, received=4, again=False), Progress(4, entered=4), Progress(3, entered=3)
+    assert plan_catch_up([joined, None]) == plan_catch_up([joined, behind]) == CatchUp([0], True)
+    assert plan_catch_up([begun, joined, None]) == CatchUp([0, 1], True)
+    assert plan_catch_up([begun, joined, behind]) == CatchUp([0], False)
+    later = Progress(5, received=4, again=False, entered=4)
+    assert plan_catch_up([later, None]) == CatchUp([0], False)
+
+
+def test_a_checkpoint_of_who_joined_in_a_step_begins_with_that_step() -> None:
+    result = StepResult(3.0, 1.0, 0.1)
+    joined = Progress(4, received=4, again=False, result=result)
+    resumed = Progress.resumed(4, joined.history())
+    assert (resumed.received, resumed.again, resumed.gives_again(-1)) == (4, False, False)
+    assert not gone_back([Progress(5, entered=5), None], 1, 4, joined.history()).gives_again(-1)
+    for other in (Progress(4, received=4, result=result), Progress(5, received=4, again=False, result=result)):
+        assert "again" not in other.history() and Progress.resumed(4, other.history()).gives_again(-1)
+
+
 def test_a_step_is_repeated_up_to_where_the_workers_were() -> None:
     progress = Progress(2, repeat_until=5)
     assert progress.to_repeat(9) and progress.to_repeat(3) and not progress.to_repeat(2)

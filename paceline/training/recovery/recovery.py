@@ -158,10 +158,11 @@ class Recovery:
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
         """Send the state of the most advanced workers to the others, and return this worker's progress."""
-        plan, world = plan_catch_up(everyone), self._context.world
-        if len(plan.senders) < len(everyone):
-            sends = world.rank in plan.senders
-            received = transfer(world, plan.senders, self._to_send(progress, plan.in_step) if sends else None)
+        plan, world, most = plan_catch_up(everyone), self._context.world, furthest_of(everyone).key
+        behind = [one is None or one.key != most for one in everyone]
+        if any(behind):
+            state = None if behind[world.rank] else self._to_send(progress, plan.in_step)
+            received = transfer(world, plan.senders, state)
             if received is not None:
                 progress = self._take_over(received, -1 if progress is None else progress.entered)
         assert progress is not None
