@@ -194,6 +194,16 @@ def furthest_of(everyone: Sequence[Progress | None]) -> Progress:
     return max((one for one in everyone if one is not None), key=lambda one: one.key)
 
 
+def lacks_script(everyone: Sequence[Progress | None]) -> bool:
+    """Return whether a worker needs the script's values as of the state of the most advanced workers, which lack them.
+
+    While they repeat lost steps, they have a later step's values, from before they went back to a checkpoint.
+    """
+    most = furthest_of(everyone)
+    behind = [one for one in everyone if one is None or one.key != most.key]
+    return most.steps < most.repeat_until and any(one is None or not one.has_script_at(most.steps) for one in behind)
+
+
 def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, history: dict[str, Any]) -> Progress:
     """Return the progress of a rank after all ranks have loaded a checkpoint because some state was lost.
 

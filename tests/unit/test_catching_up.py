@@ -336,6 +336,18 @@ def test_a_script_that_was_behind_the_checkpoint_gets_the_values_of_that() -> No
     assert (second.received, second.entered, loaded) == (5, -1, True)
 
 
+def test_who_joins_while_lost_steps_are_repeated_gets_the_values_of_a_checkpoint() -> None:
+    given = [Progress(6, repeat_until=8, entered=7), None]
+
+    def act(world: Any) -> tuple[Progress, bool]:
+        scene = Scene(world, newest=5)
+        return scene.of._same_state(given[world.rank]), scene.state.keeps_script
+
+    (first, keeps), (second, joiner_keeps) = run(2, act)
+    assert (first.steps, first.repeat_until, first.received, keeps) == (5, 8, 0, True)
+    assert (second.steps, second.repeat_until, second.received, joiner_keeps) == (5, 8, 5, False)
+
+
 def test_a_strategy_without_the_bits_takes_shards_of_several_steps(capable: SimpleNamespace) -> None:
     capable.exact = False
     given = [Progress(6, owned=names_of("0.")), Progress(8, owned=names_of("1."))]

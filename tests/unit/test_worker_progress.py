@@ -1,5 +1,6 @@
 """How far workers are: their order, what was done before a state was received, and what a checkpoint keeps."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from paceline.training.progress import (
     Progress,
     decide,
     gone_back,
+    lacks_script,
     plan_catch_up,
 )
 
@@ -153,6 +155,14 @@ def test_a_step_is_repeated_up_to_where_the_workers_were() -> None:
     assert progress.to_repeat(9) and progress.to_repeat(3) and not progress.to_repeat(2)
     progress.steps = 5
     assert not progress.to_repeat(9)
+
+
+def test_who_repeats_lost_steps_lacks_the_values_of_a_script_that_joins() -> None:
+    repeats = Progress(4, repeat_until=6, entered=5)
+    assert lacks_script([repeats, None]) and lacks_script([Progress(3, entered=1), repeats])
+    assert not lacks_script([repeats, replace(repeats, entered=-1)]), "all have gone back to the same checkpoint"
+    assert not lacks_script([repeats, Progress(3, entered=3)]), "its script waits for step 3, and has its values"
+    assert not lacks_script([Progress(6, repeat_until=6, entered=5), None])
 
 
 def test_who_goes_back_knows_all_calls_and_how_far_anybody_was() -> None:

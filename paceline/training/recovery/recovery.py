@@ -28,7 +28,7 @@ from paceline.environments import env
 from paceline.errors import PREEMPTED, InputError, WorkerLost
 from paceline.strategies.registry import worker_counts
 from paceline.system import fault_points
-from paceline.training.progress import Progress, furthest_of, gone_back, plan_catch_up
+from paceline.training.progress import Progress, furthest_of, gone_back, lacks_script, plan_catch_up
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.standby import move_to_device, warm_up
@@ -146,7 +146,7 @@ class Recovery:
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):
             progress.owned = frozenset()  # until the whole state has arrived, this worker's tensors are of two steps
-        if assemble(self._context, everyone):
+        if not lacks_script(everyone) and assemble(self._context, everyone):
             progress = None if progress is None else replace(progress, owned=None)
             progress = self._catch_up(everyone, progress)
         else:
@@ -186,7 +186,7 @@ class Recovery:
         return replace(progress, received=progress.steps, received_turns=progress.turns, entered=entered)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
-        """Load the newest checkpoint on all workers, because a part of the state is lost; return the progress."""
+        """Load the newest checkpoint on all workers, because they lack a part of the state; return the progress."""
         furthest, own = furthest_of(everyone), everyone[self._context.world.rank]
         self._state.keeps_script = own is not None
         steps = go_back(self._context, self._checkpointer, self._state, everyone)
