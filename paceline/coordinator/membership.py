@@ -247,10 +247,17 @@ class MembershipProtocol:
             self._form_first(now)
         elif self.changing:
             self._form_next(now)
-        elif largest_fit(self._fits, min(self.bounds.wanted, len(self.members) + len(self._spares()))) > len(
-            self.members
-        ):
+        elif not self._is_finishing and self._may_admit(len(self._spares())):
             self._announce_change(urgent=False, now=now, why="a worker joins")
+
+    def _may_admit(self, spares: int) -> bool:
+        there = len(self.members)
+        return largest_fit(self._fits, min(self.bounds.wanted, there + spares)) > there
+
+    @property
+    def _is_finishing(self) -> bool:
+        """Whether a member of this or an earlier generation has finished, so that the others only complete a step."""
+        return any(worker.finished and worker.joined for worker in self.workers.values())
 
     @property
     def _fits(self) -> Sequence[int]:
@@ -325,7 +332,8 @@ class MembershipProtocol:
         count = largest_fit(self._fits, len(chosen))  # with fewer spares if necessary
         kept = not holders or any(self.workers[number].progress is not None for number in chosen[:count])
         needed = 0 if leaving else len(left)  # a leaving worker has already sent its shard of the state to the others
-        if count >= max(1 if finished else self.bounds.least, needed) and kept:
+        least = 1 if self._is_finishing and holders else self.bounds.least
+        if count >= max(least, needed) and kept:
             self._publish(chosen[:count], dismissed=leaving)
         elif leaving:
             self.end(PREEMPTED, "preempted", now, save=True)

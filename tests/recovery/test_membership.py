@@ -282,6 +282,30 @@ def test_the_last_one_goes_on_when_others_have_finished_and_one_is_lost(least: i
     assert three.of.over is not None and three.of.over["code"] == 0
 
 
+def test_nobody_joins_the_last_one_when_others_have_finished() -> None:
+    """It does the last step alone, although a lost worker was replaced: with that one there would be too few."""
+    three = ScriptedMembership(least=3)
+    three.come(0, 1, 2)
+    three.of.finish(1, three.now)
+    three.lose(2)
+    three.ready(0)
+    assert three.of.members == [0]
+    three.come(3)
+    assert not three.of.changing
+    three.of.finish(0, three.now)
+    assert three.of.over is not None and three.of.over["code"] == 0
+    assert three.last(3)["type"] == "end" and three.last(3)["code"] == 0
+
+
+def test_a_script_without_training_that_ends_keeps_nobody_from_joining() -> None:
+    three = ScriptedMembership()
+    three.come(0, 1)
+    three.of.started(2)
+    three.of.finish(2, three.now)
+    three.come(3)
+    assert three.of.changing
+
+
 def test_one_that_was_dropped_comes_back(three: ScriptedMembership) -> None:
     three.of.lose(1, "rank 1 was late", three.now, may_run=True)
     three.ready(0, 2)
