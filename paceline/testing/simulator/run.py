@@ -51,6 +51,7 @@ class Simulation:
         self._points = 0
         self._failed = self._finished = False
         self._killed: set[int] = set()
+        self._left: set[int] = set()  # workers whose script an exception has ended
         self._broken: list[str] = []
         self._server: Server
         self._most = sum(plan.workers) + sum(fault.kind == "join" for fault in plan.faults)
@@ -148,9 +149,11 @@ class Simulation:
             worker = self._workers[number] = Worker(*about)
             worker.run()
         except SystemExit as end:
+            self._left.add(number)
             code = int(end.code or 0)
             self._workers[number].client.end_script()
         except (PacelineError, _Failure) as error:
+            self._left.add(number)
             code = getattr(error, "exit_code", 1)
             report = {"type": type(error).__name__, "message": str(error), "exit_code": code, "time": self._hub.now}
             self._reports[number] = {**report, "consequence": isinstance(error, WorkerLost)}
@@ -238,7 +241,7 @@ class Simulation:
             self._network.cut(number, fault.seconds)
         elif fault.kind == "leave":
             self.signal(number, kill=False)
-        elif fault.kind == "fail" and self._hub.running is process:
+        elif fault.kind == "fail" and self._hub.running is process and number not in self._left:
             self._failed = True
             raise _Failure("an error of the script")
         elif fault.kind == "kill":
