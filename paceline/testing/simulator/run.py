@@ -287,13 +287,16 @@ class Simulation:
         return codes
 
     def _check_script(self, number: int, worker: Worker) -> None:
-        """Raise Broken unless the script got each step once, with its loss. A worker that was dropped and returned may
-        skip steps and get the loss of the last step. Also check the time of a leave, and the evaluations.
+        """Raise Broken unless the script got each step once, with its loss.
+
+        A worker that was dropped and returned may skip steps, and get the loss of a later step. Also check the time of
+        a leave, and the evaluations.
         """
         steps = [step for step, _ in worker.seen]
         if steps != sorted(set(steps)):
             raise Broken(f"the script of worker {number} took the steps {steps}")
-        wrong = [(step, loss) for step, loss in worker.seen if loss < step]
+        returned = worker.world.was_dropped
+        wrong = [(step, loss) for step, loss in worker.seen if loss < step or (loss > step and not returned)]
         if wrong:
             raise Broken(f"the script of worker {number} was given the losses {wrong}")
         if worker.left_at is not None and len(steps) - worker.left_at > _STEPS_TO_LEAVE:
