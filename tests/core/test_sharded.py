@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 Printed = Callable[..., list[dict[str, Any]]]
+SLOW = pytest.mark.slow
 
 SCRIPT = """
 import os
@@ -267,7 +268,7 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize(
-    "machines", [[2], [1, 1, 1], [4], pytest.param([2, 1], marks=pytest.mark.slow), [2, 2]], ids=str
+    "machines", [[2], [1, 1, 1], pytest.param([4], marks=SLOW), pytest.param([2, 1], marks=SLOW), [2, 2]], ids=str
 )
 def test_the_bits_are_those_of_one_process(
     printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int]

@@ -13,7 +13,7 @@ cut into slices is a group of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -43,17 +43,6 @@ class GradientGroup:
     members: list[int]
     parts: list[slice] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
-
-    def hook(self, place: int, ready: Callable[[GradientGroup], None]) -> Callable[[torch.Tensor], None]:
-        """Return the hook of a parameter. ``ready`` is called with each gradient from the last one of the group on."""
-        arrived, size = self.arrived, len(self.places)
-
-        def count(_: torch.Tensor) -> None:
-            arrived.append(place)
-            if len(arrived) >= size:
-                ready(self)
-
-        return count
 
     def cut(self, values: Values) -> Values:
         """Return the value for each tensor of the reduction, given the value for each parameter."""

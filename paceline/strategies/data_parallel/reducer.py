@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain
 
 import torch
@@ -89,7 +89,7 @@ class Reducer:
         buckets = self._reduction.bucket_members if self._reduction else []
         self._groups = groups_of(backwards if slices is None else slices, buckets)
         self._hooks = [
-            self._parameters[place].register_post_accumulate_grad_hook(group.hook(place, self._ready))
+            self._parameters[place].register_post_accumulate_grad_hook(partial(self._arrive, group, place))
             for group in (self._groups if overlap else ())
             for place in group.places
         ]
@@ -193,7 +193,10 @@ class Reducer:
             self._fixed.send()
         return self._missing
 
-    def _ready(self, group: GradientGroup) -> None:
+    def _arrive(self, group: GradientGroup, place: int, _: torch.Tensor) -> None:
+        group.arrived.append(place)
+        if len(group.arrived) < len(group.places):
+            return
         if self._armed:
             self._write(group)
         else:
