@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -107,28 +107,14 @@ def _names(modules: list[nn.Module]) -> dict[int, str]:
     return names
 
 
-def deferred_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers that have no values yet."""
-    return [name for name, tensor in _named(model) if deferred_in(tensor) is not None]
-
-
-def materialize(
-    model: nn.Module,
-    names: Collection[str] | None = None,
-    *,
-    device: torch.device | None = None,
-    into: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
-) -> None:
+def materialize(model: nn.Module, device: torch.device | None = None) -> None:
     """Give parameters and buffers of a model their initial values, one after the other.
 
     Tensors that already have values are left alone. The parameters stay the same objects. Tensors that share a storage
-    still share it, unless ``device`` or ``into`` gives them memory elsewhere, as with ``Module.to``.
+    still share it, unless they move to another device, as with ``Module.to``.
 
     Args:
-        names: names of the parameters and buffers. Defaults to all.
         device: device to which each value is moved before the next one is computed. Defaults to the parameter's own.
-        into: called with the name and a tensor on the meta device that has the shape, strides and type. Returns the
-            memory for the value, such as a view of shared memory.
 
     Raises:
         InputError: the caller is inside a ``deferred`` block.
@@ -138,33 +124,18 @@ def materialize(
             "paceline.start was called inside the with block of paceline.deferred(), in which only models are built: "
             "end the block first."
         )
-    users: dict[Deferred, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    for name, tensor in _named(model):
-        if (found := deferred_in(tensor)) is not None and (names is None or name in names):
-            users[found].append((name, tensor))
+    users: dict[Deferred, list[torch.Tensor]] = defaultdict(list)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if (found := deferred_in(tensor)) is not None:
+            users[found].append(tensor)
     freed = FreedMemory()
     while users:  # leaves nothing that holds the memory of a value that has gone elsewhere
         one = next(iter(users))
         one.fill()
-        for name, tensor in users.pop(one):
+        for tensor in users.pop(one):
             value = tensor.detach()
-            if into is not None:
-                memory = into(name, torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta"))
-                tensor.data = memory.copy_(value)
-            elif device is not None:
+            if device is not None:
                 tensor.data = value.to(device)
             if tensor.data_ptr() != value.data_ptr():
                 freed.add(value.untyped_storage().nbytes())
         del value, one
-
-
-def place(model: nn.Module, memories: Mapping[str, torch.Tensor]) -> None:
-    """Give parameters and buffers without values the memory in ``memories``, whose values another worker writes."""
-    for name, tensor in _named(model):
-        if (found := deferred_in(tensor)) is not None and name in memories:
-            found.release(tensor)
-            tensor.data = memories[name]
-
-
-def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

@@ -62,17 +62,6 @@ def can_defer(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter)
 
 
-class _DeferredParameter(nn.Parameter):
-    """Parameter without values."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with without_subclasses():
-            return _answer(function, args, kwargs or {})
-
-
 class _DeferredTensor(torch.Tensor):
     """Buffer without values."""
 
@@ -82,6 +71,12 @@ class _DeferredTensor(torch.Tensor):
     ) -> Any:
         with without_subclasses():
             return _answer(function, args, kwargs or {})
+
+
+class _DeferredParameter(nn.Parameter):
+    """Parameter without values."""
+
+    __torch_function__ = _DeferredTensor.__torch_function__
 
 
 def _answer(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
