@@ -210,6 +210,7 @@ def trained(events: Path, since: float) -> bool:
 
 def command(options: argparse.Namespace, folder: Path, name: str, steps: int, elastic: bool) -> list[str]:
     words = [sys.executable, "-m", "paceline.cli.main", "run", "-n", str(options.workers), "--quiet"]
+    words += ["--set", f"strategy={options.strategy}"]
     words += ["--runs-dir", str(folder), "--name", name]
     if options.every:
         words += ["--set", f"checkpoint.every={options.every}"]
@@ -335,6 +336,7 @@ def main() -> None:
     parser.add_argument("--standby", type=int, default=1, help="workers that wait to take the place of a lost one")
     parser.add_argument("--state-mb", type=float, default=20, help="size of parameters and optimizer state")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints; 0: none")
+    parser.add_argument("--strategy", default="allreduce")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault-seconds", type=float, default=6, help="between two faults, on average")
     parser.add_argument("--kinds", default="kill,stop")

@@ -74,6 +74,7 @@ def torchs(zero):
 WAYS = {{
     "all-reduce": lambda: ours("allreduce"),
     **{{f"sharded: {{one}}": partial(ours, "sharded", shard=one) for one in ("parameters", "gradients", "optimizer")}},
+    "sharded: parameters, copied": partial(ours, "sharded", shard_copy=True),
     "DDP": lambda: torchs(False), "DDP, ZeroRedundancyOptimizer": lambda: torchs(True),
 }}
 torch.set_num_threads(1)
@@ -98,7 +99,7 @@ print(json.dumps(found), flush=True)
 """
 
 
-SHARDED = [f"sharded: {one}" for one in ("parameters", "gradients", "optimizer")]
+SHARDED = [f"sharded: {one}" for one in ("parameters", "gradients", "optimizer", "parameters, copied")]
 NAMES = "all-reduce", *SHARDED, "DDP", "DDP, ZeroRedundancyOptimizer"
 
 

@@ -21,7 +21,6 @@ from paceline.data.sampler import SampleNumbers
 from paceline.errors import ConfigError, InputError
 from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
-from paceline.settings import Arguments
 from paceline.step.context import Batch
 from paceline.step.loss import described
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
@@ -32,7 +31,7 @@ from paceline.training.evaluations import Evaluations
 from paceline.training.exports import Exports
 from paceline.training.report import Report
 from paceline.training.script_state import Registered
-from paceline.training.setup import Run, set_up
+from paceline.training.setup import Arguments, Run, set_up
 
 __all__ = ["Batch", "Report", "Session", "start"]
 

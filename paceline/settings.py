@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -229,6 +229,12 @@ class Settings(BaseModel):
     shard: Literal["optimizer", "gradients", "parameters"] = Field(
         "parameters", description="what strategy sharded divides: the optimizer's state, gradients too, parameters too"
     )
+    shard_copy: bool | None = Field(
+        None, description="sharded: let a second worker hold each slice, so that one may be lost; none: if elastic"
+    )
+    shard_within: Literal["machine"] | None = Field(
+        None, description="sharded: machine: divide the state among the workers of each machine; none: among all"
+    )
     bucket_megabytes: PositiveFloat | None = Field(
         None,
         description="size of the gradient buckets that are sent together; none: along a tree 5 in shared memory, 5 to "
@@ -356,45 +362,3 @@ GROUPS: dict[str, type[BaseModel]] = {
 """Settings groups, by the name of their field in :class:`Settings`."""
 SHORT = {"checkpoint": "directory", "weights": "path", "average": "kind"}
 """Groups that accept a plain value for one of their fields: ``checkpoint="dir"`` sets ``checkpoint.directory``."""
-
-
-class Arguments(TypedDict, total=False):
-    """Settings as keyword arguments of ``paceline.start``."""
-
-    strategy: str
-    batch: int
-    batch_per_worker: int
-    microbatches: int
-    shares: Literal["speed", "even"]
-    reduction: Literal["auto", "tree", "collective"]
-    transport: Literal["auto", "mpi"]
-    shard: Literal["optimizer", "gradients", "parameters"]
-    bucket_megabytes: float | None
-    backup: BackupSettings | dict[str, Any]
-    server: ServerSettings | dict[str, Any]
-    local: LocalSettings | dict[str, Any]
-    pipeline: PipelineSettings | dict[str, Any]
-    seed: int
-    exact: Exact
-    drop_last: bool
-    scale_lr: Literal["linear", "sqrt"] | None
-    warmup_steps: int
-    clip_norm: float | None
-    autocast: Literal["bfloat16", "float16"] | None
-    recompute: tuple[str | type, ...] | list[str | type] | Literal["auto"]
-    memory_gigabytes: float | None
-    compile: bool
-    workers_per_loader: int
-    checkpoint: CheckpointSettings | dict[str, Any] | str | Path
-    weights: WeightsSettings | dict[str, Any] | str | Path
-    average: AverageSettings | dict[str, Any] | Literal["ema", "swa"] | None
-    resume: str | None
-    trackers: tuple[str, ...] | list[str] | str
-    tracking: TrackingSettings | dict[str, Any]
-    nonfinite: Literal["stop", "skip"]
-    missing_gradient: Literal["stop", "zero"]
-    audit: Literal["auto", "off"] | int
-    audit_action: Literal["stop", "warn"] | None
-    threads: int
-    timeout_seconds: float
-    hang_seconds: float | None

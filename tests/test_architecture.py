@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 import paceline
 from paceline import config
 from paceline.cli.main import COMMANDS, _application
-from paceline.settings import Arguments
 from paceline.system import patches, torch_internals
+from paceline.training.setup import Arguments
 
 PACKAGE = Path(paceline.__file__).parent
 LONGEST_FILE = 400
@@ -49,6 +49,8 @@ SETTINGS = {
         "reduction",
         "bucket_megabytes",
         "shard",
+        "shard_copy",
+        "shard_within",
         "shares",
         "backup.workers",
         "local.every",

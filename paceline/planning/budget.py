@@ -26,6 +26,7 @@ from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import copy_small, step_of
 from paceline.step.probes.probe import warn
 from paceline.strategies.registry import capabilities
+from paceline.strategies.sharded.holders import copies_of
 
 _log = logging.getLogger("paceline")
 _STEPS = 3
@@ -211,6 +212,7 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         stage=able.divides_state,
         sharing=1 if context.world.host_memory is None else min(map(len, context.world.hosts)),
         window=min(gradients, WINDOW_BUCKETS * full(context.world.size)),
+        holders=1 + len(copies_of(settings, context.world.hosts)[0]) if able.divides_state else 1,
         even_shares=able.even_shares,
     )
 

@@ -55,6 +55,7 @@ class Run:
         stage: what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too, 3 weights too.
         sharing: workers that share one copy of the weights in stage 3.
         window: bytes of the sums that are on their way, from stage 2 on.
+        holders: workers that keep and update each part of what is divided.
         even_shares: whether workers get even shares of a batch. Otherwise one worker may compute all of it.
     """
 
@@ -70,6 +71,7 @@ class Run:
     stage: int = 0
     sharing: int = 1
     window: int = 0
+    holders: int = 1
     even_shares: bool = True
 
 
@@ -177,10 +179,13 @@ def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Nee
     workers = run.workers if run.even_shares else 1
     passes = -(-run.microbatches // workers) if fused else 1
     sums = 0 if fused else held_sums(run.microbatches, workers, run.tree)
+    copied = (run.holders - 1) * math.ceil(run.gradients / run.workers) if run.stage else 0
+    owned = math.ceil(run.gradients / run.workers) + run.window if run.stage >= 2 else run.gradients
+    kept = copied if run.sharing == run.workers else 0  # weights of a copy on the machine of their owner
     return Need(
-        math.ceil(run.weights / run.sharing) if run.stage >= _ALL else run.weights,
-        math.ceil(run.gradients / run.workers) + run.window if run.stage >= 2 else run.gradients,
-        math.ceil(run.optimizer / run.workers) if run.stage else run.optimizer,
+        math.ceil(run.weights / run.sharing) + kept if run.stage >= _ALL else run.weights,
+        owned + copied,
+        math.ceil(run.holders * run.optimizer / run.workers) if run.stage else run.optimizer,
         sums * run.sums,
         passes * peak_bytes(run.segments, recomputed),
     )

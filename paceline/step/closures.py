@@ -80,8 +80,8 @@ def with_closure(
     """
     buffers = context.compute.buffers
     if not context.update.closure_users:
-        buffers.accept(statistics)
         yield
+        buffers.accept(statistics)
         return
     assert again is not None, "the strategy was checked at the start"
     update, compute = context.update, again

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
+
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
@@ -47,6 +49,22 @@ class Strategy(ABC):
     def divided(self) -> DividedOptimizerState | None:
         """Optimizer state that the workers have in shares. None if each worker has all of it when synchronized."""
         return None
+
+    def settle(self) -> None:  # noqa: B027 - most steps end when all weights are known
+        """Raise WorkerLost if a worker was lost when the last step was done, but not all weights were exchanged."""
+
+    @property
+    def undecided(self) -> bool:
+        """Whether a loss has interrupted a step that others may have done. Call :meth:`decide` after :meth:`close`."""
+        return False
+
+    def decide(self, norm: torch.Tensor | float | None) -> frozenset[str] | None:
+        """Make the interrupted update with the norm of the gradients, as others have; None if nobody has.
+
+        Returns:
+            as :meth:`close`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> frozenset[str] | None:

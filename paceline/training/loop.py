@@ -74,7 +74,9 @@ class TrainingLoop:
             self._take_over(beginning.begin())
             self._set_up_strategy()
         else:
-            self._recovery = Recovery(context.world.coordinator, beginning, script.keep_step)
+            self._recovery = Recovery(
+                context.world.coordinator, beginning, script.keep_step, lambda norm: self.strategy.decide(norm)
+            )
             self._recovery.register(self._status)
             self._re_form()
             self._await_process_group()
@@ -116,6 +118,7 @@ class TrainingLoop:
         position.take(batch.step, turn)
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
+        self._together(lambda: self.strategy.settle())
         if not others_did and self.progress.steps == batch.step + 1:  # else the result belongs to a later step
             if self.records.needs_whole_state:
                 self._together(lambda: self.strategy.unite(batch.step + 1))
@@ -195,6 +198,7 @@ class TrainingLoop:
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
             self.progress.steps = step + 1
+            self._try_until_done(lambda: self.strategy.settle())
             if self._due(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()
@@ -350,7 +354,7 @@ class TrainingLoop:
             self.activity.begin(RE_FORMING)
             if self._strategy_ready:
                 self._strategy_ready = False
-                self.progress.owned = self.strategy.close()
+                self.progress.owned, self.progress.undecided = self.strategy.close(), self.strategy.undecided
                 if self.progress.owned == frozenset():  # interrupted in an update: others' schedules are right
                     self.progress.tie_break = 0
                 self.context.compute.buffers.reset()
@@ -377,7 +381,7 @@ class TrainingLoop:
             self.strategy = self._build(self.context)
         self.loads_ahead = False  # the first step may change how the strategy divides a share
         able = capabilities(self.context.settings, world.size)
-        if not able.replicated and not able.cuts_model and world.coordinator is not None:
+        if not (able.replicated or able.cuts_model or able.divides_state) and world.coordinator is not None:
             self.progress.tie_break = world.coordinator.number + 1
         self._strategy_ready = True
         self.context.loop.refresh()

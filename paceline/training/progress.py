@@ -53,6 +53,10 @@ class Progress:
     # whether a script that receives this progress gets the batch of the last step again. False if the senders had
     # already begun the next step.
     again: bool = True
+    # whether a loss has interrupted a step that others may have done, for which this worker has all it needs
+    undecided: bool = False
+    # whether the tensors in ``owned`` are those after one more step, which others have done
+    ahead: bool = False
     # names of the values that the script's loop has changed between steps
     changes: list[str] = field(default_factory=list)
 
@@ -192,6 +196,11 @@ def plan_catch_up(everyone: Sequence[Progress | None]) -> CatchUp:
 def furthest_of(everyone: Sequence[Progress | None]) -> Progress:
     """Return the progress of the most advanced worker."""
     return max((one for one in everyone if one is not None), key=lambda one: one.key)
+
+
+def norm_of_done(everyone: Sequence[Progress | None], step: int) -> torch.Tensor | float | None:
+    """Return the norm of the gradients of a step from a worker that has done it. None if nobody has."""
+    return next((one.result.norm for one in everyone if one and one.steps == step + 1 and one.result), None)
 
 
 def lacks_script(everyone: Sequence[Progress | None]) -> bool:

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from paceline import config
 from paceline.adapters.trackers.tracking import Tracking
@@ -21,7 +22,17 @@ from paceline.data.sampler import SampledOrder
 from paceline.environments import env
 from paceline.errors import InputError
 from paceline.events import EventLog
-from paceline.settings import Arguments, CheckpointSettings
+from paceline.settings import (
+    AverageSettings,
+    BackupSettings,
+    CheckpointSettings,
+    Exact,
+    LocalSettings,
+    PipelineSettings,
+    ServerSettings,
+    TrackingSettings,
+    WeightsSettings,
+)
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
 from paceline.step.probes.audit import tell
@@ -40,6 +51,50 @@ _current: TrainingLoop | None = None
 """Loop of the newest session. Earlier sessions are closed."""
 _count = 0
 """Number of runs set up in this process."""
+
+
+class Arguments(TypedDict, total=False):
+    """Settings as keyword arguments of ``paceline.start``."""
+
+    strategy: str
+    batch: int
+    batch_per_worker: int
+    microbatches: int
+    shares: Literal["speed", "even"]
+    reduction: Literal["auto", "tree", "collective"]
+    transport: Literal["auto", "mpi"]
+    shard: Literal["optimizer", "gradients", "parameters"]
+    shard_copy: bool | None
+    shard_within: Literal["machine"] | None
+    bucket_megabytes: float | None
+    backup: BackupSettings | dict[str, Any]
+    server: ServerSettings | dict[str, Any]
+    local: LocalSettings | dict[str, Any]
+    pipeline: PipelineSettings | dict[str, Any]
+    seed: int
+    exact: Exact
+    drop_last: bool
+    scale_lr: Literal["linear", "sqrt"] | None
+    warmup_steps: int
+    clip_norm: float | None
+    autocast: Literal["bfloat16", "float16"] | None
+    recompute: tuple[str | type, ...] | list[str | type] | Literal["auto"]
+    memory_gigabytes: float | None
+    compile: bool
+    workers_per_loader: int
+    checkpoint: CheckpointSettings | dict[str, Any] | str | Path
+    weights: WeightsSettings | dict[str, Any] | str | Path
+    average: AverageSettings | dict[str, Any] | Literal["ema", "swa"] | None
+    resume: str | None
+    trackers: tuple[str, ...] | list[str] | str
+    tracking: TrackingSettings | dict[str, Any]
+    nonfinite: Literal["stop", "skip"]
+    missing_gradient: Literal["stop", "zero"]
+    audit: Literal["auto", "off"] | int
+    audit_action: Literal["stop", "warn"] | None
+    threads: int
+    timeout_seconds: float
+    hang_seconds: float | None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ Printed = Callable[..., list[dict[str, Any]]]
 SLOW = pytest.mark.slow
 
 SCRIPT = """
-import os
+import json, os
 from functools import partial
 import torch
 from torch import nn
@@ -27,7 +28,8 @@ strategy = "sharded" if int(os.environ["WORLD_SIZE"]) > 1 else "single"
 
 def start(**more):
     given = {"model": mlp(12, 4), "loss": functional.cross_entropy, "data": classes(200), "batch": 48, "exact": True}
-    return paceline.start(**given | {"strategy": strategy, "optimizer": partial(optim.AdamW, lr=1e-2)} | more)
+    given |= {"strategy": strategy, "optimizer": partial(optim.AdamW, lr=1e-2)} | json.loads(os.environ["MORE"])
+    return paceline.start(**given | more)
 
 def steps(session, count=4):
     losses = [session.step(batch).loss.hex() for batch in session.batches(steps=count)]
@@ -264,21 +266,34 @@ for name, way in ways.items():
 @pytest.fixture(scope="module")
 def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("alone")
-    return printed(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved")})[0]
+    return printed(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved"), "MORE": "{}"})[0]
+
+
+COPIED, WITHIN = {"shard_copy": True}, {"shard_within": "machine"}
 
 
 @pytest.mark.parametrize(
-    "machines", [[2], [1, 1, 1], pytest.param([4], marks=SLOW), pytest.param([2, 1], marks=SLOW), [2, 2]], ids=str
+    ("machines", "more"),
+    [
+        *(([2], {}), ([1, 1, 1], {}), ([2, 2], WITHIN)),
+        *(pytest.param(*one, marks=SLOW) for one in (([4], {}), ([2, 1], {}), ([2, 2], {}))),
+        *(pytest.param(*one, marks=SLOW) for one in (([3], COPIED), ([1, 1, 1], COPIED), ([2, 2], COPIED))),
+        pytest.param([2, 1], WITHIN, marks=SLOW),
+    ],
+    ids=str,
 )
 def test_the_bits_are_those_of_one_process(
-    printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int]
+    printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int], more: dict[str, Any]
 ) -> None:
-    environment = {"SAVED": str(tmp_path / "saved")}
+    environment = {"SAVED": str(tmp_path / "saved"), "MORE": json.dumps(more)}
     workers = sum(machines)
     everyone = printed(SCRIPT, workers, tmp_path, machines=machines, environment=environment)
     sizes = [(one.pop("held"), one.pop("later")) for one in everyone]
     total = alone["held"]
-    assert sum(held for held, _ in sizes) == total and max(held for held, _ in sizes) <= total / workers + 64
+    copies = len(machines) if more == WITHIN else 2 if more == COPIED else 1
+    assert sum(held for held, _ in sizes) == copies * total
+    if machines != [2, 1]:
+        assert max(held for held, _ in sizes) <= copies * total / workers + 64
     assert all(held == later for held, later in sizes), "put together to hash, evaluate or save"
     wanted = {name: value for name, value in alone.items() if name not in ("held", "later")}
     for one in everyone:
@@ -287,7 +302,7 @@ def test_the_bits_are_those_of_one_process(
 
 
 def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> None:
-    for found in printed(SCRIPT, 2, tmp_path, environment={"REFUSED": "1"}):
+    for found in printed(SCRIPT, 2, tmp_path, environment={"REFUSED": "1", "MORE": "{}"}):
         assert "Normed updates a parameter in another way when the others have no gradients" in found["Normed"]
         assert "Noisy draws random numbers" in found["Noisy"] and "'allreduce'" in found["Noisy"]
         assert "LBFGS" in found["LBFGS"] and "allreduce" in found["LBFGS"]

@@ -9,7 +9,8 @@ from test_recovery import ELASTIC, OVER_THE_NETWORK, PLAIN, check
 
 from paceline.testing import faults
 
-SHARDED = json.dumps({"strategy": "sharded"})
+SHARDED = json.dumps({"strategy": "sharded", "shard_copy": False})
+COPIED = json.dumps({"strategy": "sharded"})  # an elastic run keeps copies
 EVERY_3 = "--set", "checkpoint.every=3", "--set", "checkpoint.background=false"
 TWO = "-n", 2, "--elastic", "2:2"
 PATHS = pytest.mark.parametrize("path", ["memory", "network"])
@@ -129,3 +130,49 @@ def test_a_standby_takes_the_place_of_a_worker_that_leaves(run: Run, undisturbed
     ran = run(OVER_THE_NETWORK * (path == "network") + script, *TWO, "--standby", 1, GIVEN=SHARDED)
     check(ran, undisturbed(PLAIN), 2)
     assert ran.memberships()[:2] == [[0, 1], [0, 2]], ran.report()
+
+
+POINTS = ["after update", "between reduction and update", "inside the collective", "before forward"]
+
+
+@pytest.mark.sampled(1)
+@PATHS
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_copy_replaces_a_lost_shard(run: Run, undisturbed: Any, path: str, victim: int, point: Any) -> None:
+    script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
+    ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=5, point=point), GIVEN=COPIED)
+    check(ran, undisturbed(PLAIN), 2)
+    assert not went_back(ran), ran.report()
+
+
+# Worker 2 dies when it has made the update. Of the others, only those in HEARD have got the norms of all.
+UNDECIDED = """
+import os, time
+from paceline.errors import WorkerLost
+from paceline.strategies.data_parallel.reducer import Reducer
+
+norm_of, calls = Reducer.norm_of, []
+def norm(reducer, *given):
+    calls.append(reducer)
+    worker, found = int(os.environ["PACELINE_WORKER"]), norm_of(reducer, *given)
+    if len(calls) == 6 and worker != 2:
+        while not reducer._context.world.alarmed:
+            time.sleep(0.01)
+        if worker not in HEARD:
+            raise WorkerLost("another worker was lost", (2,))
+    return found
+Reducer.norm_of = norm
+"""
+
+
+@pytest.mark.sampled(1)
+@PATHS
+@pytest.mark.parametrize("heard", [(0,), (1,), (), (0, 1)], ids=str)
+def test_some_do_not_know_whether_a_step_was_done(run: Run, undisturbed: Any, path: str, heard: Any) -> None:
+    """They make the update that others have made, or nobody does; what the lost worker has written does not count."""
+    script = UNDECIDED.replace("HEARD", str(heard)) + PLAIN
+    killed = faults.kill(rank=2, step=5, point="after update")
+    ran = run(script if path == "memory" else OVER_THE_NETWORK + script, *ELASTIC, faults=killed, GIVEN=COPIED)
+    check(ran, undisturbed(PLAIN), 2)
+    assert not went_back(ran), ran.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 from collections.abc import Iterable
@@ -191,11 +192,17 @@ class Scene:
         facts = {"batch": 8, "initial weights": "a"}
         about = {"context": self.context, "run_spec": facts, "state": self.state, "checkpointer": self.saver}
         self.kept = 0  # calls to keep the script's values
+        self.decided: list[Any] = []  # norms of interrupted steps
+        self.decided_owned: frozenset[str] = frozenset()
 
         def keep() -> None:
             self.kept += 1
 
-        self.of = Recovery(coordinator, SimpleNamespace(**about, begin=self.begin), keep)  # type: ignore[arg-type]
+        self.of = Recovery(coordinator, SimpleNamespace(**about, begin=self.begin), keep, self.decide)  # type: ignore[arg-type]
+
+    def decide(self, norm: Any) -> frozenset[str]:
+        self.decided.append(norm)
+        return self.decided_owned
 
     def begin(self) -> Progress:
         self.begun += 1
@@ -277,6 +284,48 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
         for name, rank in firsts.items():
             assert torch.equal(values[name], model_of(rank).state_dict()[name]), name
         assert averages == {"0.weight": 0.0, "1.weight": 0.0, "0.bias": 1.0, "1.bias": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("others", "ahead"),
+    [
+        ([(7, True), (7, True)], None),  # nobody has done the step: all take it again
+        ([(8, False), (7, True)], 0.5),  # one has: the others make its update
+        ([(8, False), (8, False)], 0.5),
+    ],
+)
+def test_an_interrupted_step_is_made_by_all_or_nobody(others: list[tuple[int, bool]], ahead: float | None) -> None:
+    """Rank 0 does not know whether the others have done step 7, for which it has all it needs."""
+    owned = [names_of("0.w", "1.w"), names_of("0.", "1.running"), names_of("1.bias", "1.num")]
+
+    def act(world: Any) -> tuple[Progress, list[Any], int]:
+        scene, gather = Scene(world), world.gather
+        world.gather = lambda value, what: gather(copy.copy(value), what)  # as if sent
+        scene.decided_owned = owned[world.rank]
+        steps, undecided = [(7, True), *others][world.rank]
+        result = StepResult(1.0, 0.5, 0.1) if steps == 8 else None
+        own = Progress(steps, owned=owned[world.rank], undecided=undecided, result=result, entered=7)
+        progress = scene.of._same_state(own)
+        return progress, scene.decided, len(scene.state.loaded)
+
+    found = run(3, act)
+    for (progress, decided, loaded), (_, undecided) in zip(found, [(7, True), *others], strict=True):
+        assert (progress.steps, progress.owned) == (8 if ahead else 7, None)
+        assert not progress.undecided and not progress.ahead
+        assert decided == ([ahead] if undecided else [])
+        assert loaded == bool(ahead and undecided), "all else of the step comes from a worker that has done it"
+
+
+def test_a_step_that_only_a_lost_worker_has_done_to_its_end_is_undone() -> None:
+    """Its update is complete, but the script's values after it are not known."""
+
+    def act(world: Any) -> int:
+        scene = Scene(world, newest=6)
+        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}}
+        progress = Progress(7, owned=names_of("0.", "1."), ahead=True, entered=7)
+        return scene.of._same_state(progress).steps
+
+    assert run(2, act) == [6, 6]
 
 
 def test_a_worker_with_everything_gives_what_the_others_lack() -> None:

@@ -63,7 +63,7 @@ def reducer_of(
     places = [Slice(place, 0, size, 0) for place, size in enumerate(SIZES)][::-1] if slices is None else slices
     values = [[*named.values()][place].detach()[start:stop] for place, start, stop, _ in places]
     homes = None if slices is None else [one.owner % world.size for one in slices]
-    copies = None if slices is None else dict[int, int]()
+    copies = None if slices is None else dict[int, list[int]]()
     exchange = DirectExchange(world, 1, homes=homes, copies=copies, windowed=windowed)  # type: ignore[arg-type]
     reduction = Counted(world, exchange, values, EventLog(None, 0), "gradients", size)  # type: ignore[arg-type]
     return Reducer(context, named, world, reduction, slices=slices)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ class DirectExchange:
         tags: first tag to use. Each bucket takes :data:`TAGS` tags.
         shares: fraction of a bucket that each rank adds up. Defaults to equal fractions.
         homes: rank of the server of each tensor. Defaults to no servers.
-        copies: rank that receives the means of each server with a copy. By default all ranks receive all means.
+        copies: ranks that receive the means of each server that has copies. By default all ranks receive all means.
         windowed: see :class:`Layout`.
         spread: ranks that receive what a server spreads. Defaults to all others.
     """
@@ -46,7 +46,7 @@ class DirectExchange:
         tags: int = 0,
         shares: Sequence[float] | None = None,
         homes: Sequence[int] | None = None,
-        copies: Mapping[int, int] | None = None,
+        copies: Mapping[int, Sequence[int]] | None = None,
         windowed: bool = False,
         spread: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
@@ -57,8 +57,8 @@ class DirectExchange:
             rank: [one for one in range(world.size) if one != rank] for rank in range(world.size)
         }
         if copies is not None:
-            self._givers = [peer for peer in self._peers if copies.get(peer) == world.rank]
-            self._takers = [peer for peer in self._peers if copies.get(world.rank) == peer]
+            self._givers = [peer for peer in self._peers if world.rank in copies.get(peer, ())]
+            self._takers = [*copies.get(world.rank, ())]
         self.layout = Layout(full(world.size), shares or [1 / world.size] * world.size, homes=homes, windowed=windowed)
 
     @property
@@ -87,7 +87,7 @@ class DirectExchange:
             size = max(bucket.start + bucket.nbytes for bucket in self._buckets)
             memory = torch.zeros(size, dtype=torch.uint8, device=self._buckets[0].examples[0].device)
             for bucket in self._buckets:
-                if bucket.home == self._rank and not bucket.flats:
+                if bucket.home in (self._rank, *self._givers) and not bucket.flats:
                     bucket.put_means(bucket.zeros())
                 bucket.add_flat(memory[bucket.start : bucket.start + bucket.nbytes].view(bucket.examples[0].dtype))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -95,11 +95,19 @@ class SharedMemoryExchange:
         memory: memory shared by all workers.
         homes: rank of the server of each tensor. Defaults to no servers.
         windowed: see :class:`Layout`.
+        copies: ranks that also get the means of each server that has copies.
     """
 
     kind = "tree in shared memory"
 
-    def __init__(self, memory: SharedMemory, homes: Sequence[int] | None = None, windowed: bool = False) -> None:
+    def __init__(
+        self,
+        memory: SharedMemory,
+        homes: Sequence[int] | None = None,
+        windowed: bool = False,
+        copies: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self._copies = copies or {}
         self._rank, self._size = memory.place, len(memory.ranks)
         self._shared, self._windowed = SharedBuckets(memory, windowed), windowed
         self.open = self._shared.open
@@ -130,10 +138,13 @@ class SharedMemoryExchange:
         chunk = bucket.chunk(self._rank)
         mine = bucket.means[chunk]
         bucket.sent = self._own * (bucket.nbytes - mine.nbytes)
-        if bucket.home is None:  # a server keeps its means
-            for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
+        takers: Sequence[int] = range(self._size)
+        if bucket.home is not None:  # the copies of a server read means outside of the flats where they are
+            takers = () if self._windowed else self._copies.get(bucket.home, ())
+        if bucket.home in (None, self._rank):
+            for rank in takers:
                 if rank != self._rank:
-                    flat[chunk].copy_(mine)
+                    self._shared.flats[bucket.index][0][rank][chunk].copy_(mine)
                     bucket.sent += mine.nbytes
         if bucket.home in (None, self._rank):
             self._shared.announce_means(bucket)

@@ -47,8 +47,8 @@ class NetworkServers:
         # server of each parameter, by name
         self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
         self._holders = [holders(self._peers, home, copies_of(context)) for home in range(count)]
-        # for each server, the rank with the copy of its shard. Servers without a copy are left out.
-        self.copies = {home: one[1] for home, one in enumerate(self._holders) if len(one) > 1}
+        # for each server, the ranks with a copy of its shard. Servers without a copy are left out.
+        self.copies = {home: one[1:] for home, one in enumerate(self._holders) if len(one) > 1}
         # names of the parameters whose server is this worker
         self.own = {name for name, home in self.homes.items() if home == rank}
         self.version = 0  # number of updates made
@@ -81,7 +81,7 @@ class NetworkServers:
             self.shards[home].write(version % 2)
         self._announce(written=version)
         if self._context.world.rank in self.copies:
-            copy, world = self.copies[self._context.world.rank], self._context.world
+            (copy,), world = self.copies[self._context.world.rank], self._context.world
             with world.awaiting("to update its copy of a shard"), world.waiting_for([copy]):
                 begin = time.monotonic()
                 while not self._peers.client(copy).ask("shard.written", version)[0]:

@@ -1,8 +1,8 @@
-"""Optimizer shards. Each worker updates only the slices that it owns, and keeps the optimizer state for them."""
+"""Optimizer shards. Each worker updates only the slices that it holds, and keeps the optimizer state for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,29 +46,34 @@ def _can_be_cut(value: torch.Tensor) -> bool:
 
 
 class OptimizerShard:
-    """This worker's shard of an optimizer: the slices that it owns and their optimizer state.
+    """This worker's shard of an optimizer: the slices that it owns or copies, and their optimizer state.
 
     Between updates, the optimizer's groups hold the parameters themselves, as the script and its schedule expect.
 
     Args:
         context: training context.
         every: slices of all workers.
-        stored: owned slices in shared memory, by index. Defaults to slices of the parameters' own memory.
+        held: indices of the slices of this shard.
+        stored: the slices in memory of their own, by index. Defaults to slices of the parameters' memory.
 
     Attributes:
-        own: parameter that the optimizer updates for each owned slice, by index: a slice in ``stored``, a slice that
+        own: parameter that the optimizer updates for each held slice, by index: a slice in ``stored``, a slice that
             shares the memory of its parameter, or the parameter itself.
-        divided: whether the optimizer has only the state of the owned slices.
+        divided: whether the optimizer has only the state of the held slices.
     """
 
     def __init__(
-        self, context: TrainingContext, every: Sequence[Slice], stored: Mapping[int, torch.Tensor] | None = None
+        self,
+        context: TrainingContext,
+        every: Sequence[Slice],
+        held: Iterable[int],
+        stored: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
         self._parameters = list(context.update.parameters.values())
-        self._every, self._stored, rank = every, stored, context.world.rank
+        self._every, self._stored = every, stored
         self.divided, self._guards = False, list[RemovableHandle]()
-        self.own = {index: self._slice(index, one) for index, one in enumerate(every) if one.owner == rank}
+        self.own = {index: self._slice(index, every[index]) for index in held}
 
     def _slice(self, index: int, one: Slice) -> nn.Parameter:
         parameter = self._parameters[one.parameter]
@@ -87,11 +92,11 @@ class OptimizerShard:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the owned parameters and slices, see ``schedule.slices``."""
+        """Names of the held parameters and slices, see ``schedule.slices``."""
         return frozenset(self._name(self._every[index]) for index in self.own)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the state of the owned parameters and slices by name, see ``schedule.slices``."""
+        """Return the state of the held parameters and slices by name, see ``schedule.slices``."""
         found = {}
         for optimizer in parts_of(self._optimizer):
             for index, value in self.own.items():
@@ -111,7 +116,7 @@ class OptimizerShard:
         return one.stop - one.start == self._parameters[one.parameter].numel()
 
     def _held(self) -> dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]]:
-        """Return the owned slices of each parameter."""
+        """Return the held slices of each parameter."""
         held: dict[nn.Parameter, list[tuple[Slice, nn.Parameter]]] = {}
         for index, value in self.own.items():
             one = self._every[index]
@@ -119,7 +124,7 @@ class OptimizerShard:
         return held
 
     def divide(self) -> None:
-        """Keep only the state of the owned slices."""
+        """Keep only the state of the held slices."""
         if self.divided:
             return
         self.divided, held = True, self._held()
@@ -133,7 +138,7 @@ class OptimizerShard:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the parameters in the optimizer's groups by the owned slices for the duration of the context."""
+        """Replace the parameters in the optimizer's groups by the held slices for the duration of the context."""
         held = self._held()
         groups = [group for optimizer in parts_of(self._optimizer) for group in optimizer.param_groups]
         kept = [group["params"] for group in groups]
@@ -146,7 +151,7 @@ class OptimizerShard:
                 group["params"] = parameters
 
     def unite(self) -> None:
-        """Move the state of the owned slices into states of whole parameters. All other elements are undefined."""
+        """Move the state of the held slices into states of whole parameters. All other elements are undefined."""
         if not self.divided:
             return
         self.divided = False

@@ -7,14 +7,16 @@
     update     shared mapping: each worker updates its slices in the file
 
 If the script writes to a weight, only its own worker sees the change until the next update (copy on write). The owner
-of a slice then copies its own change into the file. All workers must make the same change, as with an all-reduce. A
-slice of another machine is received by one worker, which writes it into the file.
+of a slice then copies its own change into the file. All workers must make the same change, as with an all-reduce. The
+slices of another machine are written into the file by one worker each, which receives them or makes the same update.
+A copy on the machine of the owner updates weights of its own, because an owner that is lost may have written half of
+its slice into the file.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import torch
@@ -27,6 +29,7 @@ from paceline.comm.shm.tensors import aligned
 from paceline.errors import InputError
 from paceline.schedule.slices import Slice, whole
 from paceline.step.context import TrainingContext
+from paceline.strategies.sharded.holders import writer_of
 from paceline.system.torch_internals import count_users
 
 _OF_A_PARAMETER = 2
@@ -40,13 +43,16 @@ class SharedWeights:
         context: training context.
         memory: memory shared by the workers of this machine.
         slices: slices of the trained parameters. Frozen parameters are added whole.
+        held: indices of the slices that this worker updates.
 
     Attributes:
-        own: this worker's slices of the trained parameters in the file, by index.
+        own: the slices that this worker updates, by index. They are in the file if this worker writes them there.
         received: slices in the file that this worker receives from other machines, by index.
     """
 
-    def __init__(self, context: TrainingContext, memory: SharedMemory, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, context: TrainingContext, memory: SharedMemory, slices: Sequence[Slice], held: Collection[int]
+    ) -> None:
         trained = list(context.update.parameters.values())
         self._parameters = trained + _frozen(context)
         sizes = [value.numel() for value in self._parameters[len(trained) :]]
@@ -62,19 +68,20 @@ class SharedWeights:
         stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
         rank, of = context.world.rank, {index: part_of(stored[one.parameter], one) for index, one in enumerate(slices)}
         mine = {index: one for index, one in enumerate(slices) if writer_of(one.owner, memory.ranks) == rank}
-        self.own = {index: of[index] for index, one in mine.items() if one.owner == rank}
-        self.received = {index: of[index] for index in mine if index not in self.own}
+        self.received = {index: of[index] for index in mine if index not in held}
+        self._kept = {index: (slices[index], torch.empty_like(of[index])) for index in held if index not in mine}
+        self.own = {index: self._kept[index][1] if index in self._kept else of[index] for index in held}
         frozen = [one for one in frozen if one.owner == memory.place]
         for one in (*mine.values(), *frozen):
             part_of(stored[one.parameter], one).copy_(part_of(self._parameters[one.parameter].detach(), one))
-        taken = [*(slices[index] for index in self.own), *frozen]
+        taken = [*(slices[index] for index in self.own if index in mine), *frozen]
         self._taken = [(part_of(stored[one.parameter], one), one) for one in taken]
         self.publish()
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
 
-    def take(self) -> None:
-        """Copy changes that the script has made to the owned slices since the last update into the file."""
+    def look(self) -> None:
+        """Look at what the script has changed since the last update, before any worker makes the next one."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():  # the script has replaced ``.data``
                 if parameter.stride() != view.stride():
@@ -85,20 +92,25 @@ class SharedWeights:
                     )
                 view.copy_(parameter.detach())
                 parameter.data = view
+        for one, value in self._kept.values():
+            value.copy_(part_of(self._views[one.parameter], one))
+
+    def take(self) -> None:
+        """Copy changes that the script has made to the slices that this worker writes into the file."""
         for part, one in self._taken:
             part.copy_(part_of(self._views[one.parameter], one))
         drop_private(self._seen)
+
+    def restore(self) -> None:
+        """Put the copied slices into this worker's own view of the weights, if their owner may be lost in an update."""
+        for one, value in self._kept.values():
+            part_of(self._views[one.parameter], one).copy_(value)
 
     def publish(self) -> None:
         """Wait until this machine's workers have written their slices. Raises WorkerLost if one was lost."""
         self._updates += 1
         self._memory.announce(self._flag, self._updates)
         self._memory.wait(self._flag, self._updates)
-
-
-def writer_of(owner: int, ranks: Sequence[int]) -> int:
-    """Return which of a machine's ranks writes the slices of an owner."""
-    return owner if owner in ranks else ranks[owner % len(ranks)]
 
 
 def can_share(context: TrainingContext) -> bool:

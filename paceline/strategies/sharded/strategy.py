@@ -12,12 +12,23 @@ Here that worker keeps the mean, in memory of its own (stage 2), and updates its
 of a machine share one copy of the weights (``sharded.shared_weights``, stage 3); to other machines the owner sends the
 weights in place of the means. The weights have the same bits. Hashing and saving put one tensor after the other
 together (``step.divided.optimizer_state``).
+
+With ``shard_copy`` or ``shard_within`` other workers make the same update of a slice (``sharded.holders``). A worker
+that has all its means tells the others so with its norms, and updates when all have told. If a worker is lost then,
+some may have heard from all and others not::
+
+    worker 0   means ─ norms ─ update ───────────┐ step done       The others have all their means and catch up: with
+    worker 1   means ─ norms ?                   ├ update          the norm of worker 0 they make the same update.
+    worker 2   means (of worker 3, too) ─ norms ?┘ update          If nobody is done, all take the step again.
+    worker 3   means ─ norms †
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -36,9 +47,11 @@ from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.sharded.holders import copies_of, receivers_of
 from paceline.strategies.sharded.shards import OptimizerShard, slices_of
-from paceline.strategies.sharded.shared_weights import SharedWeights, can_share, part_of, writer_of
+from paceline.strategies.sharded.shared_weights import SharedWeights, can_share, part_of
 
+_log = logging.getLogger("paceline")
 _TAGS = 1 << 12
 """First tag of the gradients, the same as in all-reduce."""
 _STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
@@ -53,8 +66,16 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         divides_state=_STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
         scales_loss=True,
-        reads=("bucket_megabytes", "shard"),
+        reads=("bucket_megabytes", "shard", "shard_copy", "shard_within"),
     )
+
+
+class _Update(NamedTuple):
+    """Update of a step, with the mean gradients of the held slices by index, and whether each parameter has one."""
+
+    step: int
+    gradients: dict[int, torch.Tensor]
+    used: list[bool]
 
 
 class Sharded(Strategy):
@@ -64,33 +85,50 @@ class Sharded(Strategy):
         self._context = context
         world, parameters = context.world, list(context.update.parameters.values())
         self._slices = slices_of(context, world.size)
-        self._weights = _shared_weights(context, self._slices)
+        copies = copies_of(context.settings, world.hosts)
+        held = [index for index, one in enumerate(self._slices) if world.rank in (one.owner, *copies[one.owner])]
+        self._weights = _shared_weights(context, self._slices, held)
+        receivers = receivers_of(copies, world.hosts, shared=self._weights is not None)
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
-        self._shard = OptimizerShard(context, self._slices, self._weights.own if self._weights else None)
+        self._shard = OptimizerShard(context, self._slices, held, self._weights.own if self._weights else None)
         self._divided = DividedOptimizerState(context, self._shard.tensors)
         homes = [one.owner for one in self._slices]
         windowed = context.settings.shard != "optimizer"
         exchange: Exchange
         if world.shared_memory is None:
-            spread = None if self._weights is None else _receivers(world.hosts)
-            exchange = DirectExchange(world, _TAGS, homes=homes, copies={}, windowed=windowed, spread=spread)
+            exchange = DirectExchange(world, _TAGS, homes=homes, copies=copies, windowed=windowed, spread=receivers)
         else:
-            exchange = SharedMemoryExchange(world.shared_memory, homes, windowed)
+            exchange = SharedMemoryExchange(world.shared_memory, homes, windowed, copies)
         megabytes = context.settings.bucket_megabytes
         size = None if megabytes is None else int(megabytes * 1e6)
         self._reduction = Reduction(world, exchange, self._parts, context.events, "gradients", size)
         context.events.mark("reduction", what="gradients", **self._reduction.describe())
+        self._tell_copies(held)
         self._reducer = Reducer(context, reduction=self._reduction, slices=self._slices)
         self._workers = AllReduce(context, self._reducer, apply=self._apply)
         self._addresses = self._data_pointers()
-        self._is_whole, self._updating = True, False
-        self._first = True
+        self._is_whole, self._first = True, True
+        self._undecided: _Update | None = None
+        self._unfinished: WorkerLost | None = None
+
+    def _tell_copies(self, held: Collection[int]) -> None:
+        copied = sum(self._parts[one].numel() for one in held if self._slices[one].owner != self._context.world.rank)
+        if copied:
+            self._context.events.mark("copies", parameters=copied)
+            _log.info(
+                "rank %d also keeps the optimizer's state of %s parameters that others own, and updates them, so that "
+                "no state is lost with a worker; shard_copy=false saves this memory",
+                self._context.world.rank,
+                f"{copied:,}",
+            )
 
     def groups(self, step: int) -> list[range]:
         return self._workers.groups(step)
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         result = self._workers.step(step, groups)
+        if self._unfinished is not None:
+            return result
         with contextlib.suppress(WorkerLost):  # the step is done; the next step detects the loss
             if self._first and result.applied:
                 self._first = False
@@ -110,37 +148,57 @@ class Sharded(Strategy):
             self._shard.follow()
             self._addresses = now
 
+    def settle(self) -> None:
+        if self._unfinished is not None:
+            raise self._unfinished
+
     def _apply(self, step: int) -> tuple[torch.Tensor, float]:
-        """Update the owned slices from their mean gradients, and exchange the weights."""
-        update, reduction = self._context.update, self._reduction
-        parameters = list(update.parameters.values())
-        used = [parameter.grad is not None for parameter in parameters]
+        """Update the held slices from their mean gradients, and exchange the weights."""
+        rank, reduction = self._context.world.rank, self._reduction
+        used = [parameter.grad is not None for parameter in self._context.update.parameters.values()]
         self._reducer.clear()
         gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
+        owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
+        copied = {index: value.clone() for index, value in gradients.items() if index not in owned}
         self._divided.hashes = None
         self._is_whole &= self._weights is None  # others may update shared weights while this worker waits
-        norm = self._norm(gradients)
-        self._updating, self._is_whole = True, False
+        if self._weights is not None:
+            self._weights.look()
+        update = self._undecided = _Update(step, gradients | copied, used)
+        norm = self._norm(owned)
+        self._undecided = None
+        rate = self._make(update, norm)
+        try:
+            self._finish(used)
+        except WorkerLost as lost:  # the step is done: each worker has the new values of its slices
+            self._unfinished = lost
+        return norm, rate
+
+    def _make(self, made: _Update, norm: torch.Tensor) -> float:
+        """Update the held slices, and return the learning rate."""
+        self._is_whole = False
         if self._weights is None:
             self._follow()
         else:
             self._weights.take()
         self._shard.divide()
         for index, value in self._shard.own.items():
-            value.grad = gradients.get(index)
+            value.grad = made.gradients.get(index)
         with self._shard.in_place():
-            _, rate = update.apply(step, norm=norm, here=bool(self._shard.own))
+            _, rate = self._context.update.apply(made.step, norm=norm, here=bool(self._shard.own))
         for value in self._shard.own.values():
             value.grad = None
+        return rate
+
+    def _finish(self, used: Sequence[bool]) -> None:
+        """Exchange the new weights."""
         if self._weights is None or len(self._context.world.hosts) > 1:
             self._spread()
         if self._weights is not None:
             self._weights.publish()
-            changed = [parameter for parameter, one in zip(parameters, used, strict=True) if one]
-            for parameter in changed:  # as torch does: an earlier graph has lost its weights
-                torch.autograd.graph.increment_version(parameter)
-        self._updating = False
-        return norm, rate
+            parameters = self._context.update.parameters.values()
+            for parameter in (one for one, given in zip(parameters, used, strict=True) if given):
+                torch.autograd.graph.increment_version(parameter)  # as torch does: an earlier graph lost its weights
 
     def _spread(self) -> None:
         """Send the weights of the owned slices to the workers that have not seen the update."""
@@ -151,7 +209,8 @@ class Sharded(Strategy):
 
         with torch.no_grad():
             for index, value in self._shard.own.items():
-                self._reduction.mean(index).copy_(value)
+                if self._slices[index].owner == self._context.world.rank:
+                    self._reduction.mean(index).copy_(value)
             self._reduction.spread(take)
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -189,21 +248,42 @@ class Sharded(Strategy):
             consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))
             self._is_whole = True
 
+    @property
+    def undecided(self) -> bool:
+        return self._undecided is not None
+
+    def decide(self, norm: torch.Tensor | float | None) -> frozenset[str] | None:
+        made, self._undecided = self._undecided, None
+        assert made is not None
+        owned = None if self._is_whole else self._owned
+        if norm is not None:
+            self._make(made, torch.as_tensor(norm, device=self._context.world.device))
+            owned = self._shard.names  # all else is as of the step before
+        self._release(interrupted=True)
+        return owned
+
     def close(self) -> frozenset[str] | None:
         self._workers.close()
-        self._shard.unite()
         owned = None if self._is_whole else self._owned
-        self._release()
-        return frozenset() if self._updating else owned  # some slices may be a step ahead of the others
+        if not self.undecided:
+            self._release(interrupted=self._unfinished is not None)
+        return owned
 
-    def _release(self) -> None:
-        """Release all views of the weights, which the next strategy would take for the script's (:func:`can_share`)."""
+    def _release(self, interrupted: bool) -> None:
+        """Release all views of the weights, which the next strategy would take for the script's (:func:`can_share`).
+
+        Args:
+            interrupted: whether a worker may have been lost while it updated its slices.
+        """
+        if self._weights is not None and interrupted:
+            self._weights.restore()
+        self._shard.unite()
         self._parts, self._weights = [], None
         self._shard.own.clear()
         self._reduction.close()
 
 
-def _shared_weights(context: TrainingContext, every: Sequence[Slice]) -> SharedWeights | None:
+def _shared_weights(context: TrainingContext, every: Sequence[Slice], held: Collection[int]) -> SharedWeights | None:
     """Return the weights in memory that the workers of a machine share. None if each worker keeps its own."""
     memory, world = context.world.host_memory, context.world
     if context.settings.shard != "parameters":
@@ -213,15 +293,4 @@ def _shared_weights(context: TrainingContext, every: Sequence[Slice]) -> SharedW
     if not all(world.gather(memory is not None and can_share(context), "start")):
         return None
     assert memory is not None
-    return SharedWeights(context, memory, every)
-
-
-def _receivers(hosts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Return the ranks that receive the weights of each rank: one on each other machine.
-
-    >>> _receivers([[0, 1], [2, 3], [4]])
-    {0: [2, 4], 1: [3, 4], 2: [0, 4], 3: [1, 4], 4: [0, 2]}
-    """
-    return {
-        rank: [writer_of(rank, others) for others in hosts if rank not in others] for ranks in hosts for rank in ranks
-    }
+    return SharedWeights(context, memory, every, held)

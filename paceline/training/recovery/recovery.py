@@ -22,13 +22,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
+
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
 from paceline.environments import env
 from paceline.errors import PREEMPTED, InputError, WorkerLost
 from paceline.strategies.registry import worker_counts
 from paceline.system import fault_points
-from paceline.training.progress import Progress, furthest_of, gone_back, lacks_script, plan_catch_up
+from paceline.training.progress import (
+    Progress,
+    furthest_of,
+    gone_back,
+    lacks_script,
+    norm_of_done,
+    plan_catch_up,
+)
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.standby import move_to_device, warm_up
@@ -44,11 +53,18 @@ class Recovery:
     Args:
         beginning: training context, and the initial state for when no worker has a state.
         keep_script: function that copies the values of a script that waits for a step, when others have completed it.
+        decide: decides about an interrupted step, see :meth:`~paceline.strategies.base.Strategy.decide`.
     """
 
-    def __init__(self, coordinator: CoordinatorClient, beginning: Beginning, keep_script: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        coordinator: CoordinatorClient,
+        beginning: Beginning,
+        keep_script: Callable[[], None],
+        decide: Callable[[torch.Tensor | float | None], frozenset[str] | None],
+    ) -> None:
         self._coordinator = coordinator
-        self._keep_script = keep_script
+        self._keep_script, self._decide = keep_script, decide
         self._beginning = beginning
         self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
         self._undo_warm_up: Callable[[], None] = lambda: None
@@ -142,6 +158,11 @@ class Recovery:
         if progress is not None:
             progress.changes = self._context.loop.needed
         own, everyone = progress, self._context.world.gather(progress, RE_FORMING)
+        if any(one is not None and one.undecided for one in everyone):
+            if progress is not None and progress.undecided:
+                norm, progress.undecided = norm_of_done(everyone, progress.steps), False
+                progress.owned, progress.ahead = self._decide(norm), norm is not None
+            everyone = self._context.world.gather(progress, RE_FORMING)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):

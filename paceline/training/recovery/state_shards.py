@@ -12,7 +12,7 @@ from paceline.schedule.slices import not_owned
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.strategies import registry
-from paceline.training.progress import Progress
+from paceline.training.progress import Progress, furthest_of
 
 
 def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
@@ -24,7 +24,9 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
     """
     if all(one is None or one.owned is None for one in everyone):
         return True
-    steps = {one.steps for one in everyone if one is not None}
+    steps = {one.steps + one.ahead for one in everyone if one is not None}
+    if max(steps) > furthest_of(everyone).steps:  # nobody is left who has done the step to its end
+        return False
     whole = _whole(everyone)
     if any(whole):
         consolidate_state_dict(context, [None if one else frozenset() for one in whole])

@@ -1,0 +1,70 @@
+"""Choice of the workers that make the same updates as an owner of slices, and of those that receive its weights.
+
+::
+
+    shard_copy, one machine     [0 1 2]         0: 1             1: 2             2: 0
+    shard_copy, two machines    [0 1] [2 3]     0: 2             1: 3             2: 0             3: 1
+    shard_within="machine"      [0 1] [2] [3]   0: 2, 3          1: 2, 3          2: 0, 3          3: 1, 2
+
+A copy receives the mean gradients of an owner and makes the same update, with the same bits, so the state of a lost
+owner is complete. One worker of each other machine needs the new weights of an owner, and a copy there has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.environments import env
+from paceline.settings import Settings
+
+
+def copies_of(settings: Settings, hosts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the ranks that make the same updates as each rank. An elastic run has one copy unless it is set.
+
+    Args:
+        hosts: ranks of the workers on each machine.
+
+    >>> copies_of(Settings(shard_copy=True), [[0, 1], [2, 3]])
+    {0: [2], 1: [3], 2: [0], 3: [1]}
+    >>> copies_of(Settings(shard_within="machine"), [[0, 1], [2, 3], [4]])[4]
+    [0, 2]
+    """
+    launched = env.launch_info()
+    elastic = launched is not None and launched.elastic
+    copied, size = elastic if settings.shard_copy is None else settings.shard_copy, sum(map(len, hosts))
+    copies: dict[int, list[int]] = {}
+    for machine, ranks in enumerate(hosts):
+        for rank in ranks:
+            others = writers(rank, [*hosts[machine + 1 :], *hosts[:machine]])
+            near = others[:1] or [(rank + 1) % size]
+            every = others if settings.shard_within == "machine" else []
+            copies[rank] = sorted(every or (near if copied and size > 1 else []))
+    return dict(sorted(copies.items()))
+
+
+def receivers_of(
+    copies: Mapping[int, Sequence[int]], hosts: Sequence[Sequence[int]], shared: bool
+) -> dict[int, list[int]]:
+    """Return the ranks that receive the new weights of each rank.
+
+    Args:
+        copies: see :func:`copies_of`.
+        hosts: ranks of the workers on each machine.
+        shared: whether the workers of a machine share their weights, so that one of them receives new weights for all.
+
+    >>> receivers_of({0: [2], 1: [3], 2: [4], 3: [4], 4: [0]}, [[0, 1], [2, 3], [4]], shared=True)
+    {0: [4], 1: [4], 2: [0], 3: [1], 4: [2]}
+    """
+    everyone = [rank for ranks in hosts for rank in ranks]
+    found = {rank: writers(rank, [one for one in hosts if rank not in one]) if shared else everyone for rank in copies}
+    return {rank: sorted({*ranks}.difference(copies[rank], [rank])) for rank, ranks in found.items()}
+
+
+def writers(owner: int, hosts: Sequence[Sequence[int]]) -> list[int]:
+    """Return which rank of each machine writes the slices of an owner."""
+    return [writer_of(owner, ranks) for ranks in hosts]
+
+
+def writer_of(owner: int, ranks: Sequence[int]) -> int:
+    """Return which of a machine's ranks writes the slices of an owner."""
+    return owner if owner in ranks else ranks[owner % len(ranks)]
