@@ -35,6 +35,7 @@ MENDED = (
     7064320,  # workers that joined in a step are the only ones left when another one joins
     7051857,  # a worker gets a step from another one, which is lost at once, and a third joins before the step returns
     7032320,  # workers go back to a checkpoint after a step that one of them waits for
+    20144637,  # the first worker's machine is lost after its script has ended, before its agent reports the exit code
 )
 """Seeds of histories that were once broken, with what is special in them."""
 

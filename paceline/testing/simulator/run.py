@@ -180,9 +180,9 @@ class Simulation:
                 self._hub.at(self._random.uniform(0.0, 0.03), launcher.collect)
 
     def _kill(self, number: int, code: int = -9) -> None:
+        self._killed.add(number)  # also if it has just ended: its machine is lost before its exit code is reported
         if self._machines.processes[number].ended:
             return
-        self._killed.add(number)
         self._end(number, code)
         self._machines.processes[number].kill()
 
