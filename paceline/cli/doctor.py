@@ -103,7 +103,7 @@ def _examine_here(request: Request) -> int:
     from paceline.environments import env
     from paceline.launchers.local.child import end_with_parent
 
-    if env.ends_with_parent():
+    if env.text(env.END_WITH_PARENT):
         end_with_parent()
     assert request.examination is not None
     wanted = Wanted(
@@ -116,11 +116,11 @@ def _examine_here(request: Request) -> int:
         checkpoints=request.examination.checkpoints,
     )
     found = examine(wanted, request.rendezvous, request.secret_file, request.patience_seconds, say)
-    if env.user_command() is None or found.first:
+    if env.text(env.USER_COMMAND) is None or found.first:
         _show(found, request)
     elif found.elsewhere is None:
         say(_printable("\n".join(shown(found, request.examination.verbose))))
-    if file := env.exit_code_file():  # a nonzero code makes mpiexec end the others and print a lot
+    if file := env.path(env.EXIT_CODE_FILE):  # a nonzero code makes mpiexec end the others and print a lot
         with contextlib.suppress(OSError):  # the folder is on another machine
             if found.first:
                 file.write_text(str(found.code))

@@ -95,7 +95,7 @@ def resume_command(launch: Launch, request: Request) -> str:
         return f"paceline.launch(..., name={launch.run.name!r}, settings={{'resume': 'auto'}})"
     again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"})
     words = ["paceline", "run", *given_options(again)]
-    if by := env.user_command():  # on a cluster this launcher is an agent
+    if by := env.text(env.USER_COMMAND):  # on a cluster this launcher is an agent
         words = [*shlex.split(by), "--name", launch.run.name, "--resume", "auto"]
     return shlex.join([*words, str(request.script), *request.arguments])
 

@@ -150,7 +150,7 @@ def command(given: RunOptions) -> None:
     if (hint := misplaced(request)) and not given.quiet:
         say(hint)
     code = train(request, quiet=given.quiet)
-    if file := env.exit_code_file():
+    if file := env.path(env.EXIT_CODE_FILE):
         with contextlib.suppress(OSError):  # the folder is on another machine
             file.write_text(str(code))
     raise typer.Exit(code)
@@ -226,13 +226,13 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     check(request)
     if request.rendezvous is None and not quiet and (hint := not_resumed(request)):
         say(hint)
-    if env.ends_with_parent():
+    if env.text(env.END_WITH_PARENT):
         end_with_parent()
     if request.rendezvous is None:
         listener, known = listen((HOST, request.port or 0)), secret.make()
     else:
-        names_come = env.in_indexed_job()  # a pod's name resolves only after the pod has started
-        where = machines.parse_rendezvous(request.rendezvous, request.patience_seconds if names_come else 0.0)
+        in_pod = env.text("JOB_COMPLETION_INDEX") is not None  # its name resolves only after the pod has started
+        where = machines.parse_rendezvous(request.rendezvous, request.patience_seconds if in_pod else 0.0)
         shared = machines.shared_secret(where, request.secret_file)
         found = machines.listen_if_here(where)
         if found is None and request.workers == 0:

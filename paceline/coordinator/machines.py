@@ -90,7 +90,7 @@ def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
 
     On a loopback address, all launchers belong to one user, and the secret defaults to the user's own file.
     """
-    given = env.secret()
+    given = env.text(env.SECRET)
     if file is None and given is not None:
         return Shared(given=secrets.parse(given, env.SECRET))
     if file is None and ipaddress.ip_address(where.address).is_loopback:

@@ -26,13 +26,13 @@ PROFILE = "PACELINE_PROFILE"
 COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
 WORKER_SECRET = "PACELINE_WORKER_SECRET"
-SECRET = "PACELINE_SECRET"
-USER_COMMAND = "PACELINE_USER_COMMAND"
-END_WITH_PARENT = "PACELINE_END_WITH_PARENT"
-EXIT_CODE_FILE = "PACELINE_EXIT_CODE_FILE"
+SECRET = "PACELINE_SECRET"  # secret that launchers on several machines share
+USER_COMMAND = "PACELINE_USER_COMMAND"  # user's command without the script, if it has started this launcher as an agent
+END_WITH_PARENT = "PACELINE_END_WITH_PARENT"  # set if this launcher must be killed when its parent process ends
+EXIT_CODE_FILE = "PACELINE_EXIT_CODE_FILE"  # file for the exit code, which the parent process may not pass on
 LARGEST = "PACELINE_LARGEST"
 ELASTIC = "PACELINE_ELASTIC"
-FAULTS = "PACELINE_FAULTS"
+FAULTS = "PACELINE_FAULTS"  # fault plan of a test as JSON (``paceline.testing.faults``)
 ULFM = "PACELINE_ULFM"
 _INTEL_BITS = "MPIR_CVAR_CH4_OFI_RANK_BITS", "MPIR_CVAR_CH4_OFI_TAG_BITS"
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
@@ -62,6 +62,16 @@ class Trace:
 
 def _number(name: str, default: int) -> int:
     return number(os.environ, name, default)
+
+
+def text(name: str) -> str | None:
+    """Return the value of a variable; None if it is not set."""
+    return os.environ.get(name)
+
+
+def path(name: str) -> Path | None:
+    """Return the path in a variable; None if it is not set."""
+    return Path(os.environ[name]) if name in os.environ else None
 
 
 def identity() -> Identity:
@@ -109,16 +119,6 @@ def keep_inside(host: str) -> None:
             os.environ.setdefault(name, "lo")
 
 
-def use_interface(name: str) -> None:
-    """Make gloo use a network interface, unless the user has set one."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def disable_nccl_error_handling() -> None:
-    """Disable NCCL's own error handling, unless the user has set it: Paceline aborts groups after a loss."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-
-
 def cublas_workspace() -> str | None:
     """Return the cuBLAS workspace configuration, which affects the order of additions; None if not set."""
     return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
@@ -129,16 +129,6 @@ def tf32_override() -> str | None:
     return os.environ.get("NVIDIA_TF32_OVERRIDE")
 
 
-def master_port_is_set() -> bool:
-    """Return whether the user or torchrun has set a port."""
-    return bool(os.environ.get("MASTER_PORT"))
-
-
-def has_agent_store() -> bool:
-    """Return whether torchrun's agent already holds the store, so that rank 0 must not open it."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def thread_limit() -> int | None:
     """Return the number of threads per worker that the launcher or user has set; None if not set."""
     return _number("OMP_NUM_THREADS", 0) or None
@@ -146,12 +136,12 @@ def thread_limit() -> int | None:
 
 def run_directory() -> Path | None:
     """Return the directory that ``paceline run`` created for this run; None under other launchers."""
-    return Path(os.environ[RUN_DIRECTORY]) if RUN_DIRECTORY in os.environ else None
+    return path(RUN_DIRECTORY)
 
 
 def plan_file() -> Path | None:
     """Return the plan file given to ``paceline run --plan``, if any."""
-    return Path(os.environ[PLAN]) if PLAN in os.environ else None
+    return path(PLAN)
 
 
 def command_line_settings() -> dict[str, str]:
@@ -243,11 +233,6 @@ def horovod_number(name: str, default: float) -> float:
     return value
 
 
-def horovod_text(name: str) -> str:
-    """Return a Horovod variable, given its name without ``HOROVOD_``; empty if not set."""
-    return os.environ.get(f"HOROVOD_{name}", "")
-
-
 def horovod_names() -> set[str]:
     """Return the names of the Horovod variables that are set, without ``HOROVOD_``."""
     return {name.removeprefix("HOROVOD_") for name in os.environ if name.startswith("HOROVOD_")}
@@ -292,47 +277,17 @@ def trace() -> Trace | None:
 
 def config_report() -> Path | None:
     """Return the file to write the settings to for ``paceline config``, which replaces training; else None."""
-    return Path(os.environ[SHOW_CONFIG]) if SHOW_CONFIG in os.environ else None
+    return path(SHOW_CONFIG)
 
 
 def profile_report() -> Path | None:
     """Return the file to write layer costs to for ``paceline profile``, which replaces training; else None."""
-    return Path(os.environ[PROFILE]) if PROFILE in os.environ else None
-
-
-def faults() -> str | None:
-    """Return the fault plan of a test as JSON (``paceline.testing.faults``); None if there is none."""
-    return os.environ.get(FAULTS)
+    return path(PROFILE)
 
 
 def inherited() -> dict[str, str]:
     """Return a copy of the environment without the launchers' secret, for processes that a launcher starts."""
     return {name: value for name, value in os.environ.items() if name != SECRET}
-
-
-def secret() -> str | None:
-    """Return the secret that launchers on several machines share, if the environment has it."""
-    return os.environ.get(SECRET)
-
-
-def in_indexed_job() -> bool:
-    """Return whether this process runs in a pod of a Kubernetes Indexed Job."""
-    return "JOB_COMPLETION_INDEX" in os.environ
-
-
-def user_command() -> str | None:
-    """Return the user's command without the script, if this launcher is an agent that another command started."""
-    return os.environ.get(USER_COMMAND)
-
-
-def ends_with_parent() -> bool:
-    """Return whether this launcher must be killed when its parent process ends."""
-    return END_WITH_PARENT in os.environ
-
-
-def exit_code_file() -> Path | None:
-    """Return the file for this launcher's exit code, which its parent process may not pass on; None if not set."""
-    return Path(os.environ[EXIT_CODE_FILE]) if EXIT_CODE_FILE in os.environ else None
 
 
 def replace(variables: Mapping[str, str]) -> None:

@@ -52,7 +52,7 @@ def read_settings() -> HorovodSettings:
     Raises:
         ConfigError: a numeric variable is not a number or is negative.
     """
-    timeline = env.horovod_text("TIMELINE")
+    timeline = env.text("HOROVOD_TIMELINE") or ""
     disabled = env.horovod_number("STALL_CHECK_DISABLE", 0) != 0
     return HorovodSettings(
         fusion_bytes=int(env.horovod_number("FUSION_THRESHOLD", 128 << 20)),

@@ -80,7 +80,7 @@ def arm(rank: Callable[[], int]) -> None:
     """
     global _ordered, _rank
     _rank = rank
-    text = env.faults()
+    text = env.text(env.FAULTS)
     if _ordered is None and text is not None:
         # Imported by name, so that no module of the runtime depends on paceline.testing outside of tests.
         _ordered = import_module("paceline.testing.ordered_faults").from_environment(text, lambda: _rank())

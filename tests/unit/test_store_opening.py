@@ -21,7 +21,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, rank: int
         raise RuntimeError("first line\nsecond line")
 
     monkeypatch.setattr(env_init, "within", fail)
-    monkeypatch.setattr(env_init, "env", SimpleNamespace(has_agent_store=lambda: agent))
+    monkeypatch.setattr(env_init, "env", SimpleNamespace(text=lambda name: str(agent)))
     doing = "open the store" if opens else "reach rank 0"
     with pytest.raises(StartError, match=f"Rank {rank} could not {doing} at here in 5 s: first line$"):
         made._open_store("here", None)
@@ -36,7 +36,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(env_init, "within", fail)
     monkeypatch.setattr(env_init, "_in_use", lambda *_: "the port is taken")
-    monkeypatch.setattr(env_init, "env", SimpleNamespace(has_agent_store=lambda: False))
+    monkeypatch.setattr(env_init, "env", SimpleNamespace(text=lambda name: None))
     with pytest.raises(StartError, match=r"^the port is taken$"):
         made._open_store("here", None)
     made.rank = 1

@@ -63,7 +63,7 @@ class EnvRendezvous:
         return where.host
 
     def _open_store(self, where: Address, start: Start) -> Store:
-        opens = self.rank == 0 and not env.has_agent_store()
+        opens = self.rank == 0 and env.text("TORCHELASTIC_USE_AGENT_STORE") != "True"
         try:
             return within(self.timeout, _NO_ANSWER, lambda: self._store(where, opens))
         except (dist.DistError, RuntimeError, ValueError, OSError) as error:
@@ -119,7 +119,7 @@ class EnvRendezvous:
 
 
 def _in_use(where: Address, start: Start) -> str:
-    if start.engine == "Slurm" and not env.master_port_is_set():
+    if start.engine == "Slurm" and not env.text("MASTER_PORT"):
         cure = "It follows from the numbers of the job and of the step: set MASTER_PORT to another one."
     else:
         cure = "Choose another one (MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
@@ -130,7 +130,7 @@ def _choose_interface(host: str) -> None:
     """Make gloo use the interface by which this worker reaches rank 0, unless the user has chosen an interface."""
     env.keep_inside(host)
     if not env.is_loopback(host) and (name := interface_towards(host)) is not None:
-        env.use_interface(name)
+        env.set_default("GLOO_SOCKET_IFNAME", name)
 
 
 def _leave() -> None:

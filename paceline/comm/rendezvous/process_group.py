@@ -65,7 +65,7 @@ class ProcessGroup:
         transport = self._agree(self._store, self._rank, self._size)
         restart_group_count()
         if "nccl" in transport.backend:
-            env.disable_nccl_error_handling()
+            env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # groups are aborted after a loss
         dist.init_process_group(
             transport.backend,
             store=self._store,

@@ -31,7 +31,7 @@ def log(info_dict: Any, chief_only: bool = True) -> None:
         info_dict: any object that can be pickled.
         chief_only: whether only rank 0 sends values. Defaults to True.
     """
-    if chief_only and env.horovod_text("RANK") != "0":
+    if chief_only and env.text("HOROVOD_RANK") != "0":
         return
     if _queue is None:
         warnings.warn("ray_logger.log: the call has no callbacks, so the value goes nowhere.", stacklevel=2)

@@ -202,7 +202,7 @@ def _doctor_command(
 
 def secret_environment(request: Request) -> dict[str, str]:
     """Return the variable with the agents' shared secret, the user's or a new one. Empty if the secret is in a file."""
-    return {} if request.secret_file is not None else {env.SECRET: env.secret() or secrets.token_hex(32)}
+    return {} if request.secret_file is not None else {env.SECRET: env.text(env.SECRET) or secrets.token_hex(32)}
 
 
 def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
