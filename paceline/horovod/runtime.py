@@ -254,7 +254,7 @@ def _places() -> list[tuple[int, int]]:
     return _all_places
 
 
-def gloo_built() -> bool:
+def gloo_built(verbose: bool = False) -> bool:
     """Return whether operations can use gloo. Always True."""
     return True
 
@@ -264,7 +264,7 @@ def gloo_enabled() -> bool:
     return True
 
 
-def mpi_built() -> bool:
+def mpi_built(verbose: bool = False) -> bool:
     """Return whether operations can use MPI. Always False, even under ``mpiexec``."""
     return False
 
@@ -279,17 +279,17 @@ def mpi_threads_supported() -> bool:
     return False
 
 
-def nccl_built() -> int:
+def nccl_built(verbose: bool = False) -> int:
     """Return the NCCL version that operations use. Always 0 because GPU tensors go through the host."""
     return 0
 
 
-def ddl_built() -> bool:
+def ddl_built(verbose: bool = False) -> bool:
     """Return whether operations can use IBM's DDL. Always False."""
     return False
 
 
-def ccl_built() -> bool:
+def ccl_built(verbose: bool = False) -> bool:
     """Return whether operations can use oneCCL. Always False."""
     return False
 

@@ -1,5 +1,3 @@
 """Horovod's errors under Horovod's module path."""
 
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

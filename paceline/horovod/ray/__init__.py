@@ -3,5 +3,3 @@
 from paceline.horovod.ray.elastic import ElasticRayExecutor
 from paceline.horovod.ray.runner import RayExecutor
 from paceline.horovod.ray.worker import BaseHorovodWorker
-
-__all__ = ["BaseHorovodWorker", "ElasticRayExecutor", "RayExecutor"]

@@ -22,16 +22,6 @@ from paceline.horovod.runtime import re_form
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
 from paceline.horovod.torch.elastic.state import TorchState
 
-__all__ = [
-    "ElasticSampler",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TorchState",
-    "run",
-]
-
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function whose first argument is a :class:`State` so that it continues when workers are lost or join.
