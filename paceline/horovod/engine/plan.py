@@ -15,38 +15,16 @@ same step and return to negotiation, in which the joined worker contributes zero
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
+from paceline.comm.reduction.buckets import SMALLEST_BUCKET, split
 from paceline.horovod.engine.operations import start_all_reduce
 from paceline.horovod.engine.requests import Request
-from paceline.horovod.engine.timeline import Timeline
-
-if TYPE_CHECKING:
-    from paceline.horovod.errors import HorovodInternalError
-
-
-class Watch(Protocol):
-    """Interface of :class:`~paceline.horovod.engine.waits.Waits` that a plan uses."""
-
-    timeline: Timeline | None
-    """Recorder of buckets, or None."""
-
-    def waiting(self, name: str, set_: int) -> None:
-        """Record the start of a wait."""
-
-    def waited(self, name: str) -> None:
-        """Record the end of a wait."""
-
-    def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
-        """Build the error for a failed wait."""
-
+from paceline.horovod.engine.waits import Waits
 
 _FIRST_BYTES = 1 << 20
-_BYTES = 5 << 20
-"""Bucket size as in ``comm.reduction``. On gloo, smaller buckets overlap better than NCCL's 25 MB."""
 
 
 class _Bucket:
@@ -72,7 +50,7 @@ class Plan:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: Waits,
         group: dist.ProcessGroup,
         parameters: Sequence[tuple[torch.Tensor, str]],
         dtype: torch.dtype | None,
@@ -82,10 +60,14 @@ class Plan:
         self._watch, self._group, self._set = watch, group, set_
         self._before, self._after = factors
         self._names = dict(parameters)
-        dtype = dtype or parameters[0][0].dtype
-        chunks = _cut([one for one, _ in parameters], dtype.itemsize)
-        last = len(chunks) - 1
-        self._buckets = [_Bucket(chunk, dtype, extra=place == last) for place, chunk in enumerate(chunks)]
+        ordered = [one for one, _ in parameters]
+        dtype = dtype or ordered[0].dtype
+        wider = ordered[0].dtype.itemsize // dtype.itemsize  # than what is transferred
+        runs = split(ordered, wider * SMALLEST_BUCKET, wider * _FIRST_BYTES)
+        last = len(runs) - 1
+        self._buckets = [
+            _Bucket([ordered[one] for one in run], dtype, extra=place == last) for place, run in enumerate(runs)
+        ]
         self._bucket_of = {one: bucket for bucket in self._buckets for one in bucket.views}
         self._started = 0
         self.open = True
@@ -184,16 +166,3 @@ class Plan:
         """Close the plan and destroy its process group."""
         self.open = False
         dist.destroy_process_group(self._group)
-
-
-def _cut(parameters: list[torch.Tensor], width: int) -> list[list[torch.Tensor]]:
-    """Split parameters into contiguous chunks of at most the bucket size, or of a single larger parameter."""
-    chunks: list[list[torch.Tensor]] = [[]]
-    room = _FIRST_BYTES
-    for one in parameters:
-        if chunks[-1] and room < one.numel() * width:
-            chunks.append([])
-            room = _BYTES
-        chunks[-1].append(one)
-        room -= one.numel() * width
-    return chunks
