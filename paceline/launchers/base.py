@@ -16,7 +16,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,6 +87,16 @@ class Request:
     def resume(self) -> str | None:
         """Checkpoint to start from: ``auto``, a path or URL, or None."""
         return self.settings.get("resume")
+
+    def absolute(self) -> Request:
+        """Return the request with absolute paths, for machines that share them."""
+        return replace(
+            self,
+            script=self.script.absolute(),
+            runs=self.runs.absolute(),
+            plan=self.plan and self.plan.absolute(),
+            secret_file=self.secret_file and self.secret_file.absolute(),
+        )
 
 
 @dataclass(frozen=True)

@@ -72,13 +72,13 @@ def test_the_job() -> None:
     assert pod["terminationGracePeriodSeconds"] >= 45
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert {"name": "runs", "persistentVolumeClaim": {"claimName": "v"}} in pod["volumes"]
-    assert "resume=auto" in pod["containers"][0]["command"]  # the first pod, when it comes back
+    assert "--resume auto" in " ".join(pod["containers"][0]["command"])  # the first pod, when it comes back
 
 
 def test_fewest_and_most_pods() -> None:
     found = decided(nodes=(1, 3), workers=4)
     command = list(found.pods.command)
-    assert [command[command.index(one) + 1] for one in ("--nodes", "--elastic", "--workers")] == ["1:3", "4:12", "4"]
+    assert [command[command.index(one) + 1] for one in ("--nodes", "--elastic", "-n")] == ["1:3", "4:12", "4"]
     assert len(found.agents) == 3
 
 

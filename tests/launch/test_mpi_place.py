@@ -25,10 +25,10 @@ def test_open_mpi_on_two_hosts(tmp_path: Path) -> None:
     environment = mpiexec(tmp_path, "mpiexec (Open MPI) 5.0.11")
     placement = Mpi().decide(REQUEST, Options(hosts="h1:3,h2"), environment)
     first, second = placement.text.split(" : ")
-    assert "--host h1" in first and "--workers 3" in first and f"-x {env.SECRET}" in first
-    assert "--host h2" in second and "--workers 2" in second and f"-x {env.SECRET}" in second
+    assert "--host h1" in first and "-n 3" in first and f"-x {env.SECRET}" in first
+    assert "--host h2" in second and "-n 2" in second and f"-x {env.SECRET}" in second
     assert placement.text.count("--bind-to none") == 1
-    assert first.count("--nodes 2:2 --rendezvous h1:") == second.count("--nodes 2:2 --rendezvous h1:") == 1
+    assert first.count("--nodes 2 --rendezvous h1:") == second.count("--nodes 2 --rendezvous h1:") == 1
     secret = placement.agents[0].environment[env.SECRET]
     assert secret and secret == placement.agents[1].environment[env.SECRET]
     assert secret not in placement.text + repr(placement)

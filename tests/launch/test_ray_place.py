@@ -47,7 +47,7 @@ def test_what_starts() -> None:
     given = {"PACELINE_SEED": "4", "HOME": "/home/x"}
     placement = place.RayPlace().decide(request, Options(gpus=2), given)
     here, *there = placement.agents
-    assert here.command[here.command.index("--workers") + 1] == "0"
+    assert here.command[here.command.index("-n") + 1] == "0"
     assert len(there) == 3 and there[0].command[there[0].command.index("--elastic") + 1] == "2:6"
     assert there[0].environment == {"PACELINE_SEED": "4", **here.environment}
     assert "placement group: 1 x 2 CPU, 2 GPU, strategy STRICT_SPREAD" in placement.text
@@ -59,7 +59,7 @@ def test_slots_that_may_share_a_node() -> None:
     request = Request(Path("train.py"), nodes=(2, 4), least=2, most=4)
     placement = place.RayPlace().decide(request, Options(slot_cpus=3, gpus=1), {})
     assert "placement group: 2 x 3 CPU, 1 GPU, strategy PACK" in placement.text
-    assert len(placement.agents) == 5 and "--workers 1 " in placement.text
+    assert len(placement.agents) == 5 and "-n 1 " in placement.text
     assert Options(slot_cpus=3, gpus=1).words() == ["--gpus", "1"]
 
 

@@ -15,10 +15,10 @@ OPTIONS = Options(master="local[4]")
 def test_an_elastic_run_has_its_coordinator_here() -> None:
     request = Request(Path("train.py"), workers=2, nodes=(1, 3), least=2, most=6)
     here, *there = Spark().decide(request, OPTIONS, {}).agents
-    assert here.command[here.command.index("--workers") + 1] == "0"
+    assert here.command[here.command.index("-n") + 1] == "0"
     assert [agent.machine for agent in there] == ["task 0", "task 1", "task 2"]
     words = there[0].command
-    assert [words[words.index(name) + 1] for name in ("--workers", "--nodes", "--elastic")] == ["2", "1:3", "2:6"]
+    assert [words[words.index(name) + 1] for name in ("-n", "--nodes", "--elastic")] == ["2", "1:3", "2:6"]
     assert here.environment == there[0].environment
 
 

@@ -48,10 +48,10 @@ def _await(true: Callable[[], object]) -> None:
 def test_the_coordinator_is_here_and_the_most_workers_are_kept(named: Path) -> None:
     named.write_text("h1:3\nlocalhost:1\nh2:4\n")
     placement = ssh.Ssh().decide(_request(named, 6), Options(), {"HOROVOD_TIMELINE": "t", "GLOO_SOCKET_IFNAME": "lo"})
-    workers = [(one.machine, one.command[one.command.index("--workers") + 1]) for one in placement.agents]
+    workers = [(one.machine, one.command[one.command.index("-n") + 1]) for one in placement.agents]
     assert workers == [("localhost", "1"), ("h1", "3"), ("h2", "2")]
     assert all(
-        "--nodes 1:6 --rendezvous localhost:PORT --elastic 1:6" in " ".join(one.command) for one in placement.agents
+        "--elastic 1:6 --nodes 1:6 --rendezvous localhost:PORT" in " ".join(one.command) for one in placement.agents
     )
     given = placement.agents[0].environment
     assert given["HOROVOD_TIMELINE"] == "t" and "GLOO_SOCKET_IFNAME" not in given
@@ -84,7 +84,7 @@ def test_hosts_come_go_and_come_again(
     found: list[str] = []
 
     def workers() -> list[str]:
-        found.extend(f"{one.name} {one.command[list(one.command).index('--workers') + 1]}" for one in growth.take())
+        found.extend(f"{one.name} {one.command[list(one.command).index('-n') + 1]}" for one in growth.take())
         return found
 
     try:

@@ -16,7 +16,7 @@ import secrets
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,6 +68,11 @@ class Agent:
     command: tuple[str, ...]  # command line of the agent
     # variables added to the machine's environment, such as the secret of the run
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def meeting_at(self, rendezvous: str) -> Agent:
+        """Return the agent with another ``host:port`` of the first machine."""
+        place = self.command.index("--rendezvous") + 1
+        return replace(self, command=(*self.command[:place], rendezvous, *self.command[place + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ def check_options(name: str, place: type[Place], options: Options) -> None:
 
 def given_options(request: Request) -> list[str]:
     """Return the options of ``paceline run`` that produce this request, except for default values."""
-    fixed = request.least == request.most == request.workers and request.standby
+    fixed = request.least == request.most == request.workers and request.standby and request.nodes is None
     first, last = request.nodes or (0, 0)
     words = ["-n", str(request.workers)]
     for option, value, usual in (
@@ -160,26 +165,9 @@ def agent_command(
     """
     if request.examination is not None:
         return _doctor_command(request, request.examination, workers, nodes[1], rendezvous, python)
-    words = [python, "-m", "paceline", "run", "--on", "local", "--workers", str(workers)]
-    words += ["--nodes", f"{nodes[0]}:{nodes[1]}", "--rendezvous", rendezvous]
-    words += ["--elastic", f"{request.least or total}:{request.most or total}"]
-    words += ["--patience", f"{request.patience_seconds:g}", "--grace", f"{request.grace_seconds:g}"]
-    words += ["--runs-dir", str(request.runs)]
-    for option, value in (
-        ("--standby", request.standby or None),
-        ("--name", request.name),
-        ("--plan", request.plan),
-        ("--secret-file", request.secret_file),
-    ):
-        if value is not None:
-            words += [option, str(value)]
-    for key, setting in request.settings.items():
-        words += ["--set", f"{key}={setting}"]
-    if request.horovod:
-        words.append("--horovod")
-    if not request.preload:
-        words.append("--no-preload")
-    return [*words, str(request.script), *request.arguments]
+    own = replace(request, workers=workers, least=request.least or total, most=request.most or total, nodes=nodes)
+    words = given_options(replace(own, rendezvous=rendezvous, port=None, discovery=None))
+    return [python, "-m", "paceline", "run", "--on", "local", *words, str(request.script), *request.arguments]
 
 
 def _doctor_command(
@@ -223,6 +211,13 @@ def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
             raise ConfigError(f"-H {quoted(text)}: {name} is there twice; give the sum of its workers once.")
         found[name] = int(count) if colon else slots
     return list(found.items())
+
+
+def listed_hosts(options: Options, slots: int) -> list[tuple[str, int]] | None:
+    """Return the hosts of ``-H`` or ``--hostfile`` with their numbers of workers. None if neither is given."""
+    if options.hosts is not None:
+        return parse_hosts(options.hosts, slots)
+    return None if options.hostfile is None else read_hostfile(options.hostfile, slots)
 
 
 def read_hostfile(path: Path, slots: int) -> list[tuple[str, int]]:

@@ -31,8 +31,7 @@ from paceline.launchers.clusters.base import (
     Place,
     Placement,
     agent_command,
-    parse_hosts,
-    read_hostfile,
+    listed_hosts,
     secret_environment,
 )
 from paceline.launchers.clusters.clients import Client, follow
@@ -104,10 +103,8 @@ def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Age
 def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
     if options.hosts is not None and options.hostfile is not None:
         raise ConfigError("-H and --hostfile both name the hosts; give one of them.")
-    if options.hosts is not None:
-        return parse_hosts(options.hosts, request.workers)
-    if options.hostfile is not None:
-        return read_hostfile(options.hostfile, request.workers)
+    if (found := listed_hosts(options, request.workers)) is not None:
+        return found
     if request.nodes is not None and request.nodes != (1, 1):
         raise ConfigError("--nodes with --on mpi: name the hosts, with -H host1:4,host2:4 or --hostfile.")
     return [(_HERE, request.workers)]

@@ -34,7 +34,6 @@ from paceline.launchers.machine import choose_port, listens
 
 _HERE = "HERE:PORT"
 """Placeholder for the rendezvous in a placement, which is known once the cluster is connected."""
-_POLL_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 10.0
@@ -69,11 +68,7 @@ class RayPlace(Place):
         self._strategy = "PACK" if options.slot_cpus else "STRICT_SPREAD"
         nodes = request.nodes or (1, 1)
         request = replace(
-            request,
-            script=request.script.absolute(),
-            runs=request.runs.absolute(),
-            plan=request.plan and request.plan.absolute(),
-            secret_file=request.secret_file and request.secret_file.absolute(),
+            request.absolute(),
             least=request.least or request.workers * nodes[0],
             most=request.most or request.workers * nodes[1],
         )
@@ -100,7 +95,7 @@ class RayPlace(Place):
         with _connected(ray, self._address, int(self._bundle["CPU"]), fewest, request.patience_seconds):
             port = choose_port(None)
             where = f"{_own_address(ray)}:{port}"
-            here, *there = [replace(one, command=_meeting_at(where, one.command)) for one in placement.agents]
+            here, *there = [one.meeting_at(where) for one in placement.agents]
             nodes = _Nodes(ray, self._bundle, self._strategy)
             try:
                 nodes.place(fewest, request.patience_seconds)
@@ -114,10 +109,6 @@ class RayPlace(Place):
 def _travels(name: str) -> bool:
     """Return whether a variable is passed on to the nodes. All other variables on the nodes are those of Ray."""
     return name == "OMP_NUM_THREADS" or name.startswith("PACELINE_")
-
-
-def _meeting_at(where: str, command: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(where if word == _HERE else word for word in command)
 
 
 def _resources(bundle: Mapping[str, float]) -> str:

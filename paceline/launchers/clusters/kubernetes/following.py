@@ -6,11 +6,10 @@ import contextlib
 import math
 import signal
 import subprocess
-import sys
 import time
 
 from paceline.errors import PREEMPTED, StartError
-from paceline.launchers.clusters.clients import stop_signals
+from paceline.launchers.clusters.clients import say, stop_signals
 from paceline.launchers.clusters.kubernetes import state
 from paceline.launchers.clusters.kubernetes.kubectl import Kubectl
 from paceline.launchers.clusters.kubernetes.manifests import Kind, Pods, termination_seconds
@@ -21,12 +20,6 @@ POLL_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.1
 _LAST_SECONDS = 30.0
 _SHOWN_LINES = 20
-
-
-def say(line: str) -> None:
-    """Print a line to standard error."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 class Following:

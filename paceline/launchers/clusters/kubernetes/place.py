@@ -16,8 +16,9 @@ from paceline.environments import env
 from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
+from paceline.launchers.clusters.clients import say
 from paceline.launchers.clusters.kubernetes import manifests
-from paceline.launchers.clusters.kubernetes.following import Following, say
+from paceline.launchers.clusters.kubernetes.following import Following
 from paceline.launchers.clusters.kubernetes.kubectl import Kubectl
 from paceline.launchers.clusters.kubernetes.manifests import KINDS, Kind, Pods
 

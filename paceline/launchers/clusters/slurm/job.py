@@ -20,7 +20,7 @@ from paceline.errors import PREEMPTED, ConfigError, StartError
 from paceline.launchers import runs
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Options, Placement, given_options
-from paceline.launchers.clusters.clients import stop_signals
+from paceline.launchers.clusters.clients import say, stop_signals
 from paceline.launchers.output import Lines
 
 _LEAD_SECONDS = 35
@@ -158,7 +158,7 @@ def submit(placement: Placement, request: Request) -> Job:
         said = "; ".join(line.removeprefix("sbatch: error: ") for line in done.stderr.strip().splitlines())
         raise StartError(f"Slurm refuses the job: {said}.{_partitions(said)}")
     job = Job(done.stdout.strip().partition(";")[0], script.parent)
-    _say(f"job {job.number} is submitted; its output: {job.output('.out')} and .err")
+    say(f"job {job.number} is submitted; its output: {job.output('.out')} and .err")
     return job
 
 
@@ -195,11 +195,6 @@ def follow_job(job: Job, grace_seconds: float) -> int:
 
 def _scancel(job: Job, *options: str) -> None:
     subprocess.run(["scancel", *options, job.number], capture_output=True, env=env.inherited())
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 class _Output:
@@ -270,7 +265,7 @@ class _Watch:
     def _tell(self, line: str) -> None:
         if line != self._told:
             self._told = line
-            _say(line)
+            say(line)
 
     def end(self, signal_number: int | None) -> int:
         """Return the exit code. Print the final state unless the job completed or failed."""
@@ -279,7 +274,7 @@ class _Watch:
         if self.state == "FAILED":
             code = int(own) or 128 + int(killed)
         if self.state not in ("COMPLETED", "FAILED"):
-            _say(f"job {self._job.number} has ended: {self.state}; `sacct -j {self._job.number}` may say more")
+            say(f"job {self._job.number} has ended: {self.state}; `sacct -j {self._job.number}` may say more")
         if code in (PREEMPTED, 143) and signal_number in (signal.SIGINT, signal.SIGHUP):
             return 128 + signal_number
         return code

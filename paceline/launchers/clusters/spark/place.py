@@ -61,7 +61,7 @@ class Spark(Place):
             )
         fewest, tasks = request.nodes or (1, 1)
         if request.least is not None:
-            return _elastic(master, _absolute(request), fewest, tasks)
+            return _elastic(master, _named(request), fewest, tasks)
         if fewest != tasks:
             raise ConfigError(
                 f"--nodes {fewest}:{tasks}: a barrier stage has a fixed number of tasks; give one number, as in "
@@ -69,7 +69,7 @@ class Spark(Place):
             )
         total = tasks * request.workers
         command = tuple(
-            agent_command(_absolute(request), request.workers, total, (tasks, tasks), MEETING, python="python")
+            agent_command(_named(request), request.workers, total, (tasks, tasks), MEETING, python="python")
         )
         known = secret_environment(request)
         text = f"on {master}, a barrier stage of {tasks} tasks with {request.workers} CPUs each, and in each:\n"
@@ -108,10 +108,7 @@ class Spark(Place):
         try:
             port = choose_port(None)
             where = f"{context.getConf().get('spark.driver.host')}:{port}"
-            here, *there = [
-                replace(one, command=tuple(where if word == MEETING else word for word in one.command))
-                for one in placement.agents
-            ]
+            here, *there = [one.meeting_at(where) for one in placement.agents]
             with Slots(context, there, request) as slots:
                 slots.start(port)
                 coordinator = Client(here.machine, here.command, here.environment)
@@ -157,24 +154,20 @@ def _resumed(command: tuple[str, ...], request: Request) -> tuple[str, ...]:
     run = request.runs.absolute() / _name(command)
     if request.resume is not None and runs.newest_checkpoint(run) is None:
         return command
-    end = command.index("run") + 1
-    return (*command[:end], "--resume", "auto", *command[end:])
+    words, end = list(command), command.index("run") + 1
+    if request.resume is not None:
+        place = words.index("--resume")
+        del words[place : place + 2]
+    return (*words[:end], "--resume", "auto", *words[end:])
 
 
 def _name(command: tuple[str, ...]) -> str:
     return command[command.index("--name") + 1]
 
 
-def _absolute(request: Request) -> Request:
+def _named(request: Request) -> Request:
     """Return the request with absolute paths for all machines, and with a fixed name for all attempts."""
-    return replace(
-        request,
-        script=request.script.absolute(),
-        runs=request.runs.absolute(),
-        plan=request.plan and request.plan.absolute(),
-        secret_file=request.secret_file and request.secret_file.absolute(),
-        name=request.name or runs.choose(request).name,
-    )
+    return replace(request.absolute(), name=request.name or runs.choose(request).name)
 
 
 def _connect(master: str, request: Request) -> Any:

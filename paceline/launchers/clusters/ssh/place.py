@@ -30,8 +30,7 @@ from paceline.launchers.clusters.base import (
     Place,
     Placement,
     agent_command,
-    parse_hosts,
-    read_hostfile,
+    listed_hosts,
     secret_environment,
 )
 from paceline.launchers.clusters.clients import Client, More, follow
@@ -154,7 +153,7 @@ class _Growth:
     ) -> None:
         self._request, self._needs, self._client, self._model = request, needs, client, agents[0]
         self._lock = threading.Lock()
-        self._have = {one.machine: int(_option(one.command, "--workers")) for one in agents}
+        self._have = {one.machine: int(_option(one.command, "-n")) for one in agents}
         self._new: list[Client] = []
         self._told: set[str] = set()
         self.over = threading.Event()
@@ -203,17 +202,15 @@ class _Growth:
 def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
     if request.discovery is not None:
         return _first_hosts(ask(request.discovery), request.most or 0)
-    if (options.hosts is None) == (options.hostfile is None):
+    found = listed_hosts(options, request.workers)
+    if found is None or (options.hosts is not None and options.hostfile is not None):
         raise ConfigError("--on ssh: give the hosts by -H host1:4,host2:2 or by --hostfile FILE, one of the two.")
     if request.nodes is not None:
         raise ConfigError(
             "--nodes has no effect with --on ssh, which uses all hosts: leave it out, and say with --elastic how few "
             "workers may train."
         )
-    if options.hosts is not None:
-        return parse_hosts(options.hosts, request.workers)
-    assert options.hostfile is not None
-    return read_hostfile(options.hostfile, request.workers)
+    return found
 
 
 def _first_hosts(found: Slots, most: int) -> list[tuple[str, int]]:
@@ -261,18 +258,12 @@ def _ssh(host: str) -> list[str]:
 def _client(agent: Agent, meeting: str, grace_seconds: float) -> Client:
     """Return the client that starts an agent and holds its leash."""
     order = {
-        "command": _meet(agent.command, meeting),
+        "command": agent.meeting_at(meeting).command,
         "environment": dict(agent.environment),
         "directory": os.getcwd(),
         "grace": grace_seconds,
     }
     return Client(agent.machine, _reach(agent.machine), first_input=first_input(order))
-
-
-def _meet(command: Sequence[str], meeting: str) -> list[str]:
-    words = list(command)
-    words[words.index("--rendezvous") + 1] = meeting
-    return words
 
 
 def _shown(agent: Agent) -> str:
