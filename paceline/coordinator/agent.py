@@ -1,7 +1,6 @@
 """Agents: each supervises the workers of its machine, replaces lost workers, and reports to the coordinator.
 
-Both classes implement :class:`paceline.launchers.workers.Supervisor`. The agent of the first machine owns the
-coordinator; the others report to it over the network.
+The agent of the first machine owns the coordinator; the others report to it over the network.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
 from paceline.launchers.base import Launch, Request, WorkerExit
 from paceline.launchers.clusters.discovery import SlotsHere
+from paceline.launchers.workers import Supervisor
 
 _RESTARTS = 100
 """Largest number of replacement workers that an agent starts in one run."""
@@ -44,7 +44,7 @@ def bounds_of(request: Request) -> Bounds:
     )
 
 
-class CoordinatorAgent:
+class CoordinatorAgent(Supervisor):
     """Agent on the coordinator's machine.
 
     Args:
@@ -126,8 +126,8 @@ class CoordinatorAgent:
         return (grace, grace + 5.0) if self._elastic else _GRACE
 
 
-class RemoteAgent:
-    """Agent on any other machine."""
+class RemoteAgent(Supervisor):
+    """Agent on any other machine, whose workers report by themselves that they leave."""
 
     def __init__(self, launch: Launch, request: Request, client: AgentClient) -> None:
         self._launch = launch
@@ -163,12 +163,6 @@ class RemoteAgent:
     def over(self) -> bool:
         self._client.receive()
         return self._client.broken or self._client.over is not None
-
-    def waits(self) -> bool:
-        return False
-
-    def interrupted(self) -> None:
-        """Do nothing, because the workers of this machine report that they leave."""
 
     def grace(self) -> tuple[float, float]:
         return _GRACE if self._client.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from paceline.errors import StartError
 from paceline.launchers.base import Launch, RunResult, WorkerExit, WorkerProcess
@@ -28,59 +28,40 @@ Pipe: TypeAlias = "tuple[int, str, int, int]"
 """Output pipe of a worker: worker number, stream name, read end of the pipe, descriptor of the log file."""
 
 
-class Supervisor(Protocol):
-    """Policy that decides what happens to the other workers when a worker ends."""
+class Supervisor:
+    """Policy that decides what happens to the other workers when a worker ends.
+
+    This class is the policy of fixed runs: all workers start together, and a failed worker ends all others.
+    """
 
     def started(self, number: int, pid: int) -> None:
         """Handle the start of a worker."""
 
     def ended(self, one: WorkerExit) -> bool:
         """Handle the end of a worker. Return whether the other workers continue."""
+        return one.code == 0
 
     def to_start(self, at_once: bool) -> int:
         """Return the number of workers to start now. `at_once`: a start does not use a core for seconds."""
+        return 0
 
     def shown(self) -> int:
         """Return the number of the worker whose output is shown."""
+        return 0
 
     def over(self) -> bool:
         """Return whether the remaining workers must end."""
+        return False
 
     def waits(self) -> bool:
         """Return whether the launcher keeps running although no worker of this machine is left."""
+        return False
 
     def interrupted(self) -> None:
         """Handle a signal to the launcher."""
 
     def grace(self) -> tuple[float, float]:
         """Return the delays in seconds after which workers that must end get SIGTERM and SIGKILL."""
-
-
-class AllOrNothing:
-    """Policy of fixed runs: all workers start together, and a failed worker ends all others."""
-
-    def started(self, number: int, pid: int) -> None:
-        pass
-
-    def ended(self, one: WorkerExit) -> bool:
-        return one.code == 0
-
-    def to_start(self, at_once: bool) -> int:
-        return 0
-
-    def shown(self) -> int:
-        return 0
-
-    def over(self) -> bool:
-        return False
-
-    def waits(self) -> bool:
-        return False
-
-    def interrupted(self) -> None:
-        pass
-
-    def grace(self) -> tuple[float, float]:
         return 1.0, 3.0  # time for the workers to write their reports
 
 
@@ -96,7 +77,7 @@ class Workers:
     ) -> None:
         self._launch = launch
         self._show = show
-        self._supervisor = supervisor or AllOrNothing()
+        self._supervisor = supervisor or Supervisor()
         self._launcher = launcher_named(launch.launcher)()
         self._launcher.note = note
         self._started = 0

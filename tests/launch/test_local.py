@@ -16,7 +16,7 @@ from paceline.launchers.base import Launch, Request, RunResult
 from paceline.launchers.local import launcher as local_launcher
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.launcher import ChildProcess
-from paceline.launchers.workers import AllOrNothing, Workers
+from paceline.launchers.workers import Supervisor, Workers
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_leaving_the_block_kills_until_the_workers_have_ended(
 def test_workers_that_must_end_are_killed_until_they_have(
     prepare: Callable[..., Launch], in_vain: list[ChildProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AllOrNothing, "grace", lambda _: (0.0, 0.0))
+    monkeypatch.setattr(Supervisor, "grace", lambda _: (0.0, 0.0))
     monkeypatch.setattr("paceline.launchers.workers._AGAIN_SECONDS", 0.1)
     result, _ = run(
         prepare(
