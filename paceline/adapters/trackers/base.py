@@ -38,14 +38,7 @@ class TrackedRun:
 
 
 class Tracker:
-    """Recorder of values. A single thread calls all methods, which may block. An error stops only this tracker.
-
-    Attributes:
-        rewinds: whether opening removes the records of ``run.position`` and later steps. Otherwise the first value
-            that was recorded for a step stays.
-    """
-
-    rewinds = False
+    """Recorder of values. A single thread calls all methods, which may block. An error stops only this tracker."""
 
     def write(self, values: Sequence[Values]) -> None:
         """Record values in ascending order of their steps."""

@@ -31,7 +31,10 @@ def check(names: Iterable[str]) -> None:
 
 
 def rewinds(name: str) -> bool:
-    """Return whether a tracker removes later steps when it is opened."""
+    """Return whether opening a tracker removes the records of ``run.position`` and later steps.
+
+    Otherwise the first value that was recorded for a step stays.
+    """
     return name in ("csv", "tensorboard")
 
 

@@ -14,8 +14,6 @@ _HEADER = ["step", "name", "value", "time"]
 class CsvTracker(Tracker):
     """Tracker that appends to ``metrics.csv``. Texts and images are recorded by path."""
 
-    rewinds = True
-
     def __init__(self, path: Path, position: int) -> None:
         self._path = path
         if path.exists():

@@ -15,8 +15,6 @@ from paceline.adapters.trackers.png import size_of
 class TensorBoardTracker(Tracker):
     """Tracker that writes a file for each start. TensorBoard drops later steps of earlier files."""
 
-    rewinds = True
-
     def __init__(self, folder: Path, run: TrackedRun) -> None:
         before = set(folder.glob("events.*"))
         self._writer = SummaryWriter(str(folder), purge_step=run.position if before else None)

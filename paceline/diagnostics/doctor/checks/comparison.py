@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.diagnostics.doctor.finding import Finding, ok, size, skipped
@@ -45,6 +46,13 @@ def same(check: str, values: Mapping[str, object], why: str, cure: str, label: s
     if len({str(value) for value in values.values()}) < 2:
         return ok(check, f"{label or check} {next(iter(values.values()), None)}")
     return Finding(check, "failure", f"{label or check} differs: {who(values)}", why, cure)
+
+
+def alike(check: str, values: Mapping[str, str], label: str, why: str, cure: str, unknown: str = "") -> Finding:
+    """Check that machines are of one kind, which they should be but need not be."""
+    if len(set(values.values())) < 2:
+        return ok(check, next(iter(values.values()), unknown))
+    return Finding(check, "warning", f"{label}: {who(values)}", why, cure)
 
 
 def versions(machines: Machines) -> list[Finding]:
@@ -97,28 +105,23 @@ def cuda(machines: Machines) -> list[Finding]:
         for library in ("CUDA", "cuDNN", "NCCL")
     ]
     drivers = {name: facts["driver"] for name, facts in machines.items()}
-    driver = same("driver version", drivers, "", "install the same NVIDIA driver everywhere")
-    if driver.status == "failure":
-        driver = Finding(
-            driver.check, "warning", driver.values, "An old driver may not load the newest kernels.", driver.cure
-        )
+    why, cure = "An old driver may not load the newest kernels.", "install the same NVIDIA driver everywhere"
+    driver = same("driver version", drivers, why, cure)
+    driver = replace(driver, status="warning") if driver.status == "failure" else driver
     return [one for one in [*found, driver] if not one.values.endswith((" None", " "))]
 
 
 def instructions(machines: Machines) -> Finding:
     """Compare the instruction sets, which decide how libraries compute."""
-    check = "instruction sets"
     values = {
         name: f"{facts['torch'].get('instructions', 'unknown')} ({facts['processor']['instructions']})"
         for name, facts in machines.items()
         if "error" not in facts["torch"]
     }
-    if len(set(values.values())) < 2:
-        return ok(check, next(iter(values.values()), ""))
-    return Finding(
-        check,
-        "warning",
-        f"processors differ: {who(values)}",
+    return alike(
+        "instruction sets",
+        values,
+        "processors differ",
         "Libraries add in another order with other instructions: other bits, which workers refuse with exact=True; and "
         "the oldest processor sets the pace.",
         "use machines of one kind; or on all of them ATEN_CPU_CAPABILITY set to what the oldest can",
@@ -149,12 +152,10 @@ def gpus(machines: Machines) -> Finding:
     values = {name: ", ".join(_counted(torch.get("gpus", ()))) for name, torch in loaded.items()}
     if not any(values.values()):
         return skipped(check, "torch sees none")
-    if len(set(values.values())) < 2:
-        return ok(check, next(iter(values.values())))
-    return Finding(
+    return alike(
         check,
-        "warning",
-        f"GPUs differ: {who(values)}",
+        values,
+        "GPUs differ",
         "Workers without a GPU train on the CPU, or the run does not start; unlike GPUs compute other bits, and the "
         "slowest sets the pace.",
         "use machines of one kind, and look for CUDA_VISIBLE_DEVICES, nvidia-smi and a torch without CUDA",
@@ -229,17 +230,15 @@ def clock(offsets: Mapping[str, float]) -> Finding:
 
 def mtu(machines: Machines) -> Finding:
     """Compare the MTUs of the interfaces."""
-    check = "MTU"
-    values = {name: facts["interface"].get("mtu") for name, facts in machines.items() if facts["interface"]}
-    if len(set(values.values())) < 2:
-        return ok(check, str(next(iter(values.values()), "unknown")))
-    return Finding(
-        check,
-        "warning",
-        f"MTU differs: {who(values)}",
+    values = {name: str(facts["interface"].get("mtu")) for name, facts in machines.items() if facts["interface"]}
+    return alike(
+        "MTU",
+        values,
+        "MTU differs",
         "A packet that one machine sends may be too large for the other, or for a switch between: connections open, "
         "and stop at the first large message.",
         "set the same MTU on all interfaces of this network, and on its switches (ip link set DEVICE mtu 1500)",
+        "unknown",
     )
 
 
