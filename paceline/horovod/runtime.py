@@ -65,7 +65,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             _begin(who, settings, wanted)
             return
         except (StartError, HorovodInternalError):
-            if _generations is None or not _generations.alarmed:
+            if not _is_alarmed():
                 raise
 
 
@@ -77,7 +77,7 @@ def _begin(who: Identity, settings: HorovodSettings, wanted: list[ProcessSet]) -
         _meet(settings.start_seconds)
     _times += 1
     ranks = tuple(range(who.world_size))
-    links = open_links(who.rank, who.world_size, _host, _store(who.world_size), settings.start_seconds, _is_cut_short)
+    links = open_links(who.rank, who.world_size, _host, _store(who.world_size), settings.start_seconds, _is_alarmed)
     try:
         group = open_group(ranks, who.rank, settings.deadline_seconds) if who.world_size > 1 else None
     except RuntimeError as error:
@@ -96,7 +96,7 @@ def _begin(who: Identity, settings: HorovodSettings, wanted: list[ProcessSet]) -
         raise
 
 
-def _is_cut_short() -> bool:
+def _is_alarmed() -> bool:
     return _generations is not None and _generations.alarmed
 
 

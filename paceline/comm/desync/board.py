@@ -173,11 +173,9 @@ class StoreBoard:
                 time.sleep(_POLL_SECONDS)
 
     def _reached(self, rank: int, number: int) -> bool:
-        record = self._read_record(self._key(rank, ALL, number))
+        key = self._key(rank, ALL, number)
+        record = parse(self._store.get(key)) if self._store.check([key]) else None
         return record is not None and record["number"] >= number
-
-    def _read_record(self, key: str) -> Record | None:
-        return parse(self._store.get(key)) if self._store.check([key]) else None
 
     def _key(self, rank: int, kind: int, number: int) -> str:
         return f"calls/{rank}/{kind}/{number % KEPT[kind]}"

@@ -92,13 +92,7 @@ class ParquetDataset(Dataset[Any]):
             InputError: a column cannot be read, the folder already exists, or this process does not see all its files.
         """
         rows, columns = ray_data.write(dataset, folder)
-        data = cls(folder, columns, transform, memory_gigabytes)
-        if len(data) != rows:
-            raise InputError(
-                f"Ray has written {rows} rows to {folder}, and here are {len(data)} of them: its nodes see another "
-                f"folder of that name. Name one that all nodes share."
-            )
-        return data
+        return cls._written("Ray", rows, folder, columns, transform, memory_gigabytes)
 
     @classmethod
     def from_spark(
@@ -124,11 +118,16 @@ class ParquetDataset(Dataset[Any]):
         """
         parquet_files.check_installed()
         rows = data_frame.write(frame, folder)
-        data = cls(folder, frame.columns, transform, memory_gigabytes)
+        return cls._written("Spark", rows, folder, frame.columns, transform, memory_gigabytes)
+
+    @classmethod
+    def _written(cls, by: str, rows: int, folder: str | Path, columns: Sequence[str], *more: Any) -> ParquetDataset:
+        """Open the files that an engine has written, and check that this process sees all rows."""
+        data = cls(folder, columns, *more)
         if len(data) != rows:
             raise InputError(
-                f"Spark has written {rows} rows to {folder}, and here are {len(data)} of them: its executors see "
-                f"another folder of that name. Name one that all machines share."
+                f"{by} has written {rows} rows to {folder}, and here are {len(data)} of them: its machines see another "
+                f"folder of that name. Name one that all machines share."
             )
         return data
 
@@ -213,14 +212,8 @@ class _Reader:
         return self._systems[source]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "_process": 0,
-            "_systems": {},
-            "_footers": OrderedDict(),
-            "_kept": OrderedDict(),
-            "_bytes": 0,
-        }
+        empty = {"_footers": OrderedDict[str, Any](), "_kept": OrderedDict[int, list[Column]](), "_bytes": 0}
+        return {**vars(self), "_process": 0, "_systems": {}, **empty}
 
 
 def _size(columns: list[Column]) -> int:

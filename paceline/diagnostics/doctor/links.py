@@ -158,17 +158,13 @@ def _speed(address: str, port: int, secret: Secret) -> float:
         until, sent, starved = time.monotonic() + 2 * _BURST_SECONDS, 0, _starved()
         connection.settimeout(_POLL_SECONDS)
         data = memoryview(bytes(_CHUNK))
-        while sent < _BURST_BYTES and time.monotonic() < until and not _has_answer(connection):
+        while sent < _BURST_BYTES and time.monotonic() < until and not select.select([connection], [], [], 0)[0]:
             with contextlib.suppress(TimeoutError):
                 sent += connection.send(data)
         starved = _starved() - starved
         connection.settimeout(_PATIENCE)
         count, seconds, theirs = struct.unpack("!Qdd", _read(connection, 24))
         return float(count / max(seconds - starved - theirs, seconds / _MOST_STARVED))
-
-
-def _has_answer(connection: socket.socket) -> bool:
-    return bool(select.select([connection], [], [], 0)[0])
 
 
 def _receive(connection: socket.socket) -> tuple[int, float, float]:

@@ -76,7 +76,8 @@ class RayPlace(Place):
         here = agent_command(replace(request, standby=0), 0, 0, machines, _HERE)
         there = agent_command(request, request.workers, 0, machines, _HERE)
         known = secret_environment(request)
-        passed = {name: environment[name] for name in sorted(environment) if _travels(name)}
+        travel = [name for name in sorted(environment) if name == "OMP_NUM_THREADS" or name.startswith("PACELINE_")]
+        passed = {name: environment[name] for name in travel}  # all other variables on the nodes are those of Ray
         text = [
             f"cluster: {options.address or 'the one that is found, or a new one of this machine'}",
             f"placement group: {nodes[0]} x {_resources(self._bundle)}, strategy {self._strategy}",
@@ -104,11 +105,6 @@ class RayPlace(Place):
                 return follow([coordinator], env.inherited(), request.grace_seconds, lambda client, code: False)
             finally:
                 nodes.close()
-
-
-def _travels(name: str) -> bool:
-    """Return whether a variable is passed on to the nodes. All other variables on the nodes are those of Ray."""
-    return name == "OMP_NUM_THREADS" or name.startswith("PACELINE_")
 
 
 def _resources(bundle: Mapping[str, float]) -> str:

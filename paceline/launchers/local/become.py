@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TextIO
 
 from paceline.environments import env
 from paceline.launchers.local import unsafe
-from paceline.launchers.local.child import end_with_parent
+from paceline.launchers.local.child import current_directory, end_with_parent
 
 _SPECIAL = "__name__", "__doc__", "__package__", "__loader__", "__spec__", "__annotations__", "__builtins__"
 _own_main = sys.modules["__main__"]
@@ -47,17 +47,10 @@ def take_over(environment: Mapping[str, str], directory: str, out: int, err: int
     global began_with
     env.replace(environment)
     began_with = dict(environment)
-    if directory and directory != _current_directory():
+    if directory and directory != current_directory():
         os.chdir(directory)
     take_output(out, err)
     reseed()
-
-
-def _current_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # the directory was removed
-        return ""
 
 
 def take_output(out: int, err: int) -> None:
@@ -123,18 +116,13 @@ def main_module(command: Sequence[str], paths: Sequence[str]) -> tuple[types.Cod
     sys.modules["__main__"] = main
     sys.argv[:] = command[2:]
     sys.orig_argv[:] = command
-    sys.path[:] = paths if sys.flags.safe_path else [script_folder(script), *paths]
+    sys.path[:] = paths if sys.flags.safe_path else [os.path.dirname(os.path.realpath(script)), *paths]
     return code, vars(main)
 
 
 def late_variables() -> list[str]:
     """Return warnings about variables that the script changed after the libraries which read them were loaded."""
     return [] if began_with is None else unsafe.late_variables(began_with, env.inherited())
-
-
-def script_folder(script: str) -> str:
-    """Return the folder in which Python first looks for a script's modules."""
-    return os.path.dirname(os.path.realpath(script))
 
 
 def hide_own_frames(error: BaseException) -> None:

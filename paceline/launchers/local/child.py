@@ -29,6 +29,14 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def current_directory() -> str:
+    """Return the current directory. Empty if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 def command_of(cores: frozenset[int], command: tuple[str, ...]) -> list[str]:
     """Return the command that starts a worker bound to `cores`, or unbound if `cores` is empty."""
     bound = ",".join(map(str, sorted(cores))) or "-"

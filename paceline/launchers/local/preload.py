@@ -91,7 +91,7 @@ class Preload:
         request: dict[str, object] = {
             "environment": dict(worker.environment),
             "command": list(worker.command),
-            "directory": _directory(),
+            "directory": child.current_directory(),
         }
         waits, go = os.pipe()
         try:
@@ -182,13 +182,6 @@ class Forked:
 def is_possible() -> bool:
     """Return whether this system supports preloading."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager

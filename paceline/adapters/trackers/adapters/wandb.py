@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,16 @@ class WandbTracker(Tracker):
     def write(self, values: Sequence[Values]) -> None:
         """Log the values of each step. Weights & Biases merges several calls for a step."""
         for one in values:
-            texts = {name: wandb.Html(f"<pre>{_escaped(Path(path))}</pre>") for name, path in one.texts.items()}
+            texts = {
+                name: wandb.Html(f"<pre>{html.escape(Path(path).read_text())}</pre>")
+                for name, path in one.texts.items()
+            }
             images = {name: wandb.Image(path) for name, path in one.images.items()}
             self._run.log({**one.scalars, **texts, **images}, step=one.step)
 
     def close(self) -> None:
         """Send the remaining values and end the run."""
         self._run.finish()
-
-
-def _escaped(path: Path) -> str:
-    return path.read_text().replace("&", "&amp;").replace("<", "&lt;")
 
 
 def open_tracker(run: TrackedRun) -> Tracker:
