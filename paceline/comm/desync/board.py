@@ -99,12 +99,8 @@ class SharedMemoryBoard:
         slot = number % KEPT[ALL]
         start = 8 * KEPT[ALL] + slot * _BYTES
         self._own[start : start + len(text)] = text
-        self._own_marks[slot] = own = (number & _NUMBERS) << _HASH_BITS | mark & _HASH
-        for marks in self._others:
-            other = marks[slot]
-            if other != own and other >> _HASH_BITS == own >> _HASH_BITS:
-                return True
-        return False
+        self._own_marks[slot] = (number & _NUMBERS) << _HASH_BITS | mark & _HASH
+        return self.differs(number, mark)
 
     def publish_in_group(self, slot: int, text: bytes) -> None:
         start = 8 * KEPT[ALL] + (KEPT[ALL] + slot % KEPT[SOME]) * _BYTES

@@ -73,17 +73,15 @@ class Group:
     ranks: list[int]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A call of this worker."""
 
-    __slots__ = ("group", "note", "number", "site", "what")
-
-    def __init__(self, number: int, group: Group | None, what: What, site: Site, note: str) -> None:
-        self.number = number
-        self.group = group
-        self.what = what
-        self.site = site
-        self.note = note
+    number: int
+    group: Group | None
+    what: What
+    site: Site
+    note: str
 
     def record(self) -> Record:
         """Return the call as plain data."""

@@ -10,6 +10,7 @@ A repeated request has a number (the response cache), and only that number goes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -293,7 +294,7 @@ class _Fusing:
         if one.kind != "allreduce" or one.op == "Adasum" or len(set(one.dtypes)) != 1:
             return False
         key = (one.set, one.op, one.dtypes[0], one.prescale, one.postscale)
-        size = sum(map(_elements, one.shapes)) * _BYTES.get(one.dtypes[0], 4)
+        size = sum(map(math.prod, one.shapes)) * _BYTES.get(one.dtypes[0], 4)
         if key not in self._groups or self._sizes[key] + size > self._threshold:
             self._groups.setdefault(key, []).append([])
             self._sizes[key] = 0
@@ -305,10 +306,3 @@ class _Fusing:
         """Yield all groups of items."""
         for groups in self._groups.values():
             yield from map(tuple, groups)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

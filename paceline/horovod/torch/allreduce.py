@@ -32,7 +32,7 @@ def _start(
 ) -> Handle:
     if op == Adasum and process_set.process_set_id not in (None, GLOBAL):
         raise NotImplementedError("Adasum is for all workers, not for a process set.")
-    values = {"op": str(op), "prescale": float(factors[0]), "postscale": float(factors[1])}
+    values: dict[str, Any] = {"op": str(op), "prescale": float(factors[0]), "postscale": float(factors[1])}
     return submit("allreduce", tensors, outputs, name, process_set, grouped, **values)
 
 

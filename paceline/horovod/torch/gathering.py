@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from paceline.horovod.engine.handle import Handle
-from paceline.horovod.engine.requests import GLOBAL, Request
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.runtime import engine, rank
+from paceline.horovod.runtime import rank
 from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
-from paceline.horovod.torch.requests import Average, full_name, number_of, refuse, submit
+from paceline.horovod.torch.requests import Average, submit
 
 
 def _start_gather(
@@ -79,10 +78,6 @@ def grouped_allgather(
 def _start_broadcast(
     tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Handle:
-    asked = Request(GLOBAL, full_name("broadcast", name), "broadcast")
-    asked = asked._replace(set=number_of(process_set, asked.words))
-    if root_rank not in process_set.ranks:
-        refuse(engine(), asked, f"root rank {root_rank} is none of the ranks {process_set.ranks}.")
     return submit("broadcast", [tensor], [output], name, process_set, root=root_rank)
 
 
@@ -125,9 +120,7 @@ def broadcast_(
 
 
 def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Handle:
-    asked = Request(GLOBAL, full_name("alltoall", name), "alltoall")
-    asked = asked._replace(set=number_of(process_set, asked.words))
-    members = len(process_set.ranks)
+    members = max(1, len(getattr(process_set, "ranks", ())))  # other objects are refused later
     rows = tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.dim() else 0
     wrong = ""
     if splits is None:
@@ -138,9 +131,8 @@ def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process
         if splits.dtype.is_floating_point or splits.dtype == torch.bool or splits.dim() != 1:
             wrong = f"splits must be a vector of whole numbers, but have type {splits.dtype}."
         splits = splits.reshape(-1).tolist()
-    if wrong:
-        refuse(engine(), asked, wrong)
-    return submit("alltoall", [tensor], [None, None], name, process_set, splits=tuple(map(int, splits)))
+    splits = () if wrong else tuple(map(int, splits))
+    return submit("alltoall", [tensor], [None, None], name, process_set, wrong=wrong, splits=splits)
 
 
 def alltoall_async(

@@ -24,7 +24,11 @@ def _start(
 ) -> Handle:
     if op not in (Average, Sum):
         raise NotImplementedError(f"reducescatter is for Average and Sum, not for {op}.")
-    values = {"op": str(reduction_of(op, None)), "prescale": float(factors[0]), "postscale": float(factors[1])}
+    values: dict[str, Any] = {
+        "op": str(reduction_of(op, None)),
+        "prescale": float(factors[0]),
+        "postscale": float(factors[1]),
+    }
     return submit("reducescatter", tensors, [None] * len(tensors), name, process_set, grouped, **values)
 
 

@@ -48,11 +48,6 @@ def reduction_of(op: Any, average: bool | None) -> Reduction:
     return Average if op is None else Reduction(op)
 
 
-def full_name(kind: str, name: str | None, grouped: bool = False) -> str:
-    """Return an operation's name with its kind, or an empty string, which the engine replaces by a counter."""
-    return f"{'grouped_' * grouped}{kind}.{name}" if name else ""
-
-
 def submit(
     kind: str,
     tensors: Sequence[torch.Tensor],
@@ -60,15 +55,19 @@ def submit(
     name: str | None,
     process_set: ProcessSet,
     grouped: bool = False,
+    wrong: str = "",
     **values: Any,
 ) -> Handle:
     """Submit an operation on these tensors to the engine. Grouped operations have a separate name prefix.
+
+    Args:
+        wrong: what is wrong with other arguments, if anything is.
 
     Raises:
         InvalidRequest: the tensors cannot be used. The other members raise an error, too.
         NotInitialized: ``init`` was not called, or the process set is not added.
     """
-    called = full_name(kind, name, grouped)
+    called = f"{'grouped_' * grouped}{kind}.{name}" if name else ""  # the engine replaces it by a counter
     words = Request(GLOBAL, called, kind).words
     running = engine(words)
     number = number_of(process_set, words)
@@ -83,7 +82,7 @@ def submit(
         tuple(tuple(one.shape) for one in tensors),
         **values,
     )
-    if wrong := _wrong(request, tensors, len(process_set.ranks)):
+    if wrong := wrong or _wrong(request, tensors, process_set.ranks):
         refuse(running, request, wrong)
     return running.submit(request, Task(list(tensors), list(outputs)))
 
@@ -114,16 +113,16 @@ def refuse(running: Engine, request: Request, why: str) -> None:
     raise InvalidRequest(f"Rank {running.rank}: {request.words}: {why}")
 
 
-def _wrong(request: Request, tensors: Sequence[torch.Tensor], members: int) -> str:
+def _wrong(request: Request, tensors: Sequence[torch.Tensor], ranks: Sequence[int]) -> str:
     for tensor in tensors:
         if text := _wrong_tensor(request, tensor):
             return text
-    if request.kind == "broadcast" and request.root < 0:
-        return f"there is no root rank {request.root}."
+    if request.kind == "broadcast" and request.root not in ranks:
+        return f"root rank {request.root} is none of the ranks {ranks}."
     if request.kind == "alltoall":
         rows = tensors[0].shape[0]
-        if len(request.splits) != members or min(request.splits) < 0 or sum(request.splits) > rows:
-            return f"splits {list(request.splits)} do not divide {rows} rows among {members} members."
+        if len(request.splits) != len(ranks) or min(request.splits) < 0 or sum(request.splits) > rows:
+            return f"splits {list(request.splits)} do not divide {rows} rows among {len(ranks)} members."
     return ""
 
 

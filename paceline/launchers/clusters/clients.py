@@ -75,7 +75,7 @@ def follow(
         StartError: a client could not be started. Clients that were started before are ended.
     """
     with stop_signals() as received:
-        started = _Started(clients, inherited, grace_seconds, ended, again, more)
+        started = _Started(list(clients), inherited, grace_seconds, ended, again, more)
         try:
             started.start()
             while started.running and len(received) < 2 and time.monotonic() < started.deadline:
@@ -89,38 +89,31 @@ def follow(
     return code if code >= 0 else 128 - code
 
 
+@dataclass
 class _Started:
-    """Running processes of clients."""
+    """Running processes of clients, by their places in the list of clients. The arguments are those of ``follow``."""
 
-    def __init__(
-        self,
-        clients: Sequence[Client],
-        inherited: Mapping[str, str],
-        grace_seconds: float,
-        ended: Ended,
-        again: Again,
-        more: More,
-    ) -> None:
-        self._clients = list(clients)
-        self._inherited = inherited
-        self._grace_seconds = grace_seconds
-        self._ended = ended
-        self._again, self._more = again, more
-        self._due: dict[int, float] = {}
-        self._sign_at = 0.0
-        self._relays: list[threading.Thread] = []
-        self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self.codes: dict[int, int] = {}
-        self.deadline = math.inf
+    clients: list[Client]
+    inherited: Mapping[str, str]
+    grace_seconds: float
+    ended: Ended
+    again: Again
+    more: More
+    due: dict[int, float] = field(default_factory=dict)
+    sign_at: float = 0.0
+    relays: list[threading.Thread] = field(default_factory=list)
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    codes: dict[int, int] = field(default_factory=dict)
+    deadline: float = math.inf
 
     def start(self) -> None:
-        for place in range(len(self._clients)):
+        for place in range(len(self.clients)):
             self._start(place)
 
     def _start(self, place: int) -> None:
-        client = self._clients[place]
-        self.running[place] = process = _start(client, self._inherited)
-        self._relays += _relay(process, f"[{client.name}] " if place else "")
+        client = self.clients[place]
+        self.running[place] = process = _start(client, self.inherited)
+        self.relays += _relay(process, f"[{client.name}] " if place else "")
         _write(process, client.first_input or b"")
 
     def poll(self) -> None:
@@ -130,14 +123,14 @@ class _Started:
             if (code := process.poll()) is not None:
                 self._take_end(place, process, code)
         if 0 in self.running and self.deadline == math.inf:
-            for place in [place for place, due in self._due.items() if due <= now]:
-                del self._due[place]
+            for place in [place for place, due in self.due.items() if due <= now]:
+                del self.due[place]
                 self._start(place)
-            for client in self._more():
-                self._clients.append(client)
-                self._start(len(self._clients) - 1)
-        if now >= self._sign_at:
-            self._sign_at = now + _SIGN_SECONDS
+            for client in self.more():
+                self.clients.append(client)
+                self._start(len(self.clients) - 1)
+        if now >= self.sign_at:
+            self.sign_at = now + _SIGN_SECONDS
             for process in self.running.values():
                 _write(process, b"\n")
 
@@ -145,13 +138,13 @@ class _Started:
         del self.running[place]
         self.codes[place] = code
         _close_input(process)
-        client = self._clients[place]
+        client = self.clients[place]
         if place and 0 in self.running and self.deadline == math.inf:
-            delay = self._again(client, code)
+            delay = self.again(client, code)
             if delay is not None:
-                self._due[place] = time.monotonic() + delay
+                self.due[place] = time.monotonic() + delay
                 return
-        if not self._ended(client, code):
+        if not self.ended(client, code):
             self.stop()
         elif place == 0:  # the run is over, and the client of an unreachable machine would never end
             self.deadline = min(self.deadline, time.monotonic() + _LAST_SECONDS)
@@ -160,11 +153,11 @@ class _Started:
         """Ask all clients to end. Later calls have no effect."""
         if self.deadline < math.inf:
             return
-        self.deadline = time.monotonic() + self._grace_seconds + _LAST_SECONDS
+        self.deadline = time.monotonic() + self.grace_seconds + _LAST_SECONDS
         for place, process in self.running.items():
-            if self._clients[place].first_input is None:
+            if self.clients[place].first_input is None:
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(self._clients[place].stop)
+                    process.send_signal(self.clients[place].stop)
             else:
                 _write(process, b"stop\n")
 
@@ -179,7 +172,7 @@ class _Started:
                     process.wait(max(0.0, until - time.monotonic()))
             kill_group(process.pid)
             process.wait()
-        for relay in self._relays:
+        for relay in self.relays:
             ends_within(relay, _LAST_SECONDS)
 
 

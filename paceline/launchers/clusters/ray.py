@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -297,18 +297,18 @@ class _Nodes:
             remove_placement_group(group)
 
 
+@dataclass
 class NodeAgent:
     """Actor of a node. If Ray restarts it on another node, ``run`` starts over on that node."""
 
-    def __init__(self, command: tuple[str, ...], environment: dict[str, str], folder: str, script: str) -> None:
-        self._command = command
-        self._environment = environment
-        self._folder = folder
-        self._script = script
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    script: str
 
     def missing(self) -> str:
         """Return an error message about a folder or script that is missing on this node. Empty if none is missing."""
-        lacking = [path for path in (self._folder, self._script) if not os.path.exists(path)]
+        lacking = [path for path in (self.folder, self.script) if not os.path.exists(path)]
         if not lacking:
             return ""
         return (
@@ -321,7 +321,7 @@ class NodeAgent:
         if lacking := self.missing():
             return _address_here(), StartError.exit_code, lacking
         end_with_parent()  # Ray itself takes a minute to end the actor if the whole cluster is gone
-        return _address_here(), *run_here(self._command, self._environment, self._folder)
+        return _address_here(), *run_here(self.command, self.environment, self.folder)
 
 
 def _address_here() -> str:
