@@ -111,9 +111,7 @@ def _examine_here(request: Request) -> int:
         machines=request.nodes[1] if request.nodes else 1,
         host=socket.gethostname(),
         runs=request.runs,
-        script=request.examination.script,
-        data=request.examination.data,
-        checkpoints=request.examination.checkpoints,
+        given=request.examination,
     )
     found = examine(wanted, request.rendezvous, request.secret_file, request.patience_seconds, say)
     if env.text(env.USER_COMMAND) is None or found.first:

@@ -77,21 +77,14 @@ def command(  # noqa: PLR0913 - each argument is an option
 def _measure(base: Request) -> Profile:
     from dataclasses import replace
 
-    from paceline.cli.report import report, say
+    from paceline.cli.report import run_quietly
     from paceline.environments import env
-    from paceline.launchers.prepare import prepare
-    from paceline.launchers.workers import Workers
     from paceline.planning.costs import read
 
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
         answer = Path(directory) / "profile.json"
         request = replace(base, runs=Path(directory), name="run", environment={env.PROFILE: str(answer)})
-        with prepare(request) as launch:
-            with Workers(launch, lambda name, line: None, note=say) as running:
-                result = running.wait()
-            code = report(launch, result, None, seen=None)
-        if code != 0:
-            raise typer.Exit(code)
+        run_quietly(request)
         if not answer.exists():
             print(f"paceline: {base.script} ended without calling paceline.start.", file=sys.stderr)
             raise typer.Exit(1)

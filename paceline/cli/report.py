@@ -12,6 +12,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
+import typer
+
 from paceline.errors import name_ranks
 from paceline.observe.records import Record, parsed
 from paceline.system.regular_files import open_regular
@@ -68,6 +70,19 @@ def report(
     for line in lines:
         say(line)
     return failure.code
+
+
+def run_quietly(request: Request) -> float:
+    """Run workers without showing their output, and return the seconds. Exit with a report if the run fails."""
+    from paceline.launchers.prepare import prepare
+    from paceline.launchers.workers import Workers
+
+    with prepare(request) as launch:
+        with Workers(launch, lambda name, line: None, note=say) as running:
+            result = running.wait()
+        if code := report(launch, result, None, seen=None):
+            raise typer.Exit(code)
+    return result.seconds
 
 
 def _warned(events: Path) -> list[str]:

@@ -75,24 +75,17 @@ def _sizes(text: str, steps: int) -> list[int]:
 def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from dataclasses import replace
 
-    from paceline.cli.report import report, say
+    from paceline.cli.report import run_quietly
     from paceline.diagnostics.verify.run_trace import read
     from paceline.environments import env
-    from paceline.launchers.prepare import prepare
-    from paceline.launchers.workers import Workers
 
     traces = directory / f"trace-{workers}"
     traces.mkdir()
     asked = {env.TRACE_DIRECTORY: str(traces), env.TRACE_STEPS: str(steps)}
     request = replace(base, workers=workers, runs=directory, name=f"run-{workers}", environment=asked)
     print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
-    with prepare(request) as launch:
-        with Workers(launch, lambda name, line: None, note=say) as running:
-            result = running.wait()
-        code = report(launch, result, None, seen=None)
-    if code != 0:
-        raise typer.Exit(code)
-    return Size(workers, read(traces / "trace.jsonl"), result.seconds)
+    seconds = run_quietly(request)
+    return Size(workers, read(traces / "trace.jsonl"), seconds)
 
 
 def _print_result(sizes: list[Size]) -> int:

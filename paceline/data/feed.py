@@ -295,17 +295,13 @@ class KeyedDataset(Dataset[Any]):
                     f"for each, in the same order."
                 )
             return items
-        items = []
-        try:
-            for sample in samples:
-                items.append(self._data[sample])
-        except Exception as error:
-            in_user_call(error, f"The data set was asked for sample {sample}.")
-            raise
-        return items
+        return [self._read_one(sample) for sample in samples]
 
     def _read_keyed(self, epoch: int, sample: int) -> Any:
         seed_all(seed_of(SAMPLE, self._seed, epoch, sample))
+        return self._read_one(sample)
+
+    def _read_one(self, sample: int) -> Any:
         try:
             return self._data[sample]
         except Exception as error:

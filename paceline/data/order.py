@@ -41,10 +41,11 @@ class BatchOrder(ABC):
     batch: int  # number of samples in a full batch
     microbatches: int  # number of microbatches in a full batch
     seed: int
+    drop_last: bool  # whether a short last batch of an epoch is left out
 
-    @abstractmethod
     def facts(self) -> dict[str, int]:
         """Return the values that determine the order, for a checkpoint."""
+        return {name: getattr(self, name) for name in ("batch", "microbatches", "seed", "drop_last")}
 
     @abstractmethod
     def place_of(self, step: int) -> tuple[int, int]:

@@ -39,10 +39,9 @@ class SampledOrder(BatchOrder):
     def __init__(
         self, sampler: SampleNumbers, length: int, batch: int, microbatches: int, seed: int, drop_last: bool
     ) -> None:
-        self.batch, self.microbatches, self.seed = batch, microbatches, seed
+        self.batch, self.microbatches, self.seed, self.drop_last = batch, microbatches, seed, drop_last
         self._sampler = function_of(sampler)
         self._length = length
-        self._drop_last = drop_last
         self._lengths: list[int] = []  # number of samples in each epoch whose length is known
         self._starts = [0]
         self._known: dict[int, torch.Tensor] = {}
@@ -57,14 +56,7 @@ class SampledOrder(BatchOrder):
             )
 
     def facts(self) -> dict[str, int]:
-        return {
-            "sampler": int(self._first[:12], 16),
-            "length": self._length,
-            "batch": self.batch,
-            "microbatches": self.microbatches,
-            "seed": self.seed,
-            "drop_last": self._drop_last,
-        }
+        return {"sampler": int(self._first[:12], 16), "length": self._length, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
         return {"data length": self._length, "data order by the sampler": self._first}
@@ -83,7 +75,7 @@ class SampledOrder(BatchOrder):
 
     def _used(self, length: int) -> int:
         """Return the number of samples of an epoch that are in batches."""
-        return length - length % self.batch if self._drop_last else length
+        return length - length % self.batch if self.drop_last else length
 
     def first_of(self, epoch: int) -> int:
         while epoch >= len(self._starts):
@@ -149,7 +141,7 @@ class SampledOrder(BatchOrder):
 
     def _checked(self, epoch: int, numbers: torch.Tensor) -> torch.Tensor:
         whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
-        if not numbers.numel() or (self._drop_last and len(numbers) < self.batch):
+        if not numbers.numel() or (self.drop_last and len(numbers) < self.batch):
             raise InputError(
                 f"The sampler gave {numbers.numel()} samples for epoch {epoch}, which is no batch: {_CURE}."
             )

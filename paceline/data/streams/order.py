@@ -24,21 +24,14 @@ class StreamOrder(BatchOrder):
     """Sample order of a stream: the number of a sample is its index in its epoch."""
 
     def __init__(self, data: Any, batch: int, microbatches: int, seed: int, drop_last: bool) -> None:
-        self.batch, self.microbatches, self.seed = batch, microbatches, seed
-        self._drop_last = drop_last
+        self.batch, self.microbatches, self.seed, self.drop_last = batch, microbatches, seed, drop_last
         self._stream = Stream(data, seed, batch, drop_last)
         self._starts = [0]  # first step of each epoch, up to the current epoch
         self._lengths: list[int] = []  # number of samples in each earlier epoch
         self._begun = 0  # number of batches of the current epoch that are known not to be its last
 
     def facts(self) -> dict[str, int]:
-        return {
-            "stream": 1,
-            "batch": self.batch,
-            "microbatches": self.microbatches,
-            "seed": self.seed,
-            "drop_last": self._drop_last,
-        }
+        return {"stream": 1, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
         return {"data first sample": digest(self._stream.batch(0, 0).items[0])}

@@ -259,7 +259,7 @@ class First:
         names = [one.name for one in self._machines]
         hosts = [one.host for one in self._machines]
         seen = self._ask("look", lambda _: {"names": hosts, "token": mark})
-        folder = self._wanted.checkpoints
+        folder = self._wanted.given.checkpoints
         marks = {number: seen[name]["marks"] for number, name in enumerate(names) if name in seen}
         self._findings.append(check_shared(str(folder) if folder else None, marks, names))
         if len(set(hosts)) == len(hosts):

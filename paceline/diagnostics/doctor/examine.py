@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from paceline.diagnostics.doctor.checks.limits import check_limits
 from paceline.diagnostics.doctor.finding import Finding, to_json
 from paceline.diagnostics.doctor.links import Listener, measure
 from paceline.environments import env
+from paceline.launchers.base import Examination
 from paceline.system.secret import Secret
 
 Answer = dict[str, Any]
@@ -27,9 +28,7 @@ class Wanted:
     machines: int  # number of machines of the run
     host: str  # name of this machine
     runs: Path  # folder of the runs
-    script: Path | None = None  # training script, if given
-    data: Path | None = None  # file or folder of the data set, if given
-    checkpoints: Path | None = None  # checkpoint folder that all machines share, if given
+    given: Examination = field(default_factory=Examination)  # what to examine besides the machine
     rendezvous: str | None = None  # name of the first machine
 
 
@@ -89,8 +88,8 @@ class Examiner:
             "torch": loaded,
             "processor": identity.processor(),
             "driver": gpus[0]["driver_version"] if gpus else None,
-            "script": _described(wanted.script, lambda path: {"hash": identity.script_hash(path)}),
-            "data": _described(wanted.data, identity.data_facts),
+            "script": _described(wanted.given.script, lambda path: {"hash": identity.script_hash(path)}),
+            "data": _described(wanted.given.data, identity.data_facts),
             "interface": asdict(self._interface) if self._interface else None,
             "memory": min(limit.memory, limit.memory_limit or limit.memory),
             "rendezvous": network.resolve(wanted.rendezvous) if wanted.rendezvous else None,
@@ -100,11 +99,11 @@ class Examiner:
 
     def _check_folders(self, token: str, number: int) -> list[Finding]:
         found = [folders.room("run directory", self._wanted.runs), folders.room("temporary files", folders.temporary())]
-        if self._wanted.checkpoints is not None:
-            self._mark = self._wanted.checkpoints, token, number
+        if self._wanted.given.checkpoints is not None:
+            self._mark = self._wanted.given.checkpoints, token, number
             found.append(folders.leave_mark(*self._mark))
             if found[-1].status != "failure":
-                found.append(folders.room("room for checkpoints", self._wanted.checkpoints))
+                found.append(folders.room("room for checkpoints", self._wanted.given.checkpoints))
         return found
 
     def _check_network(self) -> list[Finding]:
@@ -118,7 +117,7 @@ class Examiner:
 
     def _look(self, names: list[str], token: str) -> Answer:
         """Return what this machine sees of the others: their addresses and their marks in the shared folder."""
-        folder = self._wanted.checkpoints
+        folder = self._wanted.given.checkpoints
         return {
             "names": {name: network.resolve(name) for name in names},
             "marks": folders.marks_seen(folder, token, len(names)) if folder is not None else [],
