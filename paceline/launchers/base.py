@@ -193,19 +193,15 @@ class WorkerProcess(Protocol):
     @property
     def pid(self) -> int:
         """Process id on this machine, or 0 if the worker runs on another machine."""
-        ...
 
     def poll(self) -> int | None:
         """Return the exit code (negative for a signal), or None while the worker runs."""
-        ...
 
     def send_signal(self, sig: int, /) -> None:
         """Send a signal to the worker process only."""
-        ...
 
     def kill(self) -> None:
         """Kill the worker and all processes it started, even if the worker itself has ended."""
-        ...
 
 
 class Launcher(ABC):

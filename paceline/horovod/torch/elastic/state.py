@@ -17,8 +17,7 @@ class StateHandler:
     """Handler that saves, restores and synchronizes one attribute by its ``state_dict``."""
 
     def __init__(self, value: Any) -> None:
-        self.value = value
-        self.save()
+        self.set_value(value)
 
     def save(self) -> None:
         """Save a copy of the value's state."""
