@@ -224,7 +224,47 @@ class Launcher(ABC):
         port: int,  # free port for the workers' rendezvous
     ) -> Launch:
         """Return the launch plan, without any side effects."""
-        return lay_out(request, settings, machine, inherited, run, port)
+        workers = str(request.workers)
+        shared = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **library_variables(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
+            **inherited,
+            **request.environment,
+            "WORLD_SIZE": str(request.workers * (request.nodes[0] if request.nodes else 1)),
+            "LOCAL_WORLD_SIZE": workers,
+            "ROLE_WORLD_SIZE": workers,
+            "ROLE_NAME": "default",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": run.name,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            env.RUN_DIRECTORY: str(run),
+            env.SETTINGS: json.dumps(dict(request.settings)),
+            env.LARGEST: str(request.largest),
+        }
+        if request.elastic:
+            shared[env.ELASTIC] = "1"
+        if settings.threads is not None:
+            shared["OMP_NUM_THREADS"] = str(settings.threads)
+        if request.plan is not None:
+            shared[env.PLAN] = str(request.plan.resolve())
+        return Launch(
+            script=request.script,
+            arguments=request.arguments,
+            workers=request.workers,
+            run=run,
+            environment=shared,
+            cores=bind(machine.domains, request.workers),
+            grace_seconds=request.grace_seconds,
+            first=request.first,
+            launcher=request.launcher,
+            preload=request.preload and pays_preload(request.workers, request.standby, request.elastic),
+        )
 
     @classmethod
     def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -307,55 +347,3 @@ def library_variables(threads: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker once
         "OMP_NUM_THREADS": str(threads),
     }
-
-
-def lay_out(
-    request: Request,
-    settings: Settings,
-    machine: Machine,
-    inherited: Mapping[str, str],
-    run: Path,
-    port: int,
-) -> Launch:
-    """Return the launch plan, without any side effects."""
-    workers = str(request.workers)
-    shared = {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **library_variables(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
-        **inherited,
-        **request.environment,
-        "WORLD_SIZE": str(request.workers * (request.nodes[0] if request.nodes else 1)),
-        "LOCAL_WORLD_SIZE": workers,
-        "ROLE_WORLD_SIZE": workers,
-        "ROLE_NAME": "default",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run.name,
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        env.RUN_DIRECTORY: str(run),
-        env.SETTINGS: json.dumps(dict(request.settings)),
-        env.LARGEST: str(request.largest),
-    }
-    if request.elastic:
-        shared[env.ELASTIC] = "1"
-    if settings.threads is not None:
-        shared["OMP_NUM_THREADS"] = str(settings.threads)
-    if request.plan is not None:
-        shared[env.PLAN] = str(request.plan.resolve())
-    return Launch(
-        script=request.script,
-        arguments=request.arguments,
-        workers=request.workers,
-        run=run,
-        environment=shared,
-        cores=bind(machine.domains, request.workers),
-        grace_seconds=request.grace_seconds,
-        first=request.first,
-        launcher=request.launcher,
-        preload=request.preload and pays_preload(request.workers, request.standby, request.elastic),
-    )

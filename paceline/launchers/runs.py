@@ -81,7 +81,7 @@ def claim(request: Request) -> Iterator[Path]:
     while (run := _old(request)) is None:
         run = _new(request)
         try:
-            _create(run, request)
+            _create(run)
             break
         except FileExistsError:  # another launcher created it first
             continue
@@ -98,7 +98,7 @@ def claim(request: Request) -> Iterator[Path]:
         yield run
 
 
-def _create(run: Path, request: Request) -> None:
+def _create(run: Path) -> None:
     run.parent.mkdir(parents=True, exist_ok=True)
     run.mkdir(mode=0o700)
 
@@ -213,7 +213,7 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
     """
     try:
         with contextlib.suppress(FileExistsError):
-            _create(launch.run, request)
+            _create(launch.run)
         for name in ("output", "events", "errors", "checkpoints"):
             (launch.run / name).mkdir(exist_ok=True)
         if not request.first:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launchers.base import Launch, Machine, Request, bind, lay_out, pays_preload
+from paceline.launchers.base import Launch, Launcher, Machine, Request, bind, pays_preload
 from paceline.settings import Settings
 
 A, B, C, D = (frozenset({first, first + 1}) for first in (0, 2, 4, 6))
@@ -47,7 +47,7 @@ def test_one_import_is_made_where_it_serves_several(
 
 def laid_out(request: Request, inherited: dict[str, str] | None = None, **settings: object) -> Launch:
     machine = Machine(frozenset(range(8)))
-    return lay_out(request, Settings.model_validate(settings), machine, inherited or {}, Path("/runs/a"), 1234)
+    return Launcher.decide(request, Settings.model_validate(settings), machine, inherited or {}, Path("/runs/a"), 1234)
 
 
 def test_a_worker_gets_torchruns_variables() -> None:
