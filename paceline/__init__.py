@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from paceline.session import Batch, Report, Session, start
     from paceline.settings import CheckpointSettings, Settings
+    from paceline.step.gradients.outputs import Sum
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _HOMES = {
     "Session": "session",
     "Settings": "settings",
     "StartError": "errors",
+    "Sum": "step.gradients.outputs",
     "TokenRows": "data.recurrent.token_rows",
     "WorkerLost": "errors",
     "WorkerSilent": "errors",
@@ -65,6 +67,7 @@ __all__ = [
     "Session",
     "Settings",
     "StartError",
+    "Sum",
     "TokenRows",
     "WorkerLost",
     "WorkerSilent",

@@ -53,6 +53,7 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     data: Any,
     loss: Callable[[Any, Any], Any] | None = None,
     forward: Callable[[nn.Module, Any], Any] | Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
+    batch_loss: Callable[[Any, Batch], Any] | None = None,
     schedule: ScheduleFactory | Mapping[str, ScheduleFactory | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     sampler: SampleNumbers | None = None,
@@ -75,9 +76,10 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
         loss: ``loss(output, target)``. Returns a scalar tensor, the mean over the given samples, or a pair (sum, count)
             for a mean over other units, such as tokens. To report metrics, return (loss, dictionary of metrics).
         forward: ``forward(model, microbatch)``, given instead of ``loss``, with the same return values. For losses that
-            alternate, a dictionary with one function per optimizer name. With a third parameter,
-            ``forward(model, microbatch, state)`` returns (loss, next state). The microbatch with the same index in the
-            next batch receives that state, and samples are read in order, without shuffling.
+            alternate, a dictionary with one function per optimizer name. ``forward(model, microbatch, state)`` returns
+            (loss, next state), for the microbatch with this index in the next batch; samples are then not shuffled.
+        batch_loss: ``batch_loss(outputs, batch)``, a loss over the whole batch. ``forward`` then returns tensors of
+            shape [samples, ...], :class:`paceline.Sum`, or a dictionary of these, for a microbatch.
         schedule: factory that is called with the optimizer and returns a torch learning-rate scheduler, which is
             stepped once per update without a metric. With several optimizers, one factory for all or one per name.
         collate: function from a list of items to a microbatch. Defaults to torch's ``default_collate``.
@@ -87,12 +89,11 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
             take precedence.
 
     Raises:
-        ConfigError: a setting is invalid.
-        InputError: an argument is invalid.
+        ConfigError, InputError: a setting or an argument is invalid.
         StartError: the workers could not connect, or they disagree (:class:`paceline.DisagreementError`).
         CheckpointError: the checkpoint in ``resume`` or the weights in ``weights`` cannot be read or do not match.
     """
-    given = Components(model, optimizer, data, loss, forward, schedule, collate, sampler)
+    given = Components(model, optimizer, data, loss, forward, schedule, collate, sampler, batch_loss)
     return Session(set_up(given, settings), by_loss=loss is not None)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE, EVALUATION = 1, 2, 3, 4, 5, 6, 7
+ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE, EVALUATION, BATCH_LOSS = 1, 2, 3, 4, 5, 6, 7, 8
 """First number of a key: its use. Different uses never share a stream."""
 _UNTOUCHED = 20_231_117
 

@@ -61,6 +61,11 @@ class Metrics:
                 "evaluate: forward= is what metrics are called with, and there is none: the loss is that of the "
                 "session. Give a metric as well, or leave out forward=."
             )
+        if context.compute.batch_loss is not None and any(metric is None for metric in self._metrics.values()):
+            raise InputError(
+                "evaluate: the loss of this session is one over a whole batch, not a mean over the samples of a data "
+                "set: give a metric(model, microbatch)."
+            )
         self._arguments = _arguments(forward, by_loss)
         for name, metric in self._metrics.items():
             if is_keras(metric, "Metric"):

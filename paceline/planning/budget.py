@@ -251,7 +251,8 @@ def _may_fuse(context: TrainingContext) -> bool:
     """Return whether a worker may compute several microbatches in one pass; see ``step.gradients.fusion``."""
     settings = context.settings
     single = settings.exact or settings.microbatches is not None or context.collate is not None
-    single = single or context.compute.carried is not None or context.order.microbatches < 2
+    single = single or context.compute.carried is not None or context.compute.batch_loss is not None
+    single = single or context.order.microbatches < 2
     return not single and context.probe_results.fusible is not False
 
 

@@ -187,6 +187,13 @@ class Buffers:
         """Return the names among :attr:`names` that belong to a part of the model."""
         return [name for name in self.names if name in part]
 
+    def changed_name(self) -> str | None:
+        """Return the name of a buffer that differs from its value at the start of the step, or None.
+
+        After the first step, changes of batch-norm statistics are not seen.
+        """
+        return next((name for name, buffer in self._all.items() if self._changed(buffer)), None)
+
     def _changed(self, buffer: _Buffer) -> bool:
         return buffer.touched() or (not self.fixed and not torch.equal(buffer.now(), buffer.start))
 

@@ -72,6 +72,14 @@ def non_finite(part: MicrobatchResult, microbatches: range, step: int) -> NonFin
     )
 
 
+def non_finite_batch(part: MicrobatchResult, step: int) -> NonFiniteLoss:
+    """Build the error for a NaN or infinite loss over the whole batch."""
+    return NonFiniteLoss(
+        f"The loss over the whole batch is {part.loss} at step {step}. No update was made. Look at the outputs of "
+        f"forward, at batch_loss and at the learning rate; nonfinite='skip' leaves such steps out."
+    )
+
+
 def unused(parts: Sequence[MicrobatchResult]) -> frozenset[int]:
     """Return the indices of parameters that got no gradient from any microbatch group."""
     return frozenset.intersection(*(part.missing for part in parts))

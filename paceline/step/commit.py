@@ -16,6 +16,7 @@ from paceline.step.checks import (
     mean_loss,
     mean_metrics,
     non_finite,
+    non_finite_batch,
     not_finite,
     unused,
 )
@@ -111,7 +112,8 @@ def skip(
     bad = not_finite(parts)
     if bad is not None:
         context.compute.buffers.reset()
-        error = non_finite(bad, locate(bad), step)
+        whole = context.compute.batch_loss is not None
+        error = non_finite_batch(bad, step) if whole else non_finite(bad, locate(bad), step)
         if context.settings.nonfinite == "stop":
             raise error
         context.events.mark("skipped", step=step, reason=str(error))

@@ -70,6 +70,16 @@ class Recorder(Protocol):
         """Stop recording."""
 
 
+class WholeBatch(Protocol):
+    """Loss over the whole batch; see ``step.gradients.batch_loss``."""
+
+    def encode(self, model: nn.Module, data: Any) -> Any:
+        """Run the forward pass of a microbatch."""
+
+    def take(self, value: Any, group: MicrobatchGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``total`` and ``pair`` of a microbatch, given the result of its forward pass."""
+
+
 class ForwardRunner:
     """Forward runner: computes the loss of a microbatch group as a sum, with the count that divides it.
 
@@ -103,6 +113,8 @@ class ForwardRunner:
         self.counts: bool | None = None
         # states that microbatches carry to the next batch, if the forward pass takes a state
         self.carried: CarriedState | None = None
+        # loss over the whole batch, if the forward pass returns outputs for it
+        self.batch_loss: WholeBatch | None = None
         # loss scale that keeps gradients in the range of float16, if the forward pass runs in float16
         self.loss_scale: LossScale | None = None
         self.recorder: Recorder | None = None  # takes digests of a microbatch in an audited step
@@ -161,7 +173,9 @@ class ForwardRunner:
     def _loss(self, group: MicrobatchGroup, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         with self.precision(), self.keeping_weights():
             try:
-                if self.carried is None:
+                if self.batch_loss is not None:
+                    value = self.batch_loss.encode(self.model, group.data)
+                elif self.carried is None:
                     value = self.forward(self.model, group.data)
                 else:
                     (microbatch,) = group.microbatches
@@ -169,7 +183,7 @@ class ForwardRunner:
             except Exception as error:
                 name_call(error, group.microbatches, group.samples, step)
                 raise
-        return self.take(value, group.samples)
+        return self.take(value, group.samples) if self.batch_loss is None else self.batch_loss.take(value, group)
 
     def take(self, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Convert the result of a forward pass over ``samples`` samples to ``total`` and ``pair`` of its result.

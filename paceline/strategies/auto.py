@@ -36,7 +36,7 @@ _WORTH = 0.97
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities that all-reduce and work stealing have in common."""
-    return Capabilities(fixed_point=True, phases=True, scales_loss=True, reads=("shares",))
+    return Capabilities(fixed_point=True, phases=True, batch_losses=True, scales_loss=True, reads=("shares",))
 
 
 class Auto(Strategy):
@@ -57,6 +57,9 @@ class Auto(Strategy):
 
     def groups(self, step: int) -> list[range]:
         return self._inner.groups(step)
+
+    def encodes(self, step: int) -> list[range]:
+        return self._inner.encodes(step)
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         wanted = self._inner.groups(step)

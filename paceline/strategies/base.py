@@ -31,6 +31,13 @@ class Strategy(ABC):
         list if the groups are known only inside the step; :meth:`step` then loads the data itself.
         """
 
+    def encodes(self, step: int) -> list[range]:
+        """Return the microbatches that this worker computes in the first pass of a loss over the whole batch.
+
+        Defaults to :meth:`groups`. With the other workers' microbatches they are all of the batch.
+        """
+        return self.groups(step)
+
     @abstractmethod
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         """Compute the microbatch groups, reduce the gradients and update the model."""
@@ -90,6 +97,8 @@ class Capabilities:
     makes_all_updates: bool = False
     # whether a batch may have several losses in turn, each for the parameters of its own optimizer
     phases: bool = False
+    # whether all microbatches of a batch may be computed before the step, for a loss over all of them
+    batch_losses: bool = False
     closures: bool = False  # whether a step can be computed again, for an optimizer that needs a closure
     scales_loss: bool = False  # whether the loss may be scaled, with gradients that stay scaled until they are reduced
     # whether a worker that updates a parameter sees every update of it, which an average of weights needs

@@ -16,6 +16,7 @@ from paceline.step.optimizers.own_values import check_own_tensors
 from paceline.step.probes.optimizer_probe import probe_optimizer
 from paceline.strategies import auto, single
 from paceline.strategies.base import Capabilities, Strategy, check_shares
+from paceline.strategies.batch_losses import BatchLosses
 from paceline.strategies.data_parallel import allreduce, backup_workers, local_sgd, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.parameter_server import hogwild
@@ -103,10 +104,15 @@ def entry_of(name: str) -> Entry:
 
 
 def build(context: TrainingContext) -> Strategy:
-    """Build the strategy for a context, one strategy per phase if a batch has several losses."""
+    """Build the strategy for a context, one strategy per phase if a batch has several losses.
+
+    With a loss over the whole batch, it begins with a first pass over all microbatches.
+    """
     entry = entry_of(context.settings.strategy)
     context.warnings.clear()
     make = entry.build if context.world.size > 1 else entry.alone
+    if context.compute.batch_loss is not None:
+        return BatchLosses(context, make)
     return Phases(context, make) if context.phases else make(context)
 
 

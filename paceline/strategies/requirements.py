@@ -15,12 +15,16 @@ _EXACT = ("allreduce", "stealing")
 """Exact strategies to recommend in error messages."""
 
 
-def check(settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module) -> None:
+def check(
+    settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module, batch_loss: object = None
+) -> None:
     """Raise ConfigError if settings or arguments ask for more than the strategy supports.
 
     Args:
         forward: ``forward`` argument of the script. None if the script gave a loss instead.
+        batch_loss: ``batch_loss`` argument of the script, or None.
     """
+    _check_batch_loss(settings, capabilities, batch_loss)
     if capabilities.cuts_model and forward is not None:
         raise ConfigError(
             f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
@@ -63,6 +67,14 @@ def check(settings: Settings, capabilities: Capabilities, forward: object, model
         raise ConfigError(
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
             f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
+        )
+
+
+def _check_batch_loss(settings: Settings, capabilities: Capabilities, batch_loss: object) -> None:
+    if batch_loss is not None and not capabilities.batch_losses:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot train with batch_loss=, for which the outputs of all microbatches "
+            f"of a batch must be known before the first gradient: use 'allreduce', 'stealing' or 'sharded'."
         )
 
 

@@ -49,7 +49,7 @@ class Single(Strategy):
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of training in one process."""
-    return Capabilities(fixed_point=True, phases=True, closures=True, scales_loss=True)
+    return Capabilities(fixed_point=True, phases=True, batch_losses=True, closures=True, scales_loss=True)
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:

@@ -38,8 +38,9 @@ from paceline.schedule.audits import AuditSchedule
 from paceline.settings import ONE_MACHINE, Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
-from paceline.step.context import TrainingContext
+from paceline.step.context import Batch, TrainingContext
 from paceline.step.forward import ForwardRunner, recompute
+from paceline.step.gradients.batch_loss import BatchLoss
 from paceline.step.loss import Forward, check_function, described, loss_of
 from paceline.step.numerics import ask_for_determinism, numerics
 from paceline.step.optimizer import OptimizerStep, scaling_of
@@ -68,6 +69,7 @@ class Components:
     schedule: ScheduleFactory | Mapping[str, ScheduleFactory | None] | None
     collate: Callable[[list[Any]], Any] | None
     sampler: SampleNumbers | None = None
+    batch_loss: Callable[[Any, Batch], Any] | None = None
 
 
 def report_config(resolved: Resolved, path: Path) -> None:
@@ -96,11 +98,11 @@ def build_context(
     largest = largest or who.world_size
     capabilities = registry.capabilities(settings, largest)
     order = _order(given, settings, who.world_size)
-    forward = _forward(given)
+    _check_losses(given)
     scaling = scaling_of(settings, who.world_size)
     sparse = largest == 1 or capabilities.sparse_gradients
     given = replace(given, model=_checked_model(given.model, sparse))
-    requirements.check(settings, capabilities, given.forward, given.model)
+    requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
     registry.entry_of(settings.strategy).validate(settings, given.model, order, who.world_size, largest)
@@ -112,12 +114,9 @@ def build_context(
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
     initial = _move(given.model, world.device)
     update = OptimizerStep(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
-    phases = _phases(given.forward, update, capabilities, settings)
+    phases = _phases(given, update, capabilities, settings)
     run_spec = _run_spec(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
-    compute = ForwardRunner(given.model, forward, settings.seed, settings.autocast, largest, order.samples_of)
-    if takes_state(given.forward):
-        compute.carried = CarriedState(forward, order, world.device)
-        compute.forward = compute.carried.alone
+    compute = _runner(given, settings, order, largest, world.device)
     if settings.recompute != "auto":
         recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
@@ -143,6 +142,21 @@ def build_context(
     return context, run_spec
 
 
+def _runner(
+    given: Components, settings: Settings, order: BatchOrder, largest: int, device: torch.device
+) -> ForwardRunner:
+    """Return the forward runner, with the state that it carries or its loss over the whole batch."""
+    forward = _forward(given)
+    compute = ForwardRunner(given.model, forward, settings.seed, settings.autocast, largest, order.samples_of)
+    if takes_state(given.forward):
+        compute.carried = CarriedState(forward, order, device)
+        compute.forward = compute.carried.alone
+    if given.batch_loss is not None:
+        compute.batch_loss = batch_loss = BatchLoss(forward, given.batch_loss, exact=bool(settings.exact))
+        compute.forward = batch_loss.alone
+    return compute
+
+
 def _move(model: nn.Module, device: torch.device) -> dict[str, str]:
     """Give a deferred model its values, move the model to a device, and return a hash of each value by name."""
     materialize(model, device=device)
@@ -161,6 +175,7 @@ def _loop_changes(
     """Return the detector of changes that the script makes between two steps."""
     data = given.data if type(given.data) is TensorDataset else None
     roots = {"model": given.model, "loss": given.loss, "forward": given.forward, "sampler": given.sampler, "data": data}
+    roots["batch_loss"] = given.batch_loss
     known = {id(value) for value in [*given.model.parameters(), *given.model.buffers()]}
     held = Attributes(roots, known, copies=False)
     objects = {name: one for name, one in held.objects.items() if name.startswith(("model", "loss", "forward"))}
@@ -269,21 +284,45 @@ def _batch(settings: Settings, workers: int) -> int:
     return settings.batch or (settings.batch_per_worker or 0) * workers
 
 
-def _forward(given: Components) -> Forward:
+def _check_losses(given: Components) -> None:
+    if given.batch_loss is not None:
+        _check_batch_loss(given)
     if (given.loss is None) == (given.forward is None):
         got = "neither is" if given.loss is None else "both are"
         raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} given.")
     check_function("loss", given.loss, "loss=torch.nn.functional.cross_entropy", "output", "target")
     check_function("collate", given.collate, "collate=torch.utils.data.default_collate", "samples")
+    if not isinstance(given.forward, Mapping):
+        example = "def forward(model, microbatch): return model(microbatch).mean()"
+        arguments = ("model", "microbatch", "state") if takes_state(given.forward) else ("model", "microbatch")
+        check_function("forward", given.forward, example, *arguments)
+
+
+def _forward(given: Components) -> Forward:
     if isinstance(given.forward, Mapping):
         return _no_forward
-    example = "def forward(model, microbatch): return model(microbatch).mean()"
-    arguments = ("model", "microbatch", "state") if takes_state(given.forward) else ("model", "microbatch")
-    check_function("forward", given.forward, example, *arguments)
     if given.forward is not None:
         return given.forward
     assert given.loss is not None
     return loss_of(given.loss)
+
+
+def _check_batch_loss(given: Components) -> None:
+    if given.loss is not None:
+        raise ConfigError(
+            "Give either loss= or batch_loss=; both are given. batch_loss(outputs, batch) gets what "
+            "forward(model, microbatch) returns, for the whole batch, and takes the place of loss."
+        )
+    if given.forward is None:
+        raise ConfigError(
+            "batch_loss(outputs, batch) needs forward(model, microbatch), which returns the outputs, such as "
+            "embeddings, and neither loss nor forward is given: give forward, too."
+        )
+    if isinstance(given.forward, Mapping) or takes_state(given.forward):
+        what = "a forward for each optimizer" if isinstance(given.forward, Mapping) else "a state from batch to batch"
+        raise ConfigError(f"batch_loss= cannot be combined with {what}: give one forward(model, microbatch).")
+    example = "def batch_loss(outputs, batch): return contrastive(outputs['first'], outputs['second'])"
+    check_function("batch_loss", given.batch_loss, example, "outputs", "batch")
 
 
 def _no_forward(model: nn.Module, microbatch: Any) -> Any:
@@ -291,11 +330,16 @@ def _no_forward(model: nn.Module, microbatch: Any) -> Any:
 
 
 def _phases(
-    forward: object, update: OptimizerStep, capabilities: Capabilities, settings: Settings
+    given: Components, update: OptimizerStep, capabilities: Capabilities, settings: Settings
 ) -> dict[str, Forward]:
     """Return the forward functions by optimizer name, empty if there is only one, and check the optimizers."""
-    phases = named_forwards(forward, update, capabilities, settings)
-    carries = takes_state(forward)
+    phases = named_forwards(given.forward, update, capabilities, settings)
+    carries = takes_state(given.forward)
+    if given.batch_loss is not None and update.closure_users:
+        raise ConfigError(
+            f"{update.closure_users[0]} computes the loss several times in each step (it needs a closure), which "
+            f"batch_loss= cannot do: use another optimizer."
+        )
     able = capabilities.closures and settings.autocast != "float16"
     check_closures(update, settings.strategy, able=able, phases=bool(phases), carries=carries)
     whole = capabilities.replicated and not (capabilities.divides_update or capabilities.cuts_model)

@@ -25,17 +25,20 @@ class LossScale:
 
     Args:
         samples: number of samples in a batch. A loss is their sum, so the next power of two divides its multiplier.
+
+    Attributes:
+        unit: inverse of that power of two.
     """
 
     def __init__(self, state: dict[str, Any], samples: int = 1) -> None:
         self._state = state
-        self._unit = 2.0 ** -(samples - 1).bit_length()
+        self.unit = 2.0 ** -(samples - 1).bit_length()
         self.overflowed = False
 
     @property
     def value(self) -> float:
         """Factor by which losses are multiplied and their gradients divided."""
-        return float(self._state.get(_STATE, (_FIRST, 0))[0]) * self._unit
+        return float(self._state.get(_STATE, (_FIRST, 0))[0]) * self.unit
 
     def observe(self, norm: float) -> bool:
         """Adjust the scale to the gradient norm of a step. Returns whether to make the update."""

@@ -39,7 +39,7 @@ _TEXT = (
     "The loss looks at several samples at once: that of {samples} samples is {whole:.5g}, and of two parts of "
     "them {halves:.5g} on average. With {microbatches} microbatches it is not that of the whole batch, on any number "
     "of workers. If it is a weighted mean, as with class weights or ignore_index, return the pair (sum, count). If it "
-    "compares samples, as contrastive losses do, set microbatches=1, which one worker computes."
+    "compares samples, as contrastive losses do, give it as batch_loss=, which gets the outputs of the whole batch."
 )
 
 

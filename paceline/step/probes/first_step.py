@@ -26,7 +26,8 @@ def try_forward_pass(context: TrainingContext, groups: Sequence[MicrobatchGroup]
     groups = groups or context.feed.load(step, [range(1)])
     if check_repeatable(context, groups[0], step):
         check_loss_reduction(context, groups, step)
-        check_coupling(context, groups, step)
+        if context.compute.batch_loss is None:  # else it is meant to look at several samples
+            check_coupling(context, groups, step)
     buffers = context.compute.buffers
     if context.world.size > 1 and buffers.may_count:
         for names in context.world.gather(sorted(buffers.added), "step"):

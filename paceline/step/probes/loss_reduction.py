@@ -76,7 +76,8 @@ def check_loss_reduction(context: TrainingContext, groups: Sequence[MicrobatchGr
         except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             failed = f"{type(error).__name__}: {error}"
     else:
-        warn(context, _NOT_TRIED.format(error=failed))
+        if context.compute.batch_loss is None:
+            warn(context, _NOT_TRIED.format(error=failed))
         return
     if certain:
         raise InputError(text)

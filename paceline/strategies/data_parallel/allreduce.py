@@ -42,6 +42,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
         phases=True,
+        batch_losses=True,
         closures=True,
         scales_loss=True,
         even_shares=True,

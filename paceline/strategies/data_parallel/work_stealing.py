@@ -39,7 +39,7 @@ from paceline.strategies.data_parallel.results import Results
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of work stealing."""
-    return Capabilities(fixed_point=True, phases=True, scales_loss=True, reads=("shares",))
+    return Capabilities(fixed_point=True, phases=True, batch_losses=True, scales_loss=True, reads=("shares",))
 
 
 class WorkStealing(Strategy):
@@ -68,6 +68,9 @@ class WorkStealing(Strategy):
         """Return this worker's share if loader processes prefetch it. Otherwise microbatches are loaded when leased."""
         if not self._context.settings.workers_per_loader:
             return []
+        return self.encodes(step)
+
+    def encodes(self, step: int) -> list[range]:
         share = self._shares(step)[self._context.world.rank]
         return [range(microbatch, microbatch + 1) for microbatch in share]
 

@@ -65,6 +65,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         divides_update=workers > 1,
         divides_state=_STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
+        batch_losses=True,
         scales_loss=True,
         reads=("bucket_megabytes", "shard", "shard_copy", "shard_within"),
     )

@@ -1,0 +1,287 @@
+"""Loss over the whole batch in two passes, as gradient caching does (Gao et al. 2021, GradCache, arXiv 2101.06983).
+
+::
+
+    first pass     microbatch 0   1   2   3      the outputs; each graph is dropped
+                              │   │   │   │
+                   loss(  [ rows 0 | 1 | 2 | 3 ], sums 0+1+2+3  ), and its gradient for the outputs
+                              │   │   │   │
+    second pass    microbatch 0   1   2   3      outputs again; loss of a microbatch: sum(outputs * gradient)
+
+The losses of the second pass have the gradients of the loss over the batch, and are added up by the strategy like any
+others. Both passes draw the same random numbers and begin with the same buffers. Parameters that the loss itself uses
+get their gradient with microbatch 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from paceline.data.feed import MicrobatchGroup
+from paceline.data.keys import BATCH_LOSS, STEP, seed_all
+from paceline.data.nested import map_tensors
+from paceline.data.objects.attributes import Attributes, same
+from paceline.errors import InputError, name_microbatches
+from paceline.step.buffers import summable
+from paceline.step.context import Batch
+from paceline.step.forward import ForwardRunner, name_call
+from paceline.step.gradients.outputs import OutputForm, Outputs, check_forms, outputs_of, spelled
+from paceline.step.loss import Forward, check_names, loss_of_result
+from paceline.step.probes.digests import TOLERANCE
+from paceline.step.replicas import digest_of
+from paceline.system.user_code import in_user_call
+
+_NO_GRADIENT = (
+    "batch_loss returned a loss that needs no gradient: it depends neither on an output of forward that requires one, "
+    "nor on a parameter of the model. Look for .detach(), .item() or torch.no_grad() in forward and in batch_loss, and "
+    "for parameters that are all frozen."
+)
+_NOT_AGAIN = (
+    "forward does not repeat: {what} of {microbatch} in step {step} {how}. A loss over the whole batch computes each "
+    "microbatch twice: once for the loss, once for the gradients. Draw random numbers from the global generators of "
+    "torch, random or numpy, keep what forward changes in buffers of the model, and read neither a counter nor the "
+    "clock."
+)
+_OWN_STATE = (
+    "batch_loss called twice with the same outputs does not give the same{named}. Every worker calls it for the same "
+    "step, and again if the step is repeated after a loss. Draw random numbers from the global generators, and keep "
+    "nothing from call to call."
+)
+_BUFFER = (
+    "batch_loss changes the buffer {name!r} of the model, as batch norm in training mode does. Run such layers in "
+    "forward, and give batch_loss what they return."
+)
+
+
+class Plan(NamedTuple):
+    """Values that the second pass of a step needs.
+
+    ``rows``: rows of each microbatch in the outputs. ``gradients``: those of the outputs, times ``scale``.
+    ``parameters``: parameters that the loss itself uses, with their gradients. ``pair``: as in :class:`ForwardResult`,
+    for microbatch 0. ``marks``: for each microbatch, the digests of its sums.
+    """
+
+    step: int
+    rows: Sequence[range]
+    forms: dict[str, OutputForm]
+    outputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor | None]
+    parameters: list[tuple[nn.Parameter, torch.Tensor]]
+    pair: torch.Tensor
+    scale: float
+    marks: dict[int, dict[str, list[int | float]]]
+
+
+class BatchLoss:
+    """Loss over the whole batch: runs ``forward`` for the outputs, and gives each microbatch its loss.
+
+    Args:
+        forward: ``forward(model, microbatch)`` returns outputs (:func:`outputs_of`).
+        loss: ``batch_loss(outputs, batch)`` returns a loss as ``forward`` does without it.
+        exact: whether outputs must repeat bit by bit. Otherwise they may differ by rounding.
+
+    Attributes:
+        compares: whether outputs of the second pass are compared with those of the first.
+    """
+
+    def __init__(self, forward: Forward, loss: Callable[[Any, Batch], Any], *, exact: bool) -> None:
+        self._forward, self._loss = forward, loss
+        self._exact = exact
+        self._plan: Plan | None = None
+        self.compares = True
+
+    def alone(self, model: nn.Module, data: Any) -> torch.Tensor:
+        """Run the forward pass outside of a step. Returns zero, which depends on the outputs."""
+        return _zero(outputs_of(self._forward(model, data), None))
+
+    def encode(self, model: nn.Module, data: Any) -> Any:
+        """Run the forward pass of a microbatch."""
+        return self._forward(model, data)
+
+    def first(self, compute: ForwardRunner, group: MicrobatchGroup, step: int, samples: int) -> Outputs:
+        """Return the outputs of a microbatch, detached, in the first pass.
+
+        Args:
+            samples: number of samples in the batch.
+        """
+        compute.buffers.reset()
+        seed_all(compute.seed(STEP, step, group.microbatches.start))
+        data = map_tensors(torch.clone, group.data)  # forward may change it
+        with compute.precision(), compute.keeping_weights():
+            try:
+                value = self._forward(compute.model, data)
+            except Exception as error:
+                name_call(error, group.microbatches, group.samples, step)
+                raise
+        found = outputs_of(value, group.samples, group.microbatches)
+        compute.buffers.collect(group.samples, samples)
+        needing = {name for name, tensor in found.tensors.items() if tensor.requires_grad}
+        detached = {name: tensor.detach().requires_grad_(name in needing) for name, tensor in found.tensors.items()}
+        return Outputs(detached, found.forms)
+
+    def marks_of(self, outputs: Outputs) -> dict[str, list[int | float]]:
+        """Return the digest of each sum of a microbatch, which is not kept."""
+        return {name: self._mark(value) for name, value in outputs.select(added=True).items()}
+
+    def _mark(self, value: torch.Tensor) -> list[int | float]:
+        if self._exact:
+            return [digest_of(value)]
+        return [float(torch.linalg.vector_norm(summable(value.detach())))]
+
+    def begin(self, plan: Plan) -> None:
+        """Begin the second pass."""
+        self._plan = plan
+
+    def end(self) -> None:
+        """End the second pass, and release the outputs."""
+        self._plan = None
+
+    def take(self, value: Any, group: MicrobatchGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``total`` and ``pair`` of a microbatch in the second pass, given the result of the forward pass.
+
+        Raises:
+            InputError: the outputs are not those of the first pass.
+        """
+        outputs, plan = outputs_of(value, group.samples, group.microbatches), self._plan
+        if plan is None:  # to warm up, or to measure memory
+            zero = _zero(outputs)
+            return zero, torch.tensor([0.0, group.samples], dtype=torch.float64, device=zero.device)
+        (microbatch,) = group.microbatches
+        if self.compares:
+            self._compare(plan, outputs, microbatch)
+        terms = []
+        rows = plan.rows[microbatch]
+        for name, gradient in plan.gradients.items():
+            own = outputs.tensors[name]
+            if gradient is not None and own.requires_grad:
+                part = gradient if plan.forms[name].added else gradient[rows.start : rows.stop]
+                terms.append(_product(own, part))
+        for parameter, gradient in plan.parameters:
+            terms.append(_product(parameter, gradient if microbatch == 0 else torch.zeros_like(gradient)))
+        total = torch.stack(terms).sum() if terms else _zero(outputs)
+        pair = plan.pair if microbatch == 0 else torch.zeros_like(plan.pair)
+        return total if plan.scale == 1.0 else total / plan.scale, pair
+
+    def _compare(self, plan: Plan, outputs: Outputs, microbatch: int) -> None:
+        where = name_microbatches(range(microbatch, microbatch + 1))
+        check_forms(plan.forms, outputs.forms, f"{where} in the first pass", "the same microbatch in the second pass")
+        rows = plan.rows[microbatch]
+        for name, value in outputs.tensors.items():
+            if plan.forms[name].added:
+                alike = self._are_alike(plan.marks[microbatch][name], self._mark(value))
+                how = "is another sum" if not alike else ""
+            else:
+                how = self._difference(plan.outputs[name][rows.start : rows.stop], value.detach())
+            if how:
+                raise InputError(_NOT_AGAIN.format(what=spelled(name), microbatch=where, step=plan.step, how=how))
+
+    def _are_alike(self, known: list[int | float], found: list[int | float]) -> bool:
+        return same(known, found) or (not self._exact and math.isclose(known[0], found[0], rel_tol=TOLERANCE))
+
+    def _difference(self, known: torch.Tensor, found: torch.Tensor) -> str:
+        """Describe how rows differ between the passes. Empty if they are equal, or near without ``exact``."""
+        if _same_bits(known, found):
+            return ""
+        if not known.is_floating_point():
+            return f"differs in {int((known != found).sum())} of {known.numel()} values"
+        difference, size = (known.double() - found.double()).norm(), known.double().norm()
+        if not self._exact and bool(difference <= TOLERANCE * size):
+            return ""
+        return f"differs by up to {float((known.double() - found.double()).abs().max()):.3g}"
+
+    def plan(self, compute: ForwardRunner, outputs: Outputs, batch: Batch, *, twice: bool) -> Plan:
+        """Compute the loss over the outputs of the whole batch, and its gradient. The same on every worker.
+
+        Args:
+            outputs: outputs of all microbatches, with ``requires_grad`` for those that have a gradient.
+            twice: whether to compute the loss twice, to check that it repeats.
+
+        Returns:
+            the plan without ``rows`` and ``marks``.
+
+        Raises:
+            InputError: the loss has no form of a loss, needs no gradient, does not repeat, or changes a buffer.
+        """
+        known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
+        before = Attributes({"batch_loss": self._loss}, known) if twice else None
+        found = self._differentiate(compute, outputs, batch)
+        if before is not None:
+            after = Attributes({"batch_loss": self._loss}, known)
+            again = self._differentiate(compute, outputs, batch)
+            after.put_back()
+            if not self._repeats(found, again):
+                names = [name for name, value in after.values.items() if not same(value, before.values.get(name))]
+                raise InputError(_OWN_STATE.format(named=f": it changes {', '.join(names[:3])}" if names else ""))
+        return found
+
+    def _repeats(self, found: Plan, again: Plan) -> bool:
+        pairs = [(found.pair, again.pair), *zip(found.gradients.values(), again.gradients.values(), strict=True)]
+        if self._exact:
+            return all(same(left, right) for left, right in pairs)
+        return all(
+            left is right or (left is not None and right is not None and not self._difference(left, right))
+            for left, right in pairs
+        )
+
+    def _differentiate(self, compute: ForwardRunner, outputs: Outputs, batch: Batch) -> Plan:
+        leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in outputs.tensors.items()}
+        given = {name: value if value.requires_grad else value.clone() for name, value in leaves.items()}
+        seed_all(compute.seed(BATCH_LOSS, batch.step))
+        with torch.enable_grad(), compute.precision(), compute.keeping_weights():
+            try:
+                value = self._loss(given.get("", given), batch)
+            except Exception as error:
+                in_user_call(error, f"This was batch_loss of step {batch.step} ({batch.samples} samples).")
+                raise
+            loss = loss_of_result(value, 1)
+        if (name := compute.buffers.changed_name()) is not None:
+            raise InputError(_BUFFER.format(name=name))
+        if not loss.total.requires_grad:
+            raise InputError(_NO_GRADIENT)
+        if compute.metrics is None:
+            compute.metrics, compute.counts = tuple(loss.metrics), False
+        check_names(compute.metrics, tuple(loss.metrics))
+        scale = compute.loss_scale
+        count = 1.0 if scale is None else 1.0 / scale.unit  # the scale is for a sum over the samples
+        mean = loss.total if isinstance(loss.counted, int) and loss.counted == 1 else loss.total / loss.counted
+        parameters = [one for one in compute.model.parameters() if one.requires_grad]
+        needing = [name for name, one in leaves.items() if one.requires_grad]
+        every = [*(leaves[name] for name in needing), *parameters]
+        gradients = torch.autograd.grad(mean * (count * compute.scale), every, allow_unused=True)
+        if all(one is None for one in gradients):
+            raise InputError(_NO_GRADIENT)
+        of_leaves: dict[str, torch.Tensor | None] = dict(zip(needing, gradients, strict=False))
+        used = [
+            (parameter, summable(gradient))
+            for parameter, gradient in zip(parameters, gradients[len(needing) :], strict=True)
+            if gradient is not None
+        ]
+        pair = loss._replace(total=mean.detach(), counted=1.0).pair()
+        pair[:2] *= count
+        plain = {name: leaf.detach() for name, leaf in leaves.items()}
+        return Plan(batch.step, (), outputs.forms, plain, of_leaves, used, pair, compute.scale, {})
+
+
+def _zero(outputs: Outputs) -> torch.Tensor:
+    """Return zero, with the graph of all outputs."""
+    terms = [_product(value, torch.zeros_like(value)) for value in outputs.tensors.values() if value.requires_grad]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def _product(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a scalar in float64 whose gradient for ``value`` is ``gradient``."""
+    if value.is_complex():
+        value, gradient = torch.view_as_real(value), torch.view_as_real(gradient)
+    return (summable(value) * summable(gradient)).sum().double()
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and type have the same bits, also for NaN and zeros."""
+    if left.numel() == 0:
+        return True
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))

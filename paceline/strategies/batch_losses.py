@@ -1,0 +1,173 @@
+"""Losses over the whole batch: a first pass over all microbatches before the step of another strategy.
+
+::
+
+    worker 0   F0 F1 ┐                               F0 B0 F1 B1 ┐
+    worker 1   F2 F3 ┼ outputs ─ loss, gradient ─    F2 B2 F3 B3 ┼ reduce ─ update
+    worker 2   F4    ┘ (the same on every worker)    F4 B4       ┘
+
+Each worker needs the memory of one microbatch, and that of all outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.comm.collectives.step_header import check_steps
+from paceline.data.feed import MicrobatchGroup
+from paceline.schedule.tree import Node, first_of, total
+from paceline.step.buffers import summable
+from paceline.step.context import Batch, StepResult, TrainingContext
+from paceline.step.divided.optimizer_state import DividedOptimizerState
+from paceline.step.gradients.accumulate import Accumulator, Values, add
+from paceline.step.gradients.batch_loss import BatchLoss, Plan
+from paceline.step.gradients.outputs import OutputForm, Outputs, check_forms
+from paceline.step.probes.first_step import try_forward_pass
+from paceline.strategies.base import Strategy
+
+
+class BatchLosses(Strategy):
+    """Strategy that computes the loss over the whole batch and lets another strategy compute its gradients."""
+
+    def __init__(self, context: TrainingContext, build: Callable[[TrainingContext], Strategy]) -> None:
+        loss = context.compute.batch_loss
+        assert isinstance(loss, BatchLoss)
+        self._context, self._loss = context, loss
+        self._inner = build(context)
+
+    def groups(self, step: int) -> list[range]:
+        return self._inner.groups(step)
+
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        groups = self._loaded(step, groups)
+        self._loss.begin(self._plan(step, groups))
+        try:
+            self._probe(step, groups)
+            return self._inner.step(step, groups)
+        finally:
+            self._loss.end()
+
+    def _loaded(self, step: int, groups: list[MicrobatchGroup]) -> list[MicrobatchGroup]:
+        """Return the microbatches of this worker in the first pass, loaded."""
+        known = {group.microbatches: group for group in groups}
+        own = self._inner.encodes(step)
+        missing = [one for one in own if one not in known]
+        known.update((group.microbatches, group) for group in self._context.feed.load(step, missing) if missing)
+        return [known[one] for one in own]
+
+    def _probe(self, step: int, groups: list[MicrobatchGroup]) -> None:
+        """Probe the forward pass before the first step, now that microbatches have losses."""
+        context = self._context
+        if context.probe_results.repeatable:
+            return
+        self._loss.compares = False  # the probe itself names what differs
+        try:
+            try_forward_pass(context, groups, step)
+        finally:
+            self._loss.compares = True
+        context.probe_results.repeatable = True
+
+    def _plan(self, step: int, groups: list[MicrobatchGroup]) -> Plan:
+        context, buffers = self._context, self._context.compute.buffers
+        order = context.order
+        buffers.begin()
+        try:
+            outputs, marks = self._gathered(step, _Own(context, self._loss, step, groups))
+            buffers.put_back()
+            batch = Batch(
+                *(step, order.epoch_of(step), order.samples_of(step), order.is_last(step)),
+                *([], 0.0, context.world.generation),
+            )
+            plan = self._loss.plan(context.compute, outputs, batch, twice=not context.probe_results.repeatable)
+        finally:
+            buffers.put_back()
+        return plan._replace(rows=order.parts_of(step), marks=marks)
+
+    def _gathered(self, step: int, own: _Own) -> tuple[Outputs, dict[int, dict[str, list[int | float]]]]:
+        """Return the outputs of all microbatches and the digests of their sums, the same on every worker."""
+        everyone = self._context.world.gather(own.message(step), "step")
+        check_steps([one["step"] for one in everyone], {step})
+        holders = [(rank, one) for rank, one in enumerate(everyone) if one["rows"]]
+        _, first = holders[0]
+        for rank, one in holders[1:]:
+            check_forms(first["forms"], one["forms"], _place(*holders[0]), _place(rank, one))
+        forms: dict[str, OutputForm] = first["forms"]
+        rows: dict[int, dict[str, torch.Tensor]] = {}
+        marks: dict[int, dict[str, list[int | float]]] = {}
+        nodes: list[tuple[Node, Values]] = []
+        for _, one in holders:
+            rows.update(one["rows"])
+            marks.update(one["marks"])
+            nodes += [(Node(level, place), values) for level, place, values in one["nodes"]]
+        device, needing = self._context.world.device, {name for _, one in holders for name in one["needing"]}
+        sums: Values = total(sorted(nodes, key=lambda one: first_of(one[0])), add)
+        added = iter(sums)
+        tensors = dict[str, torch.Tensor]()
+        for name, form in forms.items():
+            if form.added:
+                value = next(added)
+                assert value is not None
+            else:
+                value = torch.cat([rows[microbatch][name].to(device) for microbatch in sorted(rows)])
+            tensors[name] = value.to(device).requires_grad_(name in needing)
+        return Outputs(tensors, forms), marks
+
+    def synchronize(self, steps: int) -> None:
+        self._inner.synchronize(steps)
+
+    def unite(self, steps: int) -> None:
+        self._inner.unite(steps)
+
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        return self._inner.divided
+
+    def close(self) -> frozenset[str] | None:
+        return self._inner.close()
+
+
+class _Own:
+    """Outputs of this worker's microbatches in the first pass: rows of each, and sums along the canonical tree."""
+
+    def __init__(self, context: TrainingContext, loss: BatchLoss, step: int, groups: list[MicrobatchGroup]) -> None:
+        self.rows: dict[int, dict[str, torch.Tensor]] = {}
+        self.marks: dict[int, dict[str, list[int | float]]] = {}
+        self.forms: dict[str, OutputForm] = {}
+        self.needing: set[str] = set()
+        self._rank = context.world.rank
+        self._sums = Accumulator(context.settings.exact)
+        samples = context.order.samples_of(step)
+        for group in groups:
+            context.world.check()
+            (microbatch,) = group.microbatches
+            self._add(loss, microbatch, loss.first(context.compute, group, step, samples))
+
+    def _add(self, loss: BatchLoss, microbatch: int, outputs: Outputs) -> None:
+        if self.rows:
+            known, found = (f"microbatch {one}" for one in (next(iter(self.rows)), microbatch))
+            check_forms(self.forms, outputs.forms, known, found)
+        self.forms = outputs.forms
+        self.needing.update(name for name, value in outputs.tensors.items() if value.requires_grad)
+        self.marks[microbatch] = loss.marks_of(outputs)
+        self.rows[microbatch] = {name: value.detach().clone() for name, value in outputs.select(added=False).items()}
+        sums = outputs.select(added=True).values()
+        self._sums.push(microbatch, [summable(value.detach()).clone() for value in sums])
+
+    def message(self, step: int) -> dict[str, Any]:
+        """Return the message to all workers. Without ``exact``, the sum of a worker is a node of its own."""
+        nodes = [(*node, values) for node, values in self._sums.nodes()]
+        return {
+            "step": step,
+            "forms": self.forms,
+            "needing": sorted(self.needing),
+            "rows": self.rows,
+            "marks": self.marks,
+            "nodes": nodes,
+        }
+
+
+def _place(rank: int, message: dict[str, Any]) -> str:
+    return f"microbatch {next(iter(message['rows']))} on rank {rank}"

@@ -1,0 +1,132 @@
+"""Losses over the whole batch, which scripts of these tests train: what ``forward`` returns, and the loss over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from subjects import classes
+from torch import nn
+from torch.nn import functional
+
+import paceline
+
+LENGTH, BATCH = 96, 32
+
+
+class Net(nn.Module):
+    """Two towers, experts and a temperature."""
+
+    def __init__(self, plain: bool = False) -> None:
+        super().__init__()
+        layers = [] if plain else [nn.BatchNorm1d(16), nn.Dropout(0.1)]
+        self.body = nn.Sequential(nn.Linear(12, 16), *layers, nn.ReLU(), nn.Linear(16, 6))
+        self.other = nn.Linear(12, 6)
+        self.gates = nn.Linear(12, 4)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+        self.plain = plain
+
+    def views(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return the embeddings of two views of the samples, which are random unless the model is plain."""
+        noise = [values.sin(), values.cos()] if self.plain else [torch.randn_like(values) for _ in range(2)]
+        return [self.body(values + 0.2 * one) for one in noise]
+
+
+def two_views(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
+    first, second = map(functional.normalize, model.views(microbatch[0]))
+    return {"first": first, "second": second}
+
+
+def simclr(outputs: Any, batch: paceline.Batch) -> Any:
+    vectors = torch.cat([outputs["first"], outputs["second"]])
+    alike = (vectors @ vectors.t() / 0.5).masked_fill(torch.eye(len(vectors), dtype=torch.bool), -1e9)
+    target = torch.arange(len(vectors)).roll(batch.samples)
+    return functional.cross_entropy(alike, target), {"hits": (alike.argmax(1) == target).double().mean()}
+
+
+def vectors_and_labels(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
+    values, label = microbatch
+    return {"vector": model.body(values), "label": label}
+
+
+def hardest_triplets(outputs: Any, batch: paceline.Batch) -> torch.Tensor:
+    vectors, label = outputs["vector"], outputs["label"]
+    distances: torch.Tensor = (vectors[:, None] - vectors).square().sum(2)
+    same = label[:, None] == label
+    far, near = distances.masked_fill(~same, -1.0).amax(1), distances.masked_fill(same, 1e9).amin(1)
+    return functional.relu(far - near + 1.0).mean()
+
+
+def towers(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
+    values, _ = microbatch
+    return {"image": functional.normalize(model.body(values)), "text": functional.normalize(model.other(values))}
+
+
+def clip(outputs: Any, batch: paceline.Batch, model: Any) -> torch.Tensor:
+    logits = model.logit_scale.exp() * outputs["image"] @ outputs["text"].t()
+    target = torch.arange(batch.samples)
+    return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2
+
+
+def correlation(model: Any, microbatch: Any) -> paceline.Sum:
+    first, second = model.views(microbatch[0])
+    return paceline.Sum(first.t() @ second)
+
+
+def barlow_twins(cross: Any, batch: paceline.Batch) -> torch.Tensor:
+    cross = cross / batch.samples
+    diagonal = cross.diagonal()
+    loss: torch.Tensor = (diagonal - 1).square().sum() + 0.005 * (cross.square().sum() - diagonal.square().sum())
+    return loss
+
+
+def loads_and_losses(model: Any, microbatch: Any) -> dict[str, Any]:
+    values, label = microbatch
+    gates = model.gates(values).softmax(1)
+    losses = functional.cross_entropy(model.body(values)[:, :4] * gates, label, reduction="none")
+    chosen = functional.one_hot(gates.argmax(1), 4)
+    return {"loss": losses, "load": paceline.Sum(gates.sum(0)), "chosen": paceline.Sum(chosen.sum(0))}
+
+
+def balanced(outputs: Any, batch: paceline.Batch) -> torch.Tensor:
+    shares = outputs["load"] / batch.samples * outputs["chosen"] / batch.samples
+    loss: torch.Tensor = outputs["loss"].mean() + 0.1 * 4 * shares.sum()
+    return loss
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "simclr": (two_views, simclr),
+    "triplets": (vectors_and_labels, hardest_triplets),
+    "clip": (towers, clip),
+    "barlow twins": (correlation, barlow_twins),
+    "experts": (loads_and_losses, balanced),
+}
+
+
+def loss_of(name: str, model: nn.Module) -> Callable[..., Any]:
+    """Return the loss of this name over the outputs. The one that uses a parameter gets the model."""
+    loss = LOSSES[name][1]
+    return (lambda outputs, batch: clip(outputs, batch, model)) if loss is clip else loss
+
+
+def start(name: str, model: nn.Module | None = None, **more: Any) -> paceline.Session:
+    torch.manual_seed(0)
+    model = Net() if model is None else model
+    given: dict[str, Any] = {
+        "model": model,
+        "optimizer": partial(torch.optim.Adam, lr=0.01),
+        "forward": LOSSES[name][0],
+        "batch_loss": loss_of(name, model),
+        "data": classes(LENGTH),
+        "batch": BATCH,
+    }
+    return paceline.start(**given | more)
+
+
+def train(name: str, epochs: int = 2, **more: Any) -> list[Any]:
+    """Return the losses of all steps, the metrics of the last one, and the fingerprint."""
+    session = start(name, **more)
+    reports = [session.step(batch) for batch in session.batches(epochs=epochs)]
+    return [[one.loss for one in reports], reports[-1].metrics, session.fingerprint()]
