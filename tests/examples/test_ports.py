@@ -45,11 +45,12 @@ PORTS = {
     "recurrent": Port(most=15),
     "bert": Port(most=9),
     "dcgan": Port(most=18),
+    "contrastive": Port(most=10),
     "muon": Port(most=8),
 }
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
-SLOW = "images", "vae", "muon"  # what they show of a start, the others show too
+SLOW = "images", "vae", "contrastive", "muon"  # what they show of a start, the others show too
 TRAINED = [pytest.param(name, marks=[needs_muon] if name == "muon" else []) for name in PORTS]
 STARTED = [
     pytest.param(one.values[0], marks=[*one.marks, *([pytest.mark.slow] if one.values[0] in SLOW else [])])
