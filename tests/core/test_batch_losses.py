@@ -207,6 +207,7 @@ def test_a_forward_pass_that_does_not_repeat_is_refused() -> None:
 def test_losses_that_cannot_be_used_are_refused() -> None:
     model = Net()
     model.norm = nn.BatchNorm1d(6)
+    outside = nn.Parameter(torch.ones(3))
     kept: list[torch.Tensor] = []
 
     def queue(outputs: Any, batch: Any) -> torch.Tensor:
@@ -218,6 +219,10 @@ def test_losses_that_cannot_be_used_are_refused() -> None:
         (lambda outputs, batch: outputs["first"].detach().mean(), "a loss that needs no gradient"),
         (lambda outputs, batch: model.norm(outputs["first"]).mean(), "changes the buffer 'norm.running_mean'"),
         (queue, "called twice with the same outputs does not give the same: it changes .*kept"),
+        (
+            lambda outputs, batch: outputs["first"].mean() * outside.sum(),
+            r"a parameter of shape \[3\] that the",
+        ),
         (lambda outputs, batch: outputs["first"].mean(0), "The loss must be a scalar tensor"),
         (lambda outputs, batch: outputs["first"].mean() + batch[0], "has no values to read"),
     ):

@@ -16,7 +16,7 @@ get their gradient with microbatch 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,11 @@ _OWN_STATE = (
 _BUFFER = (
     "batch_loss changes the buffer {name!r} of the model, as batch norm in training mode does. Run such layers in "
     "forward, and give batch_loss what they return."
+)
+_OUTSIDE = (
+    "batch_loss uses a parameter of shape {shape} that the model does not have, so no optimizer of the session trains "
+    "it. Register it in the model, as self.value = torch.nn.Parameter(...), and use it from there: then it gets its "
+    "gradient."
 )
 
 
@@ -205,11 +210,12 @@ class BatchLoss:
             the plan without ``rows`` and ``marks``.
 
         Raises:
-            InputError: the loss has no form of a loss, needs no gradient, does not repeat, or changes a buffer.
+            InputError: the loss has no form of a loss, needs no gradient, does not repeat, changes a buffer, or uses a
+                parameter that the model does not have.
         """
         known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
         before = Attributes({"batch_loss": self._loss}, known) if twice else None
-        found = self._differentiate(compute, outputs, batch)
+        found = self._differentiate(compute, outputs, batch, known if twice else set())
         if before is not None:
             after = Attributes({"batch_loss": self._loss}, known)
             again = self._differentiate(compute, outputs, batch)
@@ -228,7 +234,14 @@ class BatchLoss:
             for left, right in pairs
         )
 
-    def _differentiate(self, compute: ForwardRunner, outputs: Outputs, batch: Batch) -> Plan:
+    def _differentiate(
+        self, compute: ForwardRunner, outputs: Outputs, batch: Batch, known: Container[int] = ()
+    ) -> Plan:
+        """Compute the loss and its gradient.
+
+        Args:
+            known: ids of the model's parameters, to refuse others. Empty if parameters are not checked.
+        """
         leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in outputs.tensors.items()}
         given = {name: value if value.requires_grad else value.clone() for name, value in leaves.items()}
         seed_all(compute.seed(BATCH_LOSS, batch.step))
@@ -243,6 +256,8 @@ class BatchLoss:
             raise InputError(_BUFFER.format(name=name))
         if not loss.total.requires_grad:
             raise InputError(_NO_GRADIENT)
+        if known and (outside := _outside(loss.total, known)) is not None:
+            raise InputError(_OUTSIDE.format(shape=list(outside.shape)))
         if compute.metrics is None:
             compute.metrics, compute.counts = tuple(loss.metrics), False
         check_names(compute.metrics, tuple(loss.metrics))
@@ -265,6 +280,21 @@ class BatchLoss:
         pair[:2] *= count
         plain = {name: leaf.detach() for name, leaf in leaves.items()}
         return Plan(batch.step, (), outputs.forms, plain, of_leaves, used, pair, compute.scale, {})
+
+
+def _outside(loss: torch.Tensor, known: Container[int]) -> nn.Parameter | None:
+    """Return a parameter in the graph of the loss that is not among the known ones, or None."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter) and id(variable) not in known:
+            return variable
+        waiting += [following for following, _ in node.next_functions]
+    return None
 
 
 def _zero(outputs: Outputs) -> torch.Tensor:
