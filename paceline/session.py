@@ -83,8 +83,8 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
         schedule: factory that is called with the optimizer and returns a torch learning-rate scheduler, which is
             stepped once per update without a metric. With several optimizers, one factory for all or one per name.
         collate: function from a list of items to a microbatch. Defaults to torch's ``default_collate``.
-        sampler: ``sampler(seed, epoch)``, a pure function that returns the sample indices of an epoch in order, or a
-            torch sampler. Defaults to a new shuffle in each epoch.
+        sampler: ``sampler(seed, epoch)``, a pure function that returns the sample indices of an epoch in order, or its
+            batches as lists of indices; or a torch sampler. Defaults to a new shuffle in each epoch.
         settings: fields of :class:`paceline.Settings`. Command-line options, environment variables and the plan file
             take precedence.
 

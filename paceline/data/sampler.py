@@ -1,14 +1,16 @@
 """Sample order of a user-defined sampler: a pure function of (seed, epoch) that returns the sample numbers of an epoch.
 
-Epochs may differ in length, omit samples, and repeat samples. Every worker calls the function with the global
-generators seeded by (seed, epoch), so random draws from them are the same on all workers.
+A batch sampler returns lists of numbers, which are the batches. Epochs may differ in length, omit samples, and repeat
+samples. Every worker calls the function with the global generators seeded by (seed, epoch), so random draws from them
+are the same on all workers.
 """
 
 from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +18,11 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from paceline.data.keys import ORDER, preserve_generators, seed_all, seed_of
 from paceline.data.order import BatchOrder
-from paceline.errors import InputError
+from paceline.errors import ConfigError, InputError
+from paceline.schedule.shares import even
 from paceline.system.usage import does_not_take
 
-SampleNumbers: TypeAlias = Callable[[int, int], Iterable[int]]
+SampleNumbers: TypeAlias = Callable[[int, int], "Iterable[int] | Iterable[Sequence[int]]"]
 _CURE = (
     "sampler must be a pure function of (seed, epoch) that gives sample numbers, such as lambda seed, epoch: "
     "torch.randperm(len(data), generator=torch.Generator().manual_seed(seed + epoch))"
@@ -71,7 +74,10 @@ class SampledOrder(BatchOrder):
         """Append the next epoch, for which the sampler returned ``length`` numbers."""
         used = self._used(length)
         self._lengths.append(used)
-        self._starts.append(self._starts[-1] + -(-used // self.batch))
+        self._starts.append(self._starts[-1] + self._steps_in(len(self._lengths) - 1))
+
+    def _steps_in(self, epoch: int) -> int:
+        return -(-self._lengths[epoch] // self.batch)
 
     def _used(self, length: int) -> int:
         """Return the number of samples of an epoch that are in batches."""
@@ -85,18 +91,23 @@ class SampledOrder(BatchOrder):
 
     def samples_of(self, step: int) -> int:
         epoch, index = self.place_of(step)
-        return min(self.batch, self._lengths[epoch] - index * self.batch)
+        start, stop = self._bounds(epoch, index)
+        return stop - start
+
+    def _bounds(self, epoch: int, index: int) -> tuple[int, int]:
+        """Return where a batch begins and ends in the numbers of its epoch."""
+        return index * self.batch, min((index + 1) * self.batch, self._lengths[epoch])
 
     def samples_before(self, step: int) -> int:
         if step == self._starts[-1]:  # the next epoch is not drawn yet
             return sum(self._lengths)
         epoch, index = self.place_of(step)
-        return sum(self._lengths[:epoch]) + index * self.batch
+        return sum(self._lengths[:epoch]) + self._bounds(epoch, index)[0]
 
     def microbatches_of(self, step: int) -> list[list[int]]:
         epoch, index = self.place_of(step)
-        start = index * self.batch
-        numbers = self._numbers(epoch)[start : start + self.samples_of(step)].tolist()
+        start, stop = self._bounds(epoch, index)
+        numbers = self._numbers(epoch)[start:stop].tolist()
         return [numbers[part.start : part.stop] for part in self.parts_of(step)]
 
     def state(self, step: int) -> dict[str, Any]:
@@ -131,7 +142,7 @@ class SampledOrder(BatchOrder):
     def _drawn(self, epoch: int) -> torch.Tensor:
         with preserve_generators():
             seed_all(seed_of(ORDER, self.seed, epoch))
-            given = self._sampler(self.seed, epoch)
+            given: Any = self._sampler(self.seed, epoch)
             if isinstance(given, range):
                 return torch.arange(given.start, given.stop, given.step)
             try:
@@ -147,8 +158,7 @@ class SampledOrder(BatchOrder):
             )
         if numbers.ndim != 1 or not whole:
             raise InputError(
-                f"The sampler gave a {numbers.ndim}-dimensional sequence of {numbers.dtype} for epoch {epoch}: "
-                f"{_CURE}. It gives no batches; batch says how many of the numbers make one."
+                f"The sampler gave a {numbers.ndim}-dimensional sequence of {numbers.dtype} for epoch {epoch}: {_CURE}."
             )
         wrong = numbers[(numbers < 0) | (numbers >= self._length)]
         if len(wrong):
@@ -157,6 +167,100 @@ class SampledOrder(BatchOrder):
                 f"{self._length - 1}."
             )
         return numbers.to("cpu", torch.int64)
+
+
+class BatchedOrder(SampledOrder):
+    """Sample order of a batch sampler, which returns the batches of an epoch as lists of sample numbers.
+
+    Batches may differ in size, up to ``batch``. Each is cut into ``microbatches`` microbatches, in the order of its
+    numbers, or into single samples if it has fewer. The sizes of an epoch must follow from its number alone.
+    """
+
+    def __init__(self, sampler: SampleNumbers, length: int, batch: int, microbatches: int, seed: int) -> None:
+        self._sizes: dict[int, list[int]] = {}
+        self._steps: list[int] = []  # number of steps in each epoch before those that were drawn
+        super().__init__(sampler, length, batch, microbatches, seed, drop_last=False)
+        self._first = _hash(torch.cat((self._numbers(0), torch.tensor(self._sizes_of(0)))))
+
+    def parts_of(self, step: int) -> tuple[range, ...]:
+        samples = self.samples_of(step)
+        return even(samples, min(samples, self.microbatches))
+
+    def state(self, step: int) -> dict[str, Any]:
+        state = super().state(step)
+        starts = self._starts[: len(state["lengths"]) + 1]
+        return state | {"steps": [after - before for before, after in pairwise(starts)]}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._steps = state["steps"]
+        super().load(state)
+
+    def _steps_in(self, epoch: int) -> int:
+        return self._steps[epoch] if epoch < len(self._steps) else len(self._sizes_of(epoch))
+
+    def _bounds(self, epoch: int, index: int) -> tuple[int, int]:
+        sizes = self._sizes_of(epoch)
+        start = sum(sizes[:index])
+        return start, start + sizes[index]
+
+    def _sizes_of(self, epoch: int) -> list[int]:
+        if epoch not in self._sizes:
+            self._drawn(epoch)
+        return self._sizes[epoch]
+
+    def _drawn(self, epoch: int) -> torch.Tensor:
+        with preserve_generators():
+            seed_all(seed_of(ORDER, self.seed, epoch))
+            batches = [_numbers_in(one, epoch) for one in self._sampler(self.seed, epoch)]
+        sizes = [len(one) for one in batches]
+        if not sizes or not 0 < min(sizes) <= max(sizes) <= self.batch:
+            wrong = next((f"a batch of {one} samples" for one in sizes if not 0 < one <= self.batch), "no batch")
+            raise InputError(
+                f"The batch sampler gave {wrong} for epoch {epoch}, and batch = {self.batch} is the most that a batch "
+                f"may have: set batch to the largest, and give no empty batches."
+            )
+        if self._sizes.setdefault(epoch, sizes) != sizes:
+            raise InputError(
+                f"The batch sampler gave batches of other sizes when it was called again for epoch {epoch}: it must be "
+                f"a pure function of (seed, epoch). It may draw from the global generators, which are seeded before."
+            )
+        for other in list(self._sizes)[:-3]:
+            del self._sizes[other]
+        return torch.cat(batches)
+
+
+def _numbers_in(batch: Any, epoch: int) -> torch.Tensor:
+    try:
+        numbers = torch.as_tensor(batch if hasattr(batch, "__array__") else list(batch))
+    except (TypeError, ValueError, RuntimeError):
+        numbers = torch.empty(0, 0)
+    if numbers.ndim != 1:
+        raise InputError(
+            f"The batch sampler gave {type(batch).__name__} among the batches of epoch {epoch}: give lists of sample "
+            f"numbers alone."
+        )
+    return numbers
+
+
+def order_by(
+    sampler: SampleNumbers, length: int, batch: int, microbatches: int, seed: int, drop_last: bool
+) -> SampledOrder:
+    """Return the order of a sampler, which may be a batch sampler.
+
+    Raises:
+        ConfigError: ``drop_last`` is set for a batch sampler.
+        InputError: see :class:`SampledOrder`.
+    """
+    with preserve_generators():
+        seed_all(seed_of(ORDER, seed, 0))
+        given: Any = function_of(sampler)(seed, 0)
+        entries = [] if isinstance(given, range) or not isinstance(given, Iterable) else islice(given, 1)
+        batched = any(isinstance(one, list | tuple) or getattr(one, "ndim", 0) == 1 for one in entries)
+    if not batched:
+        return SampledOrder(sampler, length, batch, microbatches, seed, drop_last)
+    if drop_last:
+        raise ConfigError("drop_last=True has no meaning for a batch sampler: leave the batch out in the sampler.")
+    return BatchedOrder(sampler, length, batch, microbatches, seed)
 
 
 def in_order(data: Sized, seed: int, epoch: int) -> range:

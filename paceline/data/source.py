@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from paceline.data.order import BatchOrder, Order
-from paceline.data.sampler import SampledOrder, SampleNumbers
+from paceline.data.sampler import SampleNumbers, order_by
 from paceline.data.streams.order import StreamOrder
 from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, InputError
@@ -49,7 +49,7 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
             f"split or the filter that it was made from."
         )
     if sampler is not None:
-        return SampledOrder(sampler, len(data), batch, parts, settings.seed, settings.drop_last)
+        return order_by(sampler, len(data), batch, parts, settings.seed, settings.drop_last)
     if settings.drop_last and len(data) < batch:
         raise InputError(
             f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing. "

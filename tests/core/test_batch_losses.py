@@ -249,3 +249,31 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
         start("simclr", batch_loss=lambda outputs: outputs)
     with pytest.raises(paceline.InputError, match=r"paceline.Sum takes a dense tensor, but it got a list"):
         paceline.Sum([1])  # type: ignore[arg-type]
+
+
+GROUPED = """
+import os
+import torch
+from batch_losses import train
+from subjects import classes, tell
+
+labels = classes(96).tensors[1]
+
+def grouped(seed, epoch):
+    \"\"\"Batches of 4 samples of each of 3 classes, and one of the 40 samples that are left.\"\"\"
+    of = [(labels == kind).nonzero().flatten() for kind in range(4)]
+    of = [one[torch.randperm(len(one))] for one in of]
+    return [torch.cat([of[kind][start : start + 4] for kind in range(4) if kind != start // 4]) for start in (0, 4, 8)]
+
+tell(**{name: train(name, exact=True, sampler=grouped, batch=12, microbatches=4, strategy=os.environ["STRATEGY"])
+    for name in ("triplets", "barlow twins")})
+"""
+
+
+@pytest.mark.slow
+def test_batches_of_a_batch_sampler_are_the_same_on_any_number(printed: Printed, tmp_path: Path) -> None:
+    found = set()
+    for workers, strategy in ((1, "allreduce"), (2, "stealing"), (3, "allreduce"), (4, "sharded")):
+        environment = {"STRATEGY": strategy}
+        found |= {str(one) for one in printed(GROUPED, workers, tmp_path / str(workers), environment=environment)}
+    assert len(found) == 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, WeightedRandomSampler
 
-from paceline.data.sampler import SampledOrder
-from paceline.errors import InputError
+from paceline.data.sampler import BatchedOrder, SampledOrder, order_by
+from paceline.errors import ConfigError, InputError
 
 
 def order_of(sampler: Any, **changes: Any) -> SampledOrder:
@@ -70,7 +70,7 @@ def test_draws_are_keyed() -> None:
         (lambda seed, epoch: [], ["0 samples"]),
         (lambda seed, epoch: [0.5], ["float"]),
         (lambda seed, epoch: 7, ["int for epoch 0"]),
-        (BatchSampler(range(20), 4, False), ["2-dimensional", "no batches"]),
+        (BatchSampler(range(20), 4, False), ["2-dimensional"]),
         (DistributedSampler([*range(20)], 2, 0), ["DistributedSampler", "hands out the shares"]),
         (WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator()), ["other numbers", "again"]),
     ],
@@ -115,3 +115,57 @@ def test_a_length_that_the_loop_changes_is_refused() -> None:
     count[0] = 12
     with pytest.raises(InputError, match="gave 8 samples for epoch 1 when its length was asked for, and gives 12 now"):
         batch(order, 2)
+
+
+def balanced(seed: int, epoch: int) -> list[list[int]]:
+    """Batches of one to four samples, in an order that is drawn; epoch 1 has fewer."""
+    batches = [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]][: 4 - epoch % 2]
+    return [batches[place] for place in torch.randperm(len(batches)).tolist()]
+
+
+def test_a_batch_sampler_gives_the_batches() -> None:
+    order = order_by(balanced, 20, 4, 2, 3, drop_last=False)
+    assert isinstance(order, BatchedOrder)
+    batches = [batch(order, step) for step in range(7)]
+    assert sorted(batches[:4]) == [[0, 1, 2, 3], [4], [5, 6, 7], [8, 9]] and len(batches[4:]) == 3
+    parts = {len(batch(order, step)): [*map(len, order.microbatches_of(step))] for step in range(4)}
+    assert parts == {4: [2, 2], 1: [1], 3: [2, 1], 2: [1, 1]}
+    assert [order.samples_of(step) for step in range(7)] == [*map(len, batches)]
+    assert [order.samples_before(step) for step in range(8)] == [sum(map(len, batches[:step])) for step in range(8)]
+    assert [order.is_last(step) for step in range(7)] == [False] * 3 + [True] + [False] * 2 + [True]
+    assert (order.steps_at(0), order.steps_at(4), order.end_of(2, 0)) == (4, 3, 7)
+    for step in (2, 4, 5, 7, 9):
+        again = order_by(balanced, 20, 4, 2, 3, drop_last=False)
+        again.load(order.state(step))
+        assert batch(again, step) == batch(order, step) and again.samples_before(step) == order.samples_before(step)
+    rows = order_by(lambda seed, epoch: torch.arange(12).reshape(3, 4), 20, 4, 2, 3, drop_last=False)
+    of_torch = order_by(BatchSampler(range(12), 4, False), 20, 4, 2, 3, drop_last=False)  # type: ignore[arg-type]
+    assert [batch(rows, step) for step in range(3)] == [batch(of_torch, step) for step in range(3)]
+    assert rows.agreed() == of_torch.agreed() != order.agreed()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "text"),
+    [
+        (lambda seed, epoch: [[0, 1, 2, 3, 4]], "a batch of 5 samples for epoch 0, and batch = 4 is the most"),
+        (lambda seed, epoch: [[0], []], "a batch of 0 samples"),
+        (lambda seed, epoch: [[0], 1], "gave int among the batches"),
+        (lambda seed, epoch: [[0], ["a"]], "gave list among the batches"),
+        (lambda seed, epoch: [[0, 20]], "number 20"),
+    ],
+)
+def test_batches_that_cannot_be_trained_are_refused(sampler: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        order_by(sampler, 20, 4, 2, 3, drop_last=False)
+    with pytest.raises(ConfigError, match="drop_last=True has no meaning for a batch sampler"):
+        order_by(balanced, 20, 4, 2, 3, drop_last=True)
+
+
+def test_a_batch_sampler_gives_the_same_sizes_again() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(seed: int, epoch: int) -> list[list[int]]:
+        return [[0] * int(torch.randint(1, 5, (), generator=generator)) for _ in range(20)]
+
+    with pytest.raises(InputError, match="batches of other sizes when it was called again"):
+        order_by(drawn, 20, 4, 2, 3, drop_last=False)
