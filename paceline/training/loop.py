@@ -257,13 +257,13 @@ class TrainingLoop:
         if steps < self.progress.repeat_until:  # other workers are repeating steps up to repeat_until
             return
         self._meet("synchronizing")
+        if self.progress.compared >= steps:  # the other workers have passed this position already
+            return
         if (divided := self.strategy.divided) is not None and divided.hashes is None:
             divided.hash()
-        if (
-            self.context.settings.exact and self.progress.compared < steps
-        ):  # else the other workers have compared already
+        if self.context.settings.exact:
             compare(self.context, "synchronizing")
-            self.progress.compared = steps
+        self.progress.compared = steps
 
     def _meet(self, doing: str) -> None:
         """Bring this worker to the position of its script and synchronize with all others. Run in :meth:`_together`."""

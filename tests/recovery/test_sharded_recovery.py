@@ -29,6 +29,26 @@ def test_a_lost_shard_comes_from_the_checkpoint(run: Run, undisturbed: Any, path
     assert went_back(ran) == [3, 3], ran.report()
 
 
+EPOCHS = """
+import scripted
+
+session = scripted.begin()
+for epoch in session.epochs(3):
+    for batch in session.batches(epochs=1):
+        scripted.say(session, session.step(batch))
+scripted.end(session)
+"""
+
+
+@pytest.mark.slow
+def test_a_joiner_gets_a_checkpoint_of_an_earlier_epoch(run: Run, undisturbed: Any) -> None:
+    """The others have compared their states at the end of that epoch and do not wait for it there."""
+    ran = run(EPOCHS, *TWO, "--standby", 1, *EVERY_3, faults=faults.kill(rank=1, step=4), GIVEN=SHARDED)
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(EPOCHS)["fingerprint"]}, ran.report()
+    assert set(went_back(ran)) == {3}, ran.report()
+
+
 # Each strategy tells whether its worker shares the weights with the others.
 TELLING = """
 import json
