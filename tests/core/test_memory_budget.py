@@ -27,15 +27,19 @@ class Peak(TorchDispatchMode):
     # the most bytes of tensors that operations have made and that live at one time
     def __init__(self):
         super().__init__()
-        self.live, self.most = {}, 0
+        self.live, self.bytes, self.most = {}, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
-                self.live[StorageWeakRef(leaf.untyped_storage())] = leaf.untyped_storage().nbytes()
-        self.live = {one: size for one, size in self.live.items() if not one.expired()}
-        self.most = max(self.most, sum(self.live.values()))
+                storage = StorageWeakRef(leaf.untyped_storage())
+                self.bytes += leaf.untyped_storage().nbytes() - self.live.get(storage, 0)
+                self.live[storage] = leaf.untyped_storage().nbytes()
+        if self.bytes > self.most:  # may be less: some may have been freed
+            self.live = {one: size for one, size in self.live.items() if not one.expired()}
+            self.bytes = sum(self.live.values())
+            self.most = max(self.most, self.bytes)
         return made
 
 class Block(nn.Module):
