@@ -120,8 +120,8 @@ def overlapping(weight: nn.Parameter) -> None:
 
 
 def row_by_row() -> torch.Tensor:
-    table = torch.empty(300, 64)
-    for row in range(300):
+    table = torch.empty(64, 64)
+    for row in range(64):
         table[row] = row * torch.ones(64)
     return table
 
