@@ -11,6 +11,12 @@ import pytest
 
 Printed = Callable[..., list[dict[str, Any]]]
 SLOW = pytest.mark.slow
+ELSEWHERE = [1, 1, 1], [4], [2, 1], [2, 2]
+SIZES = "held", "later"
+DIVIDED = (
+    *("AdamW", "Muon", "Lamb", "clipped", "skipped", "changed by the loop", "partly frozen", "empty", "averaged"),
+    *("size", "moved", "not divisible, small buckets", "small buckets, gradients"),
+)
 
 SCRIPT = """
 import json, os
@@ -255,7 +261,8 @@ if "REFUSED" in os.environ:
         "LBFGS": lambda: steps(start(optimizer=optim.LBFGS)),
         "fixed": lambda: steps(start(exact="fixed-point")),
     }
-for name, way in ways.items():
+for name in os.environ["ONLY"].split(";") if "ONLY" in os.environ else ways:
+    way = ways[name]
     try:
         tell(**{name: way()})
     except paceline.PacelineError as error:
@@ -275,19 +282,40 @@ COPIED, WITHIN = {"shard_copy": True}, {"shard_within": "machine"}
 @pytest.mark.parametrize(
     ("machines", "more"),
     [
-        *(([2], {}), ([1, 1, 1], {}), ([2, 2], WITHIN)),
-        *(pytest.param(*one, marks=SLOW) for one in (([4], {}), ([2, 1], {}), ([2, 2], {}))),
-        *(pytest.param(*one, marks=SLOW) for one in (([3], COPIED), ([1, 1, 1], COPIED), ([2, 2], COPIED))),
-        pytest.param([2, 1], WITHIN, marks=SLOW),
+        ([2], {}),
+        *(pytest.param(one, {}, marks=SLOW) for one in ELSEWHERE),
+        *(pytest.param(one, COPIED, marks=SLOW) for one in ([3], [1, 1, 1], [2, 2])),
+        *(pytest.param(one, WITHIN, marks=SLOW) for one in ([2, 1], [2, 2])),
     ],
     ids=str,
 )
 def test_the_bits_are_those_of_one_process(
     printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int], more: dict[str, Any]
 ) -> None:
-    environment = {"SAVED": str(tmp_path / "saved"), "MORE": json.dumps(more)}
+    check(printed, alone, tmp_path, machines, more, {})
+
+
+@pytest.mark.parametrize(("machines", "more"), [([1, 1, 1], {}), ([2, 2], WITHIN)], ids=str)
+def test_so_they_are_over_the_network(
+    printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int], more: dict[str, Any]
+) -> None:
+    """The ways that divide, gather or add up differently; the others only change what a worker does with its part."""
+    wanted = {name: alone[name] for name in (*DIVIDED, *SIZES)}
+    check(printed, wanted, tmp_path, machines, more, {"ONLY": ";".join(DIVIDED)})
+
+
+def check(
+    printed: Printed,
+    alone: dict[str, Any],
+    directory: Path,
+    machines: list[int],
+    more: dict[str, Any],
+    environment: dict[str, str],
+) -> None:
+    """Check that each worker has the bits of one process, and its share of the optimizer's state."""
+    environment = environment | {"SAVED": str(directory / "saved"), "MORE": json.dumps(more)}
     workers = sum(machines)
-    everyone = printed(SCRIPT, workers, tmp_path, machines=machines, environment=environment)
+    everyone = printed(SCRIPT, workers, directory, machines=machines, environment=environment)
     sizes = [(one.pop("held"), one.pop("later")) for one in everyone]
     total = alone["held"]
     copies = len(machines) if more == WITHIN else 2 if more == COPIED else 1
@@ -295,7 +323,7 @@ def test_the_bits_are_those_of_one_process(
     if machines != [2, 1]:
         assert max(held for held, _ in sizes) <= copies * total / workers + 64
     assert all(held == later for held, later in sizes), "put together to hash, evaluate or save"
-    wanted = {name: value for name, value in alone.items() if name not in ("held", "later")}
+    wanted = {name: value for name, value in alone.items() if name not in SIZES}
     for one in everyone:
         assert one == wanted
     assert not [value for value in wanted.values() if "Error" in str(value)]
