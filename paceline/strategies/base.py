@@ -114,6 +114,8 @@ class Capabilities:
     # (and below, whether they compute even shares of a batch), by which the memory of a worker is predicted
     divides_state: int = 0
     even_shares: bool = False
+    # whether the workers of a machine may share one copy of the weights, which the strategy fills with initial values
+    shares_weights: bool = False
     reads: tuple[str, ...] = ()  # settings that not every strategy reads: groups such as ``server``, or single keys
     ignores: tuple[str, ...] = ()  # keys in ``reads`` that have no effect with the other given settings
 

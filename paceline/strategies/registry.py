@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from paceline.checkpoint.weights.deferred.model import materialize
 from paceline.config import check_strategy
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
@@ -110,6 +111,8 @@ def build(context: TrainingContext) -> Strategy:
     """
     entry = entry_of(context.settings.strategy)
     context.warnings.clear()
+    if context.world.size == 1:
+        materialize(context.compute.model)
     make = entry.build if context.world.size > 1 else entry.alone
     if context.compute.batch_loss is not None:
         return BatchLosses(context, make)

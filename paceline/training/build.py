@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from paceline.adapters.keras import module as keras_module
-from paceline.checkpoint.tensors import hash_of
-from paceline.checkpoint.weights.deferred.model import materialize
+from paceline.checkpoint.weights.deferred.model import initial_hashes, materialize
 from paceline.comm.collectives import agreement
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
@@ -112,7 +111,9 @@ def build_context(
         ask_for_determinism()
     keep_freed_pages()
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
-    initial = _move(given.model, world.device)
+    initial = _move(
+        given.model, world.device, later=capabilities.shares_weights and world.transport.capabilities.same_host
+    )
     update = OptimizerStep(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
     phases = _phases(given, update, capabilities, settings)
     run_spec = _run_spec(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
@@ -157,12 +158,15 @@ def _runner(
     return compute
 
 
-def _move(model: nn.Module, device: torch.device) -> dict[str, str]:
-    """Give a deferred model its values, move the model to a device, and return a hash of each value by name."""
-    materialize(model, device=device)
+def _move(model: nn.Module, device: torch.device, *, later: bool) -> dict[str, str]:
+    """Move the model to a device, and return a hash of each initial value, or of its record, by name.
+
+    Args:
+        later: whether a deferred model may get its values later, in memory that the workers share.
+    """
+    materialize(model, device=device, later=later)
     model.to(device)
-    values = [*model.named_parameters(), *model.named_buffers()]
-    return {name: hash_of(value).hex()[:16] for name, value in values}
+    return initial_hashes(model)
 
 
 def _loop_changes(

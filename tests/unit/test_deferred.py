@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 
 import paceline
 from paceline.checkpoint.weights.deferred import recorder
-from paceline.checkpoint.weights.deferred.model import materialize
+from paceline.checkpoint.weights.deferred.model import initial_hashes, materialize, move_into, write_values
 from paceline.checkpoint.weights.deferred.operations import Conditions
 from paceline.checkpoint.weights.deferred.tensors import deferred_in
 from paceline.errors import InputError
@@ -394,6 +394,70 @@ def test_tensors_with_operators_of_their_own_are_refused_with_the_modules_name()
 
     with pytest.raises(InputError, match="Quantized is built with Wrapper"), paceline.deferred():
         Quantized()
+
+
+def built_later(seed: int = 0, build: Callable[[], nn.Module] = Gpt) -> nn.Module:
+    """A model that gets each value when it is used, or from a strategy."""
+    torch.manual_seed(seed)
+    with paceline.deferred():
+        model = build()
+    materialize(model, later=True)
+    return model
+
+
+def test_a_value_is_computed_when_it_is_used() -> None:
+    model, generator = built_later(), torch.get_rng_state()
+    waiting = [value for value in model.parameters() if deferred_in(value) is not None]
+    assert len(waiting) > 5
+    assert all(value.untyped_storage().nbytes() == 0 for value in waiting)
+    hashes = initial_hashes(model)
+    assert [value for value in model.parameters() if deferred_in(value) is not None] == waiting
+    torch.manual_seed(0)
+    plain = Gpt()
+    assert torch.equal(waiting[0].detach(), plain.words.weight)
+    assert torch.equal(torch.relu(waiting[1]), torch.relu(plain.places.weight))
+    assert [deferred_in(value) is None for value in waiting[:3]] == [True, True, False]
+    materialize(model)
+    assert_equal(plain, model)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert hashes == initial_hashes(built_later())
+    other = initial_hashes(built_later(seed=1))
+    assert {name for name in hashes if "weight" in name and "norm" not in name} <= {
+        name for name, one in other.items() if one != hashes[name]
+    }
+
+
+def test_values_are_written_into_other_memory() -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 96))
+        model.register_parameter("outer", nn.Parameter(torch.randn(64, 96).t().contiguous().t()))
+        model[1].weight.data.copy_(torch.arange(96 * 64).view(96, 64))
+        return model
+
+    torch.manual_seed(0)
+    plain, generator = build(), torch.get_rng_state()
+    model = built_later(build=build)
+    for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
+        memory = torch.empty_like(expected, requires_grad=False)
+        write_values(parameter, memory)
+        move_into(parameter, memory)
+        assert type(parameter) is nn.Parameter
+        assert parameter.data_ptr() == memory.data_ptr()
+    assert_equal(plain, model)
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_values_of_shared_memory_are_computed_at_once() -> None:
+    views = []
+
+    def build() -> nn.Module:
+        layer = nn.Linear(96, 64)
+        views.append(layer.weight.detach().view(-1))
+        return layer
+
+    model = built_later(build=build)
+    assert model.weight.untyped_storage().nbytes()
+    assert views[0].data_ptr() == model.weight.data_ptr()
 
 
 def test_operations_run_again_with_the_threads_of_the_first_time() -> None:

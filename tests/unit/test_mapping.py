@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.comm.shm.mapping import drop_private, map_private, map_shared
+from paceline.comm.shm.mapping import drop_pages, map_private, map_shared
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -48,7 +48,7 @@ def test_what_is_written_stays_private_until_it_is_dropped() -> None:
     private[1] = 9
     shared[0], shared[PAGE] = 3, 4
     assert (shared[1], private[0], private[PAGE]) == (0, 1, 4)  # the first page is this mapping's own now
-    drop_private(private)
+    drop_pages(private)
     assert (private[0], private[1], private[PAGE]) == (3, 0, 4)
 
 

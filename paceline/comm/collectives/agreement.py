@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
-from paceline.comm.world import World
 from paceline.errors import DisagreementError
 from paceline.system import user_code
 
@@ -49,17 +48,12 @@ def code_hashes() -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in user_code.script_files().items()}
 
 
-def check(world: World, facts: Mapping[str, object]) -> None:
+def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
     """Compare the facts of all workers. The first word of a key, as in ``version of torch``, selects the advice.
 
     Raises:
         DisagreementError: a fact differs. The message has the first such fact, each rank's value, and advice.
     """
-    compare(world.gather(dict(facts), "start"))
-
-
-def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
-    """Compare the facts of all workers."""
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:
         values = [own.get(key, "nothing") for own in everyone]

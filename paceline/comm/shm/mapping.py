@@ -35,13 +35,16 @@ def map_shared(file: int, size: int, offset: int = 0) -> memoryview:
 def map_private(file: int, size: int) -> memoryview:
     """Map a file as :func:`map_shared` does, but keep what this process writes to itself.
 
-    A page shows what others write into the file until this process writes to it, and again after :func:`drop_private`.
+    A page shows what others write into the file until this process writes to it, and again after :func:`drop_pages`.
     """
     return _map(file, size, 0, mmap.MAP_PRIVATE)
 
 
-def drop_private(block: memoryview) -> None:
-    """Forget what this process has written into a block of :func:`map_private`."""
+def drop_pages(block: memoryview) -> None:
+    """Remove the pages of a block from this process until it uses them again.
+
+    The file keeps what was written through :func:`map_shared`. A block of :func:`map_private` shows the file again.
+    """
     _LIBC.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), block.nbytes, mmap.MADV_DONTNEED)
 
 

@@ -254,7 +254,8 @@ def copy_small(
     for group in optimizer.param_groups:
         for value in group["params"]:
             seed_torch(len(parameters))
-            small = nn.Parameter(torch.randn_like(shrink(value)), requires_grad=value.requires_grad)
+            shape = value.new_empty(()).expand(value.shape)  # the values of the parameter may not be computed yet
+            small = nn.Parameter(torch.randn_like(shrink(shape)), requires_grad=value.requires_grad)
             memo[id(value)] = small
             parameters.append(small)
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("step", "state")}

@@ -26,7 +26,7 @@ def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     no norm of the whole gradient is needed.
     """
     update, settings = context.update, context.settings
-    parameters = [value.detach() for value in update.parameters.values()]
+    parameters: list[torch.Tensor] = [*update.parameters.values()]  # whose values may not be computed yet
     sizes = [value.numel() for value in parameters]
     alike = settings.clip_norm is None and not update.names
     able = alike and all(map(_can_be_cut, parameters)) and updates_slices_alike(update.optimizer)

@@ -22,9 +22,12 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from paceline.checkpoint.weights.deferred.heap import FreedMemory
+from paceline.checkpoint.weights.deferred.model import move_into, write_values
+from paceline.checkpoint.weights.deferred.tensors import deferred_in
 from paceline.comm.reduction.buckets import view_like
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.shm.mapping import drop_private, map_private, map_shared
+from paceline.comm.shm.mapping import drop_pages, map_private, map_shared
 from paceline.comm.shm.tensors import aligned
 from paceline.errors import InputError
 from paceline.schedule.slices import Slice, whole
@@ -69,16 +72,33 @@ class SharedWeights:
         rank, of = context.world.rank, {index: part_of(stored[one.parameter], one) for index, one in enumerate(slices)}
         mine = {index: one for index, one in enumerate(slices) if writer_of(one.owner, memory.ranks) == rank}
         self.received = {index: of[index] for index in mine if index not in held}
-        self._kept = {index: (slices[index], torch.empty_like(of[index])) for index in held if index not in mine}
-        self.own = {index: self._kept[index][1] if index in self._kept else of[index] for index in held}
+        self._copied = {index: (slices[index], torch.empty_like(of[index])) for index in held if index not in mine}
+        self.own = {index: self._copied[index][1] if index in self._copied else of[index] for index in held}
         frozen = [one for one in frozen if one.owner == memory.place]
-        for one in (*mine.values(), *frozen):
-            part_of(stored[one.parameter], one).copy_(part_of(self._parameters[one.parameter].detach(), one))
         taken = [*(slices[index] for index in self.own if index in mine), *frozen]
         self._taken = [(part_of(stored[one.parameter], one), one) for one in taken]
-        self.publish()
+        with context.world.awaiting("to give the shared weights their values"):
+            self._fill(stored, kept)
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.data = view
+            move_into(parameter, view)
+        FreedMemory().trim()  # the workers' own copies
+
+    def _fill(self, stored: Sequence[torch.Tensor], kept: memoryview) -> None:
+        """Write the values of all parameters into the file, each on one worker, and wait for each of the others.
+
+        A written page counts as this worker's memory until it is dropped, or until others read it.
+        """
+        everyone = _divided([value.numel() for value in self._parameters], len(self._memory.ranks))
+        freed, flag = FreedMemory(), self._memory.reserve(1)
+        for number, index in enumerate(everyone[self._memory.place], 1):
+            write_values(self._parameters[index], stored[index])
+            freed.add(stored[index].nbytes)
+            drop_pages(kept)
+            self._memory.announce(flag, number)
+        most = max(map(len, everyone))
+        self._memory.announce(flag, most)
+        for number in range(1, most + 1):
+            self._memory.wait(flag, number)
 
     def look(self) -> None:
         """Look at what the script has changed since the last update, before any worker makes the next one."""
@@ -92,18 +112,18 @@ class SharedWeights:
                     )
                 view.copy_(parameter.detach())
                 parameter.data = view
-        for one, value in self._kept.values():
+        for one, value in self._copied.values():
             value.copy_(part_of(self._views[one.parameter], one))
 
     def take(self) -> None:
         """Copy changes that the script has made to the slices that this worker writes into the file."""
         for part, one in self._taken:
             part.copy_(part_of(self._views[one.parameter], one))
-        drop_private(self._seen)
+        drop_pages(self._seen)
 
     def restore(self) -> None:
         """Put the copied slices into this worker's own view of the weights, if their owner may be lost in an update."""
-        for one, value in self._kept.values():
+        for one, value in self._copied.values():
             part_of(self._views[one.parameter], one).copy_(value)
 
     def publish(self) -> None:
@@ -113,14 +133,25 @@ class SharedWeights:
         self._memory.wait(self._flag, self._updates)
 
 
+def _divided(sizes: Sequence[int], workers: int) -> list[list[int]]:
+    """Return the indices of the parameters for each worker, largest first, with about the same number of elements."""
+    everyone = [list[int]() for _ in range(workers)]
+    for one in sorted(whole(sizes, workers), key=lambda one: -sizes[one.parameter]):
+        everyone[one.owner].append(one.parameter)
+    return everyone
+
+
 def can_share(context: TrainingContext) -> bool:
     """Return whether the parameters can move into a file: all are on the CPU, and no other tensor is a view of one."""
     return all(
-        value.device.type == "cpu"
-        and value.layout == torch.strided
-        and count_users(value.untyped_storage()) <= _OF_A_PARAMETER
+        value.device.type == "cpu" and value.layout == torch.strided and _is_only_user(value)
         for value in [*context.update.parameters.values(), *_frozen(context)]
     )
+
+
+def _is_only_user(value: nn.Parameter) -> bool:
+    found = deferred_in(value)
+    return count_users(value.untyped_storage()) <= _OF_A_PARAMETER if found is None else found.is_only(value)
 
 
 def part_of(value: torch.Tensor, one: Slice) -> torch.Tensor:

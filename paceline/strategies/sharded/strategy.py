@@ -32,6 +32,9 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.checkpoint.tensors import hash_of
+from paceline.checkpoint.weights.deferred.model import has_records, materialize
+from paceline.comm.collectives.agreement import compare
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
@@ -66,6 +69,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         divides_state=_STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
         batch_losses=True,
+        shares_weights=workers > 1 and settings.shard == "parameters",
         scales_loss=True,
         reads=("bucket_megabytes", "shard", "shard_copy", "shard_within"),
     )
@@ -292,6 +296,21 @@ def _shared_weights(context: TrainingContext, every: Sequence[Slice], held: Coll
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()  # torch keeps a graph interrupted by a loss until the next one
     if not all(world.gather(memory is not None and can_share(context), "start")):
+        materialize(context.compute.model)
         return None
     assert memory is not None
-    return SharedWeights(context, memory, every, held)
+    computed = len(world.hosts) > 1 and any(world.gather(has_records(context.compute.model), "start"))
+    weights = SharedWeights(context, memory, every, held)
+    if computed:  # from equal records, but on machines that may round differently
+        _compare_machines(context)
+    return weights
+
+
+def _compare_machines(context: TrainingContext) -> None:
+    """Check that the computed weights are the same on all machines. Each worker hashes every n-th parameter."""
+    world = context.world
+    ranks = next(ranks for ranks in world.hosts if world.rank in ranks)
+    named = [*context.compute.model.named_parameters()]
+    share = named[ranks.index(world.rank) :: len(ranks)]
+    everyone = world.gather({f"initial value of {name}": hash_of(value).hex()[:16] for name, value in share}, "start")
+    compare([{key: text for rank in ranks for key, text in everyone[rank].items()} for ranks in world.hosts])

@@ -9,15 +9,17 @@ import torch
 
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
+from paceline.checkpoint.weights.deferred.model import initial_hashes, materialize
 from paceline.checkpoint.weights.match import Matched, match
 from paceline.checkpoint.weights.read import read
-from paceline.comm.collectives.agreement import check
+from paceline.comm.collectives.agreement import compare
 from paceline.errors import CheckpointError, PacelineError
 from paceline.step.context import TrainingContext
 from paceline.training.progress import Progress
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
+_INITIAL = "initial value"
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,28 @@ class Beginning:
 
     def begin(self) -> Progress:
         """Compare run specs, load the checkpoint or initial weights, and return the progress. All workers call this."""
-        check(self.context.world, self.run_spec)
+        self._check()
         # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
         again = self.resume is None and self.context.world.generation > 0 and self.checkpointer.enabled
         steps = self.checkpointer.resume(self.state, "auto" if again else self.resume)
         if self.context.settings.weights.path is not None and self.checkpointer.last is None:
             load_initial(self.context)
         return Progress.resumed(steps, self.state.loaded_script if steps else {})
+
+    def _check(self) -> None:
+        """Compare the run specs of all workers. Values that are not computed yet are compared by their records.
+
+        If records differ, the values may still be equal. Then every worker computes and hashes all of them.
+        """
+        world, model = self.context.world, self.context.compute.model
+        everyone = world.gather(dict(self.run_spec), "start")
+        initial = [{key: value for key, value in one.items() if key.startswith(_INITIAL)} for one in everyone]
+        if any(one != initial[0] for one in initial):
+            compare([{key: value for key, value in one.items() if not key.startswith(_INITIAL)} for one in everyone])
+            materialize(model)
+            self.run_spec.update({f"{_INITIAL} of {name}": value for name, value in initial_hashes(model).items()})
+            everyone = world.gather(dict(self.run_spec), "start")
+        compare(everyone)
 
 
 def load_initial(context: TrainingContext) -> None:

@@ -86,7 +86,7 @@ class Call:
 
     def overwrites(self, nbytes: int) -> bool:
         """Return whether the call replaces all ``nbytes`` of a storage without reading the earlier values."""
-        if not self.kind.overwrites or not has_storage(self.written[0]) or not _covers(self.written[0], nbytes):
+        if not self.kind.overwrites or not has_storage(self.written[0]) or not covers(self.written[0], nbytes):
             return False
         storages = [storage_id(one) for one in self.tensors if has_storage(one)]
         return storages.count(storage_id(self.written[0])) == 1
@@ -123,7 +123,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.device.type in _DEVICES and not tensor.is_quantized
 
 
-def _covers(tensor: torch.Tensor, nbytes: int) -> bool:
+def covers(tensor: torch.Tensor, nbytes: int) -> bool:
     """Return whether each element of a storage of ``nbytes`` is exactly one element of a tensor in it."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
+from paceline.checkpoint.tensors import hash_of
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.checkpoint.weights.deferred.recorder import AddressReads, Recorder
 from paceline.checkpoint.weights.deferred.tensors import Deferred, can_defer, deferred_in
@@ -107,7 +108,7 @@ def _names(modules: list[nn.Module]) -> dict[int, str]:
     return names
 
 
-def materialize(model: nn.Module, device: torch.device | None = None) -> None:
+def materialize(model: nn.Module, device: torch.device | None = None, *, later: bool = False) -> None:
     """Give parameters and buffers of a model their initial values, one after the other.
 
     Tensors that already have values are left alone. The parameters stay the same objects. Tensors that share a storage
@@ -115,6 +116,8 @@ def materialize(model: nn.Module, device: torch.device | None = None) -> None:
 
     Args:
         device: device to which each value is moved before the next one is computed. Defaults to the parameter's own.
+        later: whether parameters whose memory no other tensor uses get their values on their first use, or from
+            :func:`write_values`.
 
     Raises:
         InputError: the caller is inside a ``deferred`` block.
@@ -128,6 +131,11 @@ def materialize(model: nn.Module, device: torch.device | None = None) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if (found := deferred_in(tensor)) is not None:
             users[found].append(tensor)
+    if later:
+        waiting = [one for one, (first, *_) in users.items() if isinstance(first, nn.Parameter) and one.is_only(first)]
+        for one in waiting:
+            one.on_demand = True
+            del users[one]
     freed = FreedMemory()
     while users:  # leaves nothing that holds the memory of a value that has gone elsewhere
         one = next(iter(users))
@@ -139,3 +147,34 @@ def materialize(model: nn.Module, device: torch.device | None = None) -> None:
             if tensor.data_ptr() != value.data_ptr():
                 freed.add(value.untyped_storage().nbytes())
         del value, one
+
+
+def initial_hashes(model: nn.Module) -> dict[str, str]:
+    """Return a hash of each value by name. That of a value which is not computed yet is the hash of its record."""
+    values = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (_record_of(value) or hash_of(value).hex())[:16] for name, value in values}
+
+
+def has_records(model: nn.Module) -> bool:
+    """Return whether some values are not computed yet."""
+    return any(deferred_in(value) is not None for value in model.parameters())
+
+
+def _record_of(tensor: torch.Tensor) -> str:
+    found = deferred_in(tensor)
+    return "" if found is None else found.digest
+
+
+def write_values(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Write the values of a tensor into another one of its layout, which is all the memory that they need."""
+    if (found := deferred_in(tensor)) is not None:
+        found.write(target)
+    else:
+        target.copy_(tensor.detach())
+
+
+def move_into(tensor: torch.Tensor, memory: torch.Tensor) -> None:
+    """Give a tensor other memory that holds its values. A tensor without values gets them thereby."""
+    if (found := deferred_in(tensor)) is not None:
+        found.release(tensor)
+    tensor.data = memory

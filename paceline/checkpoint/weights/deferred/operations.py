@@ -7,6 +7,7 @@ earlier writes to its storages are repeated, and no others.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -178,13 +179,14 @@ def results_of(result: Any) -> list[Any]:
 
 
 def compute(last: Operation, memory: Memory, storage: torch.UntypedStorage) -> None:
-    """Fill a storage, which has 0 bytes, with the values that ``memory`` has after an operation.
+    """Fill a storage, of 0 bytes or of the size of ``memory``, with the values of ``memory`` after an operation.
 
     Other storages that the computation needs are freed after their last use.
     """
     operations = sorted(_needed(last), key=lambda one: one.number)
     last_use = {one: index for index, operation in enumerate(operations) for one in operation.memories}
-    storage.resize_(memory.nbytes)
+    if storage.nbytes() != memory.nbytes:
+        storage.resize_(memory.nbytes)
     storages = {memory: storage}
     with torch.no_grad(), torch.autocast(memory.device.type, enabled=False):
         for index, operation in enumerate(operations):
@@ -194,6 +196,41 @@ def compute(last: Operation, memory: Memory, storage: torch.UntypedStorage) -> N
                     storages.pop(one, None)
     if storages[memory] is not storage:
         storage.copy_(storages[memory])
+
+
+def digest_of(last: Operation, memory: Memory) -> str:
+    """Return a hash of the operations from which :func:`compute` computes the values, in hex digits.
+
+    Records with equal hashes compute equal values. The number of threads is left out: torch may round differently with
+    another number, but it depends on the machine, not on the script.
+    """
+    digest, numbers = hashlib.sha256(), dict[Memory, int]()
+
+    def number_of(one: Memory) -> int:
+        return numbers.setdefault(one, len(numbers))
+
+    def text(one: Read | Constant | RandomState) -> str:
+        if isinstance(one, RandomState):
+            return f"generator {one.device} {_hash_of(one.state.untyped_storage())}"
+        layout = one.layout.size, one.layout.stride, one.layout.offset, one.layout.dtype
+        if isinstance(one, Constant):
+            return f"constant {layout} {_hash_of(one.storage)}"
+        return f"memory {number_of(one.memory)} {one.memory.nbytes} {layout} {one.after is not None}"
+
+    for operation in sorted(_needed(last), key=lambda one: one.number):
+        kinds = (Read, Constant, RandomState)
+        args = tree_map_only(kinds, text, (tuple(operation.args), dict(operation.kwargs)))
+        conditions = operation.conditions
+        drawn = "" if conditions.drawn is None else text(conditions.drawn)
+        outputs = [None if one is None else number_of(one) for one in operation.outputs]
+        digest.update(f"{operation.function} {args!r} {conditions.dtype} {drawn} {outputs}\n".encode())
+    digest.update(f"{number_of(memory)}".encode())
+    return digest.hexdigest()
+
+
+def _hash_of(storage: torch.UntypedStorage) -> str:
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()
+    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 def _needed(last: Operation) -> set[Operation]:

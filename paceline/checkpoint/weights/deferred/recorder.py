@@ -30,6 +30,7 @@ from paceline.checkpoint.weights.deferred.operations import (
     RandomState,
     Read,
     compute,
+    digest_of,
     results_of,
 )
 from paceline.errors import InputError
@@ -77,6 +78,19 @@ class Tracked:
             assert self.last is not None
             compute(self.last, self.memory, self.storage)
             self.is_filled = True
+
+    def write(self, storage: torch.UntypedStorage) -> None:
+        """Write the values into another storage of the same size, which needs no second copy of them."""
+        if self.is_filled:
+            storage.copy_(self.storage)
+        else:
+            assert self.last is not None
+            compute(self.last, self.memory, storage)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the record from which the values are computed. Empty if there is no record."""
+        return "" if self.last is None else digest_of(self.last, self.memory)
 
     def keep(self) -> None:
         """Compute the values and drop the record."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.weights.deferred.calls import covers
 from paceline.checkpoint.weights.deferred.recorder import Tracked
 from paceline.errors import InputError
 from paceline.system.torch_internals import CONVERSION_CHECK, tree_leaves, without_subclasses
@@ -24,7 +25,13 @@ _VALUES = {"H", "T", "data", "imag", "mH", "mT", "real"}
 
 
 class Deferred:
-    """Storage without values, and the tensors that use it."""
+    """Storage without values, and the tensors that use it.
+
+    Attributes:
+        on_demand: whether to compute the values when they are used, instead of raising an error.
+    """
+
+    on_demand = False
 
     def __init__(self, name: str, tracked: Tracked, tensors: Iterable[torch.Tensor]) -> None:
         self.name = name
@@ -45,6 +52,20 @@ class Deferred:
         for tensor in self.tensors():
             if deferred_in(tensor) is self:
                 self.release(tensor)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the record of the values. Empty if they were not recorded."""
+        return self._tracked.digest
+
+    def is_only(self, tensor: torch.Tensor) -> bool:
+        """Return whether the values are not in memory, and no other tensor uses the storage, which this one covers."""
+        alone = len(self.tensors()) == 1 and not self._tracked.is_filled
+        return alone and not tensor.storage_offset() and covers(tensor, self._tracked.memory.nbytes)
+
+    def write(self, target: torch.Tensor) -> None:
+        """Write the values into a tensor of the same layout. The tensors of this storage stay without values."""
+        self._tracked.write(target.untyped_storage())
 
     def release(self, tensor: torch.Tensor) -> None:
         """Turn a tensor into an ordinary one."""
@@ -100,11 +121,16 @@ def _answer(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
             return first if converted is same else converted
     if name == "data" and accessor == "__set__" and args[1] is first:
         return None  # Module.to, if nothing is converted
-    raise _refusal((args, kwargs))
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    used = [found for found in map(deferred_in, leaves) if found is not None]
+    if used and all(one.on_demand for one in used):
+        for one in dict.fromkeys(used):
+            one.fill()
+        return function(*args, **kwargs)
+    raise _refusal([one.name for one in used])
 
 
-def _refusal(given: Any) -> InputError:
-    names = [one.name for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and (one := deferred_in(leaf))]
+def _refusal(names: Sequence[str]) -> InputError:
     return InputError(
         f"{names[0] if names else 'a parameter'!r} of the model has no values yet, because the model was built under "
         f"paceline.deferred(): paceline.start(model=...) gives it its initial values. Call the model, and read or "
