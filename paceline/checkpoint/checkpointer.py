@@ -260,13 +260,13 @@ class Checkpointer:
         if source is None:
             self._refuse_leftovers(there)
             return 0
-        location, content = read_named(self._world, source, self._check(state), seconds)
+        location, content = read_named(self._world, source, self._check(state), seconds, state.shares)
         self._refuse_later(location, there)
         return self._restore(state, location, content)
 
     def _resume_newest(self, state: TrainingState, storage: Storage) -> int:
         seconds = self._settings.retry_seconds
-        search = read_newest(self._world, storage, self._check(state), seconds)
+        search = read_newest(self._world, storage, self._check(state), seconds, state.shares)
         skipped = [*search.missing.values(), *search.damaged.values()]
         if search.location is not None and search.content is not None:
             location, saved = search.location, search.content.manifest

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
@@ -125,15 +125,21 @@ class _Checked:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digest = hashlib.sha256()
-        self._buffer = memoryview(bytearray(_CHUNK))
+        self._buffer = memoryview(b"")
         self.place = 0
 
     def skip(self, size: int) -> None:
         """Read bytes into the hash of the file only."""
+        self._buffer = self._buffer or memoryview(bytearray(_CHUNK))
         while size > 0:
             part = self._buffer[: min(size, _CHUNK)]
             self.fill(part, self._digest)
             size -= len(part)
+
+    def jump(self, size: int) -> None:
+        """Go past bytes without reading them."""
+        self._file.seek(size, 1)
+        self.place += size
 
     def fill(self, view: memoryview, digest: hashlib._Hash | None = None) -> None:
         """Fill a buffer and add its bytes to a hash. Defaults to the hash of the file."""
@@ -161,11 +167,7 @@ def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[st
     tensors = manifest.tensors_by_file()
     for file_name in names:
         size, expected = manifest.files[file_name]
-        with open_file(file_name) as file:
-            there = file.seek(0, 2)
-            if there != size:
-                raise DamagedError(f"{file_name} has {there:,} bytes, not {size:,}")
-            file.seek(0)
+        with open_checked(open_file, manifest, file_name) as file:
             checked = _Checked(file)
             for name in tensors.get(file_name, ()):
                 checked.skip(manifest.offsets[name] - checked.place)
@@ -188,6 +190,38 @@ def _read_tensor(checked: _Checked, manifest: Manifest, name: str) -> torch.Tens
     if digest.hexdigest() != manifest.hashes[name]:
         raise DamagedError(f"the SHA-256 of {name!r} is not that of the manifest")
     return tensor
+
+
+@contextmanager
+def open_checked(open_file: Open, manifest: Manifest, name: str) -> Iterator[BinaryIO]:
+    """Open a file of a checkpoint. Raises DamagedError if it has another size than in the manifest."""
+    size, _ = manifest.files[name]
+    with open_file(name) as file:
+        there = file.seek(0, 2)
+        if there != size:
+            raise DamagedError(f"{name} has {there:,} bytes, not {size:,}")
+        file.seek(0)
+        yield file
+
+
+def read_at(file: BinaryIO, offset: int, into: torch.Tensor, digest: hashlib._Hash) -> None:
+    """Fill a tensor of bytes from an offset of a file, and add the bytes to a hash."""
+    file.seek(offset)
+    _Checked(file).fill(into.numpy().data, digest)
+
+
+def check_rest(open_file: Open, manifest: Manifest, name: str) -> None:
+    """Check the bytes of a file that are not elements of tensors. Raises DamagedError."""
+    size, expected = manifest.files[name]
+    with open_checked(open_file, manifest, name) as file:
+        checked = _Checked(file)
+        for tensor in manifest.tensors_by_file().get(name, ()):
+            checked.skip(manifest.offsets[tensor] - checked.place)
+            dtype, shape = manifest.kind_of(tensor)
+            checked.jump(shape.numel() * dtype.itemsize)
+        checked.skip(size - checked.place)
+        if checked.hash != expected:
+            raise DamagedError(f"the SHA-256 of {name} is not that of the manifest")
 
 
 def reason_of(error: BaseException) -> str:

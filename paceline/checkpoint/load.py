@@ -1,11 +1,23 @@
-"""Reading of a checkpoint by any number of workers."""
+"""Reading of a checkpoint by any number of workers, of which each gets all of it or a share.
+
+::
+
+    worker 0   reads a[0:k]  a[k:]   ...      adds each chunk to the hash of its tensor,
+    worker 1   reads b       c, d    ...      and sends the elements that other workers need
+               round 1       round 2
+
+A round reads at most ``CHUNK_BYTES`` on each worker, so no worker has more than its share and the chunks of a round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +27,16 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.retry import is_storage_error
+from paceline.checkpoint.tensors import begin_hash
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 from paceline.errors import CheckpointError
+from paceline.schedule.slices import slice_name
+
+CHUNK_BYTES = 1 << 23
+"""Maximum bytes that a worker reads in a round, if a single block of a tensor is not larger."""
+_BLOCK = 64
+_TAG = (1 << 26) - 2
 
 
 class MissingError(CheckpointError):
@@ -42,6 +63,191 @@ class Reader:
         return sorted(manifest.files)[self.number :: self.of]
 
 
+class Shares(Protocol):
+    """Division of a state among the workers."""
+
+    hashes: Mapping[str, str] | None  # hash of each tensor of the optimizer's state. None if they are not known
+
+    def parts_of(self, name: str, shape: torch.Size, rank: int) -> list[slice]:
+        """Return the parts of a flattened tensor that a worker needs: none, all elements, or slices."""
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load this worker's parts by name (``schedule.slices``), or whole tensors, and remove them from ``tensors``.
+
+        All workers call this together.
+        """
+
+
+class Chunk(NamedTuple):
+    """Elements of a flattened tensor that are read at once."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def plan(manifest: Manifest, workers: int) -> list[list[list[Chunk]]]:
+    """Return the chunks that each worker reads in each round. A worker reads all chunks of a tensor, in order."""
+    loads, names = [0] * workers, [list[str]() for _ in range(workers)]
+    sizes = {name: _bytes_of(manifest, name) for name in manifest.tensors}
+    for name in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        reader = loads.index(min(loads))
+        names[reader].append(name)
+        loads[reader] += max(1, sizes[name])
+    return [[*_rounds(manifest, sorted(own, key=lambda one: _place_of(manifest, one)))] for own in names]
+
+
+def _rounds(manifest: Manifest, names: Sequence[str]) -> Iterator[list[Chunk]]:
+    group: list[Chunk] = []
+    room = 0
+    for name in names:
+        dtype, shape = manifest.kind_of(name)
+        step = max(_BLOCK, CHUNK_BYTES // dtype.itemsize // _BLOCK * _BLOCK)
+        for start in range(0, max(1, shape.numel()), step):
+            stop = min(start + step, shape.numel())
+            size = (stop - start) * dtype.itemsize
+            if group and room + size > CHUNK_BYTES:
+                yield group
+                group, room = [], 0
+            group.append(Chunk(name, start, stop))
+            room += size
+    if group:
+        yield group
+
+
+def _bytes_of(manifest: Manifest, name: str) -> int:
+    dtype, shape = manifest.kind_of(name)
+    return shape.numel() * dtype.itemsize
+
+
+def _place_of(manifest: Manifest, name: str) -> tuple[str, int]:
+    return manifest.part_of(name), manifest.offsets[name]
+
+
+class SharedRead:
+    """Read of a checkpoint in shares. In each round, all workers call :meth:`read`, then :meth:`exchange`.
+
+    Attributes:
+        rounds: number of rounds.
+        tensors: this worker's parts by name (``schedule.slices``), complete after the last round.
+    """
+
+    def __init__(self, world: World, manifest: Manifest, open_file: files.Open, shares: Shares) -> None:
+        self._world, self._manifest, self._open, self._shares = world, manifest, open_file, shares
+        self._plan = plan(manifest, world.size)
+        self.rounds = max(map(len, self._plan))
+        self._digests: dict[str, hashlib._Hash] = {}
+        self._chunks: dict[Chunk, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._flat: dict[str, list[tuple[slice, torch.Tensor]]] = {}
+        for name in manifest.tensors:
+            dtype, shape = manifest.kind_of(name)
+            for part in shares.parts_of(name, shape, world.rank):
+                whole = part.stop - part.start == shape.numel()
+                value = torch.empty(shape if whole else part.stop - part.start, dtype=dtype)
+                self.tensors[name if whole else slice_name(name, part.start, part.stop)] = value
+                self._flat.setdefault(name, []).append((part, value.view(-1).view(torch.uint8)))
+
+    def read(self, number: int) -> None:
+        """Read this worker's chunks of a round. May be repeated if the storage fails.
+
+        Raises:
+            DamagedError: a tensor has another hash than in the manifest, or a file another size.
+        """
+        manifest = self._manifest
+        digests: dict[str, hashlib._Hash] = {}
+        self._chunks = {}
+        with ExitStack() as stack:
+            opened = {}
+            for chunk in self._chunks_of(self._world.rank, number):
+                dtype, shape = manifest.kind_of(chunk.name)
+                file_name, offset = _place_of(manifest, chunk.name)
+                if file_name not in opened:
+                    opened[file_name] = stack.enter_context(files.open_checked(self._open, manifest, file_name))
+                value = torch.empty((chunk.stop - chunk.start) * dtype.itemsize, dtype=torch.uint8)
+                before = self._digests.get(chunk.name) if chunk.name not in digests else digests[chunk.name]
+                digest = begin_hash(manifest.tensors[chunk.name][0], shape) if before is None else before.copy()
+                files.read_at(opened[file_name], offset + chunk.start * dtype.itemsize, value, digest)
+                digests[chunk.name], self._chunks[chunk] = digest, value
+                if chunk.stop == shape.numel() and digest.hexdigest() != manifest.hashes[chunk.name]:
+                    raise DamagedError(f"the SHA-256 of {chunk.name!r} is not that of the manifest")
+        self._digests = digests
+
+    def exchange(self, number: int) -> None:
+        """Send the chunks of this round to the workers that need elements of them, and receive others.
+
+        Raises:
+            WorkerLost: a worker was lost.
+        """
+        world, rank = self._world, self._world.rank
+        for chunk, part, target in self._needed(rank, number):
+            _bytes(target, part, chunk, self._itemsize(chunk)).copy_(self._piece(chunk, part))
+        world.await_process_group()
+        sends, receives = [], []
+        for peer in world.others:
+            pieces = [
+                self._piece(chunk, part)
+                for chunk in self._chunks
+                for part in self._shares.parts_of(chunk.name, self._manifest.kind_of(chunk.name)[1], peer)
+                if _overlaps(chunk, part)
+            ]
+            if pieces:
+                sends.append(Message(torch.cat(pieces), peer, _TAG))
+            coming = [
+                _bytes(target, part, chunk, self._itemsize(chunk)) for chunk, part, target in self._needed(peer, number)
+            ]
+            if coming:
+                flat = torch.empty(sum(map(len, coming)), dtype=torch.uint8)
+                receives.append((Message(flat, peer, _TAG), coming))
+        started = world.start_transfers(sends, [one for one, _ in receives], "while the workers read it", host=True)
+        for transfer in started:
+            transfer.wait()
+        for message, coming in receives:
+            for target, piece in zip(coming, message.tensor.split([*map(len, coming)]), strict=True):
+                target.copy_(piece)
+        self._chunks = {}
+
+    def check_files(self) -> None:
+        """Check the bytes of the files outside of tensors, of every n-th file on each worker. Raises DamagedError."""
+        for name in sorted(self._manifest.files)[self._world.rank :: self._world.size]:
+            files.check_rest(self._open, self._manifest, name)
+
+    def _chunks_of(self, reader: int, number: int) -> list[Chunk]:
+        return self._plan[reader][number] if number < len(self._plan[reader]) else []
+
+    def _needed(self, reader: int, number: int) -> list[tuple[Chunk, slice, torch.Tensor]]:
+        """Return the chunks from which this worker needs elements, with the part to which these belong."""
+        return [
+            (chunk, part, target)
+            for chunk in self._chunks_of(reader, number)
+            for part, target in self._flat.get(chunk.name, ())
+            if _overlaps(chunk, part)
+        ]
+
+    def _piece(self, chunk: Chunk, part: slice) -> torch.Tensor:
+        """Return the bytes of a chunk that belong to a part of its tensor."""
+        size, (first, last) = self._itemsize(chunk), _overlap(chunk, part)
+        return self._chunks[chunk][(first - chunk.start) * size : (last - chunk.start) * size]
+
+    def _itemsize(self, chunk: Chunk) -> int:
+        return self._manifest.kind_of(chunk.name)[0].itemsize
+
+
+def _overlap(chunk: Chunk, part: slice) -> tuple[int, int]:
+    return max(chunk.start, part.start), min(chunk.stop, part.stop)
+
+
+def _overlaps(chunk: Chunk, part: slice) -> bool:
+    first, last = _overlap(chunk, part)
+    return first < last
+
+
+def _bytes(target: torch.Tensor, part: slice, chunk: Chunk, size: int) -> torch.Tensor:
+    """Return the bytes of a part that a chunk fills."""
+    first, last = _overlap(chunk, part)
+    return target[(first - part.start) * size : (last - part.start) * size]
+
+
 def find(resume: str) -> Path | str:
     """Return the location of the checkpoint that ``resume`` names, or of the newest checkpoint in that folder."""
     named = locations.storage_at(resume)
@@ -65,19 +271,50 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None], re
         CheckpointError: ``check`` refused the checkpoint.
         OSError, or an error of the store's client: the storage failed.
     """
+    manifest = read_checked(location, check)
+    open_file = _open_in(location)
+    with _explained(location):
+        tensors = files.read(open_file, manifest, (reader or Reader()).files_of(manifest))
+    return Content(manifest, tensors)
+
+
+def read_checked(location: Path | str, check: Callable[[Path | str, Manifest], None]) -> Manifest:
+    """Read the manifest of a checkpoint, and check it. Raises as :func:`read` does."""
     manifest = read_manifest(location)
     check(location, manifest)
+    return manifest
+
+
+def read_shares(world: World, location: Path | str, manifest: Manifest, shares: Shares) -> SharedRead:
+    """Return the read of a checkpoint of which each worker needs a share."""
+    return SharedRead(world, manifest, _open_in(location), shares)
+
+
+def read_part(location: Path | str, reading: SharedRead, number: int | None) -> None:
+    """Read this worker's part of a round, or with None check the files. Raises as :func:`read` does."""
+    with _explained(location):
+        if number is None:
+            reading.check_files()
+        else:
+            reading.read(number)
+
+
+def _open_in(location: Path | str) -> files.Open:
     parent, name = locations.split(location)
-    storage = locations.storage_at(parent)
+    return partial(locations.storage_at(parent).open, name)
+
+
+@contextmanager
+def _explained(location: Path | str) -> Iterator[None]:
+    """Raise errors of reading a file as MissingError or DamagedError, except those of the storage."""
     try:
-        tensors = files.read(partial(storage.open, name), manifest, (reader or Reader()).files_of(manifest))
+        yield
     except FileNotFoundError as error:
         raise MissingError(f"{location} is not complete: a file is not there: {files.reason_of(error)}.") from error
     except Exception as error:
         if is_storage_error(error):
             raise
         raise DamagedError(f"{location} is damaged and cannot be read: {files.reason_of(error)}.") from error
-    return Content(manifest, tensors)
 
 
 def read_manifest(location: Path | str) -> Manifest:

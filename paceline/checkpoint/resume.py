@@ -1,6 +1,7 @@
 """Search for the checkpoint to resume from, and collective read of it by all workers.
 
-Each worker reads and checks a share of the files, and sends their tensors to the others. All workers load the same
+Each worker reads and checks a share of the files, and sends their tensors to the others. If the workers divide the
+state, they exchange only what each of them needs (``load.SharedRead``). All workers load the same
 checkpoint: with ``auto`` the newest that every worker can read. Workers retry a failing storage in lockstep, so that no
 worker waits alone for long. An existing checkpoint is skipped only if it is damaged.
 """
@@ -11,12 +12,13 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files, load
-from paceline.checkpoint.load import Content, MissingError, Reader
-from paceline.checkpoint.manifest import DamagedError, Manifest, name_of, step_of
+from paceline.checkpoint.load import Content, MissingError, Reader, Shares
+from paceline.checkpoint.manifest import EARLIER, DamagedError, Manifest, name_of, step_of
 from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.base import Storage, split
 from paceline.checkpoint.storage.retry import MISSING_SECONDS, Retries, may_pass
@@ -42,11 +44,12 @@ class Search:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def read_newest(world: World, storage: Storage, check: Check, seconds: float) -> Search:
+def read_newest(world: World, storage: Storage, check: Check, seconds: float, shares: Shares | None = None) -> Search:
     """Read the newest checkpoint of a storage that all workers can read.
 
     Args:
         check: function that raises if a manifest does not fit the run.
+        shares: division of the state, if each worker is to read its share only. Defaults to reading all of it.
 
     Raises:
         CheckpointError: the checkpoint was refused, or the storage failed until the timeout.
@@ -57,7 +60,7 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
             if name in search.damaged or str(storage.location(name)) in search.missing:
                 continue
             location = storage.location(name)
-            content, kind, reason = _read_together(world, location, check, seconds, listed=storage)
+            content, kind, reason = _read_together(world, location, check, seconds, storage, shares)
             if content is not None:
                 search.location, search.content = location, content
                 return search
@@ -71,10 +74,16 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float) ->
             return search
 
 
-def read_named(world: World, resume: str, check: Check, seconds: float) -> tuple[Path | str, Content]:
-    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content."""
+def read_named(
+    world: World, resume: str, check: Check, seconds: float, shares: Shares | None = None
+) -> tuple[Path | str, Content]:
+    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content.
+
+    Args:
+        shares: see :func:`read_newest`.
+    """
     location = locations.place(ask(world, lambda _: str(load.find(resume)), resume, seconds))
-    content, _, reason = _read_together(world, location, check, seconds, listed=None)
+    content, _, reason = _read_together(world, location, check, seconds, None, shares)
     if content is None:
         raise CheckpointError(reason)
     return location, content
@@ -125,32 +134,67 @@ def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: 
 
 
 def _read_together(
-    world: World, location: Path | str, check: Check, seconds: float, listed: Storage | None
+    world: World, location: Path | str, check: Check, seconds: float, listed: Storage | None, shares: Shares | None
 ) -> tuple[Content | None, str, str]:
-    """Read a checkpoint on all workers. Return content, the worst kind of result of any worker, and its reason."""
-    content, kind, reason, removed = None, "", "", False
+    """Read a checkpoint on all workers. Return content, the worst kind of result of any worker, and its reason.
+
+    With ``shares``, the content is this worker's share.
+    """
+    together = partial(_together, world, location, seconds, listed)
+    found: list[Content] = []
+    if shares is not None and world.size > 1:
+        kind, reason = together(lambda: found.append(Content(load.read_checked(location, check), {})))
+        if kind != _GOOD:
+            return None, kind, reason
+        if found[0].manifest.format != EARLIER:
+            return _read_shares(world, location, found[0].manifest, shares, together)
+        found.clear()
     reader = Reader(world.rank, world.size)
+    kind, reason = together(lambda: found.append(load.read(location, check, reader)))
+    return (_exchange(world, found[0], reader) if kind == _GOOD else None), kind, reason
+
+
+def _read_shares(
+    world: World, location: Path | str, manifest: Manifest, shares: Shares, together: Callable[..., tuple[str, str]]
+) -> tuple[Content | None, str, str]:
+    reading = load.read_shares(world, location, manifest, shares)
+    steps = [*(partial(load.read_part, location, reading, number) for number in range(reading.rounds))]
+    for number, step in enumerate([*steps, partial(load.read_part, location, reading, None)]):
+        kind, reason = together(step)
+        if kind != _GOOD:
+            return None, kind, reason
+        if number < reading.rounds:
+            reading.exchange(number)
+    return Content(manifest, reading.tensors), _GOOD, ""
+
+
+def _together(
+    world: World, location: Path | str, seconds: float, listed: Storage | None, act: Callable[[], object]
+) -> tuple[str, str]:
+    """Read on all workers until all have succeeded. Return the worst kind of result of any worker, and its reason."""
+    done, kind, reason, removed = False, "", "", False
     retries = Retries(seconds)
     while True:
         if kind == _MISSING and listed is not None and world.rank == 0:
             removed = _is_removed(listed, location)
-        if content is None:
-            content, kind, reason = _read(location, check, reader, retries)
+        if not done:
+            kind, reason = _attempt(location, act, retries)
+            done = kind == _GOOD
         results = world.gather((kind, reason, retries.elapsed, removed), f"reading {location}")
         worst = next(
             (one for one in (_REFUSED, _DAMAGED, _FAILING, _MISSING) if any(one in it for it in results)), None
         )
         if worst is None:
-            return content and _exchange(world, content, reader), _GOOD, ""
+            return _GOOD, ""
         said = _first(results, worst)
         elapsed = results[0][2]
         if results[0][3]:
-            return None, _REMOVED, ""
+            return _REMOVED, ""
         if worst == _REFUSED or (worst == _FAILING and elapsed >= seconds):
             raise CheckpointError(reason if kind == worst else said)
         limit = min(seconds, MISSING_SECONDS if listed is not None else 0.0)
         if worst == _DAMAGED or (worst == _MISSING and elapsed >= limit):
-            return None, worst, said
+            return worst, said
         retries.wait(said)
 
 
@@ -173,18 +217,19 @@ def _exchange(world: World, content: Content, reader: Reader) -> Content:
     return Content(manifest, {name: tensors[name] for name in manifest.tensors})
 
 
-def _read(location: Path | str, check: Check, reader: Reader, retries: Retries) -> tuple[Content | None, str, str]:
+def _attempt(location: Path | str, act: Callable[[], object], retries: Retries) -> tuple[str, str]:
     try:
-        return load.read(location, check, reader), _GOOD, ""
+        act()
+        return _GOOD, ""
     except DamagedError as error:
-        return None, _DAMAGED, str(error)
+        return _DAMAGED, str(error)
     except MissingError as error:
-        return None, _MISSING, str(error)
+        return _MISSING, str(error)
     except CheckpointError as error:
-        return None, _REFUSED, str(error)
+        return _REFUSED, str(error)
     except Exception as error:  # noqa: BLE001 - each kind of store has errors of its own
         reason = f"{location} cannot be read: {files.reason_of(error)}{retries.duration(error)}. All checkpoints stay."
-        return None, _FAILING if may_pass(error) else _REFUSED, reason
+        return _FAILING if may_pass(error) else _REFUSED, reason
 
 
 def _is_removed(storage: Storage, location: Path | str) -> bool:

@@ -81,6 +81,16 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Ten
     return state
 
 
+def load_named_tensors(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Load tensors of :func:`named_tensors` into the model and the optimizer. Other tensors are left out."""
+    with torch.no_grad():
+        for name, value in named_tensors(model, optimizer).items():
+            if not name.startswith("optimizer/"):
+                value.copy_(tensors[name])
+    state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
+    load_optimizer_state(model, optimizer, state)
+
+
 def state_dict_names(model: nn.Module) -> dict[str, str]:
     """Map the names in the model's ``state_dict`` to names in :func:`named_tensors`.
 

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import encoding, files
 from paceline.checkpoint.encoding import EncodingError
-from paceline.checkpoint.load import Content, check_model
+from paceline.checkpoint.load import Content, Shares, check_model
 from paceline.checkpoint.manifest import METADATA, DamagedError, Manifest, first_difference
 from paceline.checkpoint.tensors import (
     StreamedTensors,
@@ -25,8 +25,8 @@ from paceline.checkpoint.tensors import (
     fingerprint,
     fingerprint_of,
     hash_of,
+    load_named_tensors,
     load_optimizer_lists,
-    load_optimizer_state,
     named_tensors,
     optimizer_lists,
     state_dict_names,
@@ -197,6 +197,7 @@ class TrainingState:
         self._loop = loop
         # returns the state that the workers have in shares. None if this worker has the whole state.
         self.divided: Callable[[], DividedState | None] = lambda: None
+        self.shares: Shares | None = None  # loads a checkpoint if each worker reads its share. None if it reads all
         self.keeps_script = False  # whether :meth:`load` leaves the values of the script unchanged
         self.loaded_script: dict[str, Any] = {}  # values of the script in the state that was loaded last
         self.run = ""  # identifier of the run in its checkpoints, the same for all runs that resume from one start
@@ -294,17 +295,18 @@ class TrainingState:
     def restore(self, location: Path | str, content: Content) -> int:
         """Load a checkpoint and return its step."""
         self.load(content.tensors, content.manifest.state)
+        if self.shares is not None and content.manifest.hashes:
+            known = content.manifest.hashes
+            self.shares.hashes = {name: value for name, value in known.items() if name.startswith("optimizer/")}
         return content.manifest.step
 
     def load(self, tensors: dict[str, torch.Tensor], encoded: Any) -> None:
         """Load the state of a checkpoint or of another worker, with the same model and update."""
         rest = encoding.decode(encoded, tensors, self._plain(), "the state")
-        with torch.no_grad():
-            for name, value in self.tensors().items():
-                if not name.startswith("optimizer/"):
-                    value.copy_(tensors[name])
-        state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
-        load_optimizer_state(self._model, self._update.optimizer, state)
+        if self.shares is None:
+            load_named_tensors(self._model, self._update.optimizer, tensors)
+        else:
+            self.shares.load(tensors)
         load_optimizer_lists(self._model, self._update.optimizer, rest.get("lists", {}))
         for group, values in zip(self._update.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)

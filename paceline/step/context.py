@@ -51,7 +51,7 @@ class TrainingContext:
     the largest number of workers that the run may have, so that no joining worker is refused. ``replicated``: all
     workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a batch has several
     (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited
-    (``step.probes.audit``).
+    (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was loaded.
     """
 
     compute: ForwardRunner
@@ -71,6 +71,7 @@ class TrainingContext:
     divides_update: bool = False
     replicated: bool = True
     phases: Mapping[str, Forward] = field(default_factory=dict)
+    prepared: list[Any] = field(default_factory=list)
     audits: AuditSchedule = field(default_factory=AuditSchedule)
 
     def __post_init__(self) -> None:

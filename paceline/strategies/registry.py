@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from paceline.checkpoint.load import Shares
 from paceline.checkpoint.weights.deferred.model import materialize
 from paceline.config import check_strategy
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
+from paceline.partition.flags import requires_grad_flags
 from paceline.settings import Settings
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import check_own_tensors
@@ -26,6 +28,8 @@ from paceline.strategies.parameter_server.final_drain import FinalDrain
 from paceline.strategies.phases import Phases
 from paceline.strategies.pipeline import strategy as pipeline
 from paceline.strategies.sharded import strategy as sharded
+from paceline.strategies.sharded.prepared import forget
+from paceline.strategies.sharded.prepared import prepare as prepare_shards
 from paceline.strategies.single import Single
 
 
@@ -50,6 +54,8 @@ class Entry:
     alone: Callable[[TrainingContext], Strategy] = Single
     # function of the settings and the number of workers
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
+    # divides the state before a checkpoint is loaded, so that each worker reads its share. None if each reads all
+    prepare: Callable[[TrainingContext], Shares] | None = None
     # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
     # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what
     # to do instead.
@@ -82,7 +88,7 @@ _ENTRIES: dict[str, Entry] = {
         validate=pipeline.validate,
         supports=pipeline.supports,
     ),
-    "sharded": Entry(sharded.Sharded, capabilities=sharded.capabilities),
+    "sharded": Entry(sharded.Sharded, capabilities=sharded.capabilities, prepare=prepare_shards),
     "single": Entry(Single, capabilities=single.capabilities, validate=single.validate),
     "stealing": Entry(work_stealing.WorkStealing, capabilities=work_stealing.capabilities),
 }
@@ -117,6 +123,20 @@ def build(context: TrainingContext) -> Strategy:
     if context.compute.batch_loss is not None:
         return BatchLosses(context, make)
     return Phases(context, make) if context.phases else make(context)
+
+
+def prepare(context: TrainingContext) -> Shares | None:
+    """Return the division of the state for loading a checkpoint, or None if each worker reads all of it.
+
+    All workers call this together, after the rendezvous and before :func:`build`.
+    """
+    forget(context)
+    entry = entry_of(context.settings.strategy)
+    if entry.prepare is None or context.world.size == 1:
+        return None
+    trained = requires_grad_flags(context.update.parameters.values())
+    with trained.set_to((True,) * len(context.update.parameters)):  # each may be trained at some later step
+        return entry.prepare(context)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

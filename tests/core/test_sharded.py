@@ -187,6 +187,8 @@ def size():
     session.evaluate(classes(50))
     session.save()
     tell(held=held, later=elements(session._context.update.optimizer))
+    again = start(checkpoint={"directory": os.environ["SAVED"] + " sized"}, resume="auto", model=model)
+    assert elements(again._context.update.optimizer) == held and again.fingerprint() == found
     return found
 
 def moved():

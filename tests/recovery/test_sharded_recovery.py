@@ -52,14 +52,14 @@ def test_a_joiner_gets_a_checkpoint_of_an_earlier_epoch(run: Run, undisturbed: A
 # Each strategy tells whether its worker shares the weights with the others.
 TELLING = """
 import json
-from paceline.strategies.sharded import strategy
+from paceline.strategies.sharded import prepared
 
-share, shared = strategy._shared_weights, []
+share, shared = prepared.share_weights, []
 def told(*given):
     weights = share(*given)
     shared.append(weights is not None)
     return weights
-strategy._shared_weights = told
+prepared.share_weights = told
 """
 
 

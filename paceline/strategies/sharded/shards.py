@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.comm.reduction.buckets import full, split
 from paceline.errors import InputError
 from paceline.schedule import slices
-from paceline.schedule.slices import Slice, slice_name
+from paceline.schedule.slices import Slice, slice_name, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.slice_probe import updates_slices_alike
@@ -149,6 +149,34 @@ class OptimizerShard:
         finally:
             for group, parameters in zip(groups, kept, strict=True):
                 group["params"] = parameters
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Replace the state by tensors of the owned parameters and slices, by name as in :meth:`tensors`.
+
+        The optimizer gets the tensors themselves, or copies of numbers and of parts of whole tensors.
+        """
+        for optimizer in parts_of(self._optimizer):
+            optimizer.state.clear()
+        self.divide()
+        group_of = {
+            one: (part, group)
+            for part in parts_of(self._optimizer)
+            for group in part.param_groups
+            for one in group["params"]
+        }
+        owned: dict[str, list[tuple[Slice, nn.Parameter]]] = {}
+        for index, value in self.own.items():
+            owned.setdefault(self._names[self._every[index].parameter], []).append((self._every[index], value))
+        for entire, entry in tensors.items():
+            name, part = split_name(entire.removeprefix("optimizer/"))
+            name, _, key = name.rpartition("/")
+            for one, value in owned.get(name, ()) if entire.startswith("optimizer/") else ():
+                parameter = self._parameters[one.parameter]
+                if part is None or part == slice(one.start, one.stop):
+                    optimizer, group = group_of[parameter]
+                    on_host = key == "step" and not entry.ndim and not (group.get("fused") or group.get("capturable"))
+                    own = _cut(entry, parameter, one) if part is None else entry
+                    optimizer.state[value][key] = own if on_host else own.to(value.device)
 
     def unite(self) -> None:
         """Move the state of the held slices into states of whole parameters. All other elements are undefined."""

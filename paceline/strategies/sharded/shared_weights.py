@@ -16,21 +16,23 @@ its slice into the file.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 import torch
 from torch import nn
 
+from paceline.checkpoint.tensors import hash_of
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
-from paceline.checkpoint.weights.deferred.model import move_into, write_values
+from paceline.checkpoint.weights.deferred.model import has_records, materialize, move_into, write_values
 from paceline.checkpoint.weights.deferred.tensors import deferred_in
+from paceline.comm.collectives.agreement import compare
 from paceline.comm.reduction.buckets import view_like
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.mapping import drop_pages, map_private, map_shared
 from paceline.comm.shm.tensors import aligned
 from paceline.errors import InputError
-from paceline.schedule.slices import Slice, whole
+from paceline.schedule.slices import Slice, split_name, whole
 from paceline.step.context import TrainingContext
 from paceline.strategies.sharded.holders import writer_of
 from paceline.system.torch_internals import count_users
@@ -68,7 +70,8 @@ class SharedWeights:
         finally:
             os.close(file)
         self._views = [_view(self._seen, *pair) for pair in zip(starts, self._parameters, strict=False)]
-        stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
+        stored = self._stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
+        self._kept = kept
         rank, of = context.world.rank, {index: part_of(stored[one.parameter], one) for index, one in enumerate(slices)}
         mine = {index: one for index, one in enumerate(slices) if writer_of(one.owner, memory.ranks) == rank}
         self.received = {index: of[index] for index in mine if index not in held}
@@ -99,6 +102,23 @@ class SharedWeights:
         self._memory.announce(flag, most)
         for number in range(1, most + 1):
             self._memory.wait(flag, number)
+
+    def load(self, tensors: dict[str, torch.Tensor], names: Mapping[int, str]) -> None:
+        """Write whole parameters and slices into the file, and remove them from ``tensors``. All workers call this.
+
+        Args:
+            tensors: values by name (``schedule.slices``). Together the workers of a machine have all of them.
+            names: name of each parameter by ``id``.
+        """
+        drop_pages(self._seen)
+        of = {names[id(value)]: stored for value, stored in zip(self._parameters, self._stored, strict=True)}
+        for full in [name for name in tensors if name.startswith("parameter/")]:
+            name, part = split_name(full.removeprefix("parameter/"))
+            stored = of[name] if part is None else of[name].view(-1)[part]
+            stored.copy_(tensors.pop(full))
+        drop_pages(self._kept)
+        self.publish()
+        torch.autograd.graph.increment_version(self._parameters)
 
     def look(self) -> None:
         """Look at what the script has changed since the last update, before any worker makes the next one."""
@@ -169,3 +189,31 @@ def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(like)
     flat = torch.frombuffer(block, dtype=like.dtype, count=like.numel(), offset=start)
     return view_like(flat, 0, like)
+
+
+def share_weights(context: TrainingContext, every: Sequence[Slice], held: Collection[int]) -> SharedWeights | None:
+    """Return the weights in memory that the workers of a machine share. None if each worker keeps its own."""
+    memory, world = context.world.host_memory, context.world
+    if context.settings.shard != "parameters":
+        return None
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()  # torch keeps a graph interrupted by a loss until the next one
+    if not all(world.gather(memory is not None and can_share(context), "start")):
+        materialize(context.compute.model)
+        return None
+    assert memory is not None
+    computed = len(world.hosts) > 1 and any(world.gather(has_records(context.compute.model), "start"))
+    weights = SharedWeights(context, memory, every, held)
+    if computed:  # from equal records, but on machines that may round differently
+        _compare_machines(context)
+    return weights
+
+
+def _compare_machines(context: TrainingContext) -> None:
+    """Check that the computed weights are the same on all machines. Each worker hashes every n-th parameter."""
+    world = context.world
+    ranks = next(ranks for ranks in world.hosts if world.rank in ranks)
+    named = [*context.compute.model.named_parameters()]
+    share = named[ranks.index(world.rank) :: len(ranks)]
+    everyone = world.gather({f"initial value of {name}": hash_of(value).hex()[:16] for name, value in share}, "start")
+    compare([{key: text for rank in ranks for key, text in everyone[rank].items()} for ranks in world.hosts])

@@ -32,16 +32,12 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.checkpoint.tensors import hash_of
-from paceline.checkpoint.weights.deferred.model import has_records, materialize
-from paceline.comm.collectives.agreement import compare
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import WorkerLost
-from paceline.schedule.slices import Slice
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
@@ -50,9 +46,9 @@ from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
-from paceline.strategies.sharded.holders import copies_of, receivers_of
-from paceline.strategies.sharded.shards import OptimizerShard, slices_of
-from paceline.strategies.sharded.shared_weights import SharedWeights, can_share, part_of
+from paceline.strategies.sharded.holders import receivers_of
+from paceline.strategies.sharded.prepared import prepared
+from paceline.strategies.sharded.shared_weights import part_of
 
 _log = logging.getLogger("paceline")
 _TAGS = 1 << 12
@@ -89,14 +85,13 @@ class Sharded(Strategy):
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         world, parameters = context.world, list(context.update.parameters.values())
-        self._slices = slices_of(context, world.size)
-        copies = copies_of(context.settings, world.hosts)
-        held = [index for index, one in enumerate(self._slices) if world.rank in (one.owner, *copies[one.owner])]
-        self._weights = _shared_weights(context, self._slices, held)
+        state = prepared(context)
+        self._slices, self._weights, self._shard = state.slices, state.weights, state.shard
+        copies, held = state.copies, [*self._shard.own]
         receivers = receivers_of(copies, world.hosts, shared=self._weights is not None)
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
-        self._shard = OptimizerShard(context, self._slices, held, self._weights.own if self._weights else None)
         self._divided = DividedOptimizerState(context, self._shard.tensors)
+        self._divided.hashes = state.hashes
         homes = [one.owner for one in self._slices]
         windowed = context.settings.shard != "optimizer"
         exchange: Exchange
@@ -112,7 +107,7 @@ class Sharded(Strategy):
         self._reducer = Reducer(context, reduction=self._reduction, slices=self._slices)
         self._workers = AllReduce(context, self._reducer, apply=self._apply)
         self._addresses = self._data_pointers()
-        self._is_whole, self._first = True, True
+        self._is_whole, self._first = not state.is_loaded, True
         self._undecided: _Update | None = None
         self._unfinished: WorkerLost | None = None
 
@@ -286,31 +281,3 @@ class Sharded(Strategy):
         self._parts, self._weights = [], None
         self._shard.own.clear()
         self._reduction.close()
-
-
-def _shared_weights(context: TrainingContext, every: Sequence[Slice], held: Collection[int]) -> SharedWeights | None:
-    """Return the weights in memory that the workers of a machine share. None if each worker keeps its own."""
-    memory, world = context.world.host_memory, context.world
-    if context.settings.shard != "parameters":
-        return None
-    with torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()  # torch keeps a graph interrupted by a loss until the next one
-    if not all(world.gather(memory is not None and can_share(context), "start")):
-        materialize(context.compute.model)
-        return None
-    assert memory is not None
-    computed = len(world.hosts) > 1 and any(world.gather(has_records(context.compute.model), "start"))
-    weights = SharedWeights(context, memory, every, held)
-    if computed:  # from equal records, but on machines that may round differently
-        _compare_machines(context)
-    return weights
-
-
-def _compare_machines(context: TrainingContext) -> None:
-    """Check that the computed weights are the same on all machines. Each worker hashes every n-th parameter."""
-    world = context.world
-    ranks = next(ranks for ranks in world.hosts if world.rank in ranks)
-    named = [*context.compute.model.named_parameters()]
-    share = named[ranks.index(world.rank) :: len(ranks)]
-    everyone = world.gather({f"initial value of {name}": hash_of(value).hex()[:16] for name, value in share}, "start")
-    compare([{key: text for rank in ranks for key, text in everyone[rank].items()} for ranks in world.hosts])

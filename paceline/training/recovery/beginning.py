@@ -15,6 +15,7 @@ from paceline.checkpoint.weights.read import read
 from paceline.comm.collectives.agreement import compare
 from paceline.errors import CheckpointError, PacelineError
 from paceline.step.context import TrainingContext
+from paceline.strategies.registry import prepare
 from paceline.training.progress import Progress
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
@@ -37,7 +38,7 @@ class Beginning:
         self._check()
         # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
         again = self.resume is None and self.context.world.generation > 0 and self.checkpointer.enabled
-        steps = self.checkpointer.resume(self.state, "auto" if again else self.resume)
+        steps = resume(self.context, self.checkpointer, self.state, "auto" if again else self.resume)
         if self.context.settings.weights.path is not None and self.checkpointer.last is None:
             load_initial(self.context)
         return Progress.resumed(steps, self.state.loaded_script if steps else {})
@@ -56,6 +57,15 @@ class Beginning:
             self.run_spec.update({f"{_INITIAL} of {name}": value for name, value in initial_hashes(model).items()})
             everyone = world.gather(dict(self.run_spec), "start")
         compare(everyone)
+
+
+def resume(context: TrainingContext, checkpointer: Checkpointer, state: TrainingState, source: str | None) -> int:
+    """Load a checkpoint, as ``Checkpointer.resume`` does, in shares if the strategy divides the state."""
+    state.shares = prepare(context)
+    try:
+        return checkpointer.resume(state, source)
+    finally:
+        state.shares = None
 
 
 def load_initial(context: TrainingContext) -> None:
@@ -85,6 +95,8 @@ def load_initial(context: TrainingContext) -> None:
         tensors = dict(received.tensors) if received is not None else tensors
     with torch.no_grad():
         model.load_state_dict(tensors, strict=False)
+        for one in context.prepared:
+            one.settle()
     if said[0] not in context.probe_results.warnings:
         context.probe_results.warnings.append(said[0])
         _log.log(logging.WARNING if ";" in said[0] and world.rank == 0 else logging.INFO, said[0])

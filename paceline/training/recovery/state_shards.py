@@ -13,6 +13,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.strategies import registry
 from paceline.training.progress import Progress, furthest_of
+from paceline.training.recovery.beginning import resume
 
 
 def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
@@ -71,7 +72,7 @@ def go_back(
         modes.set_to(modes.current()),
         trained.set_to(trained.current()),
     ):  # keep the current modes and flags: the scripts have passed the checkpoint and may have changed them
-        steps = checkpointer.resume(state, "auto") if checkpointer.enabled else 0
+        steps = resume(context, checkpointer, state, "auto") if checkpointer.enabled else 0
     if steps == 0:
         lost = missing(context, everyone)
         what = (
