@@ -125,7 +125,7 @@ class TrainingLoop:
             self.records.add(batch.step, result, seconds, waited, phase, turn)
         self._notice = max(self._notice, result.notice)
         if not phase:
-            self._conclude()
+            self._conclude(others_did)
         return result, seconds
 
     def end_batch(self) -> None:
@@ -138,10 +138,10 @@ class TrainingLoop:
         self.progress.leave_out(step)
         self.position.move_to(step + 1)
 
-    def _conclude(self) -> None:
-        """Save a checkpoint if one is due, then act on the notice of the step."""
+    def _conclude(self, others_did: bool = False) -> None:
+        """Save a checkpoint if one is due and others have not saved it, then act on the notice of the step."""
         steps = self.position.steps
-        if steps == self.progress.steps and self._due(steps):
+        if steps == self.progress.steps and not others_did and self._due(steps):
             self._begun = -1
             self._together(lambda: self._meet_and_save(steps))
         notice, self._notice = self._notice, 0

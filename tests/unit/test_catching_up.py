@@ -172,7 +172,8 @@ class Scene:
             update=SimpleNamespace(optimizer=self.optimizer),
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
-            settings=SimpleNamespace(),
+            settings=SimpleNamespace(strategy="allreduce"),
+            prepared=[],
             audits=AuditSchedule(),
             events=SimpleNamespace(
                 mark=lambda event, **fields: self.events.append((event, fields)), move=lambda *at: self.moved.append(at)
