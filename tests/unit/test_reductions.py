@@ -143,7 +143,7 @@ def hierarchical(world: Any, facts: Facts) -> Reduction:
 def test_over_the_network(size: int) -> None:
     found = run(size, lambda world: reduce(world, plain))
     assert_means(found)
-    assert all(one["said"] == one["sent"] and one["buckets"] == 5 for one in found)
+    assert all(one["said"] == one["sent"] and one["buckets"] == 3 for one in found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -356,6 +356,8 @@ def test_tensors_are_packed_by_type_and_size() -> None:
     assert split(tensors, 60) == [[0, 1], [2], [3], [4]]
     assert split(tensors, 61) == [[0, 1, 2], [3], [4]]
     assert split(tensors, 40) == [[0], [1, 2], [3], [4]]
+    assert split(tensors, 60, neighbors=False) == [[0, 1], [3], [2, 4]]
+    assert split(tensors, 40, neighbors=False) == [[0], [3], [1, 2, 4]]
     assert cut(100, [0.5, 0.5]) == [0, 48, 100]
     assert cut(30, [0.9, 0.05, 0.05]) == [0, 30, 30, 30]
 

@@ -9,9 +9,10 @@ Packing is a pure function of the tensors and a :class:`Layout`, and the same on
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -128,7 +129,7 @@ def full(chunks: int) -> int:
 def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list[Bucket]:
     """Pack tensors into buckets in the given order."""
     homes, buckets = layout.homes, []
-    runs = split(tensors, bucket_bytes, layout.first_bytes)
+    runs = split(tensors, bucket_bytes, layout.first_bytes, neighbors=layout.windowed)
     if homes:
         runs = [[one for one in run if homes[one] == home] for run in runs for home in sorted({homes[i] for i in run})]
     for index, members in enumerate(runs):
@@ -163,24 +164,31 @@ def windows(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
     return placed
 
 
-def split(tensors: list[torch.Tensor], most: int, first: int | None = None) -> list[list[int]]:
-    """Return the tensor indices of each bucket: neighbors of one type and device, of about ``most`` bytes.
+def split(tensors: list[torch.Tensor], most: int, first: int | None = None, neighbors: bool = True) -> list[list[int]]:
+    """Return the tensor indices of each bucket: tensors of one type and device, of about ``most`` bytes.
 
-    The first bucket has about ``first`` bytes if that is less.
+    Args:
+        tensors: tensors in the order in which they become ready.
+        most: number of bytes at which a bucket is full.
+        first: number of bytes at which the first bucket is full, if that is less.
+        neighbors: whether a tensor of another type ends a bucket. Otherwise it may lie between tensors of a bucket, as
+            a bias does between weights that are sent in fewer bytes.
     """
     buckets: list[list[int]] = []
-    for _, run in groupby(range(len(tensors)), key=lambda member: (tensors[member].dtype, tensors[member].device)):
-        members: list[int] = []
-        size = 0
-        for member in run:
-            members.append(member)
-            size += tensors[member].nbytes
-            if size >= (most if buckets or first is None else min(first, most)):
-                buckets.append(members)
-                members, size = [], 0
-        if members:
-            buckets.append(members)
-    return buckets
+    started: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+    for member, tensor in enumerate(tensors):
+        kind = tensor.dtype, tensor.device
+        if neighbors and started and kind not in started:
+            buckets += started.values()
+            started.clear()
+            sizes.clear()
+        started.setdefault(kind, []).append(member)
+        sizes[kind] += tensor.nbytes
+        if sizes[kind] >= (most if buckets or first is None else min(first, most)):
+            buckets.append(started.pop(kind))
+            del sizes[kind]
+    return buckets + sorted(started.values(), key=lambda members: members[-1])
 
 
 def cut(elements: int, shares: Sequence[float]) -> list[int]:
