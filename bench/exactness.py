@@ -20,7 +20,8 @@ from models import TASKS, Task
 from torch import nn
 
 from paceline.step.gradients.accumulate import Accumulator, Values
-from paceline.step.gradients.fixed_point import FixedPoint
+from paceline.step.gradients.codec import Codec
+from paceline.step.gradients.fixed_point import WholeNumbers
 
 
 class InFixedPoint:
@@ -35,7 +36,8 @@ class InFixedPoint:
             events=SimpleNamespace(mark=self._count),
             strategy_state={},
         )
-        self._fixed = FixedPoint(cast(Any, context))
+        formats = [WholeNumbers(value.dtype, microbatches) for value in model.parameters()]
+        self._fixed = Codec(cast(Any, context), formats)
 
     def _count(self, event: str, **values: object) -> None:
         self.repeated += 1
@@ -44,7 +46,7 @@ class InFixedPoint:
         while True:
             sums = Accumulator(exact=False)
             for place, values in enumerate(gradients):
-                sums.push(place, self._fixed.encode([value.clone() for value in values]))
+                sums.push(place, self._fixed.encode([value.clone() for value in values], 0, place))
             if self._fixed.fits():
                 break
         means = self._fixed.decode(sums.total(), float(len(gradients)))

@@ -9,17 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from paceline.system.number_kinds import (
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Seconds,
-    number,
-    whole,
-)
+from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, number, whole
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
+Wire = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+"""Values of ``wire``. The sums of int8 and int4 are those of integers, in any order."""
 
 
 class CheckpointSettings(BaseModel):
@@ -223,6 +218,9 @@ class Settings(BaseModel):
     reduction: Literal["auto", "tree", "collective"] = Field(
         "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
     )
+    wire: Wire = Field(
+        "float32", description="format of gradients on the way to other workers; int8, int4: sums of whole numbers"
+    )
     transport: Literal["auto", "mpi"] = Field(
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
     )
@@ -304,8 +302,8 @@ class Settings(BaseModel):
 
     @property
     def fixed_point(self) -> bool:
-        """Whether gradients are summed as integers (``exact="fixed-point"``)."""
-        return self.exact == "fixed-point"
+        """Whether gradients are summed as integers (``exact="fixed-point"``, or a format of integers in ``wire``)."""
+        return self.exact == "fixed-point" or self.wire in ("int8", "int4")
 
     @property
     def stops_at_difference(self) -> bool:
@@ -314,8 +312,8 @@ class Settings(BaseModel):
 
     @property
     def along_tree(self) -> bool:
-        """Whether gradients are summed along the canonical tree (``exact=True``)."""
-        return self.exact is True
+        """Whether gradients are summed along the canonical tree (``exact=True`` without a format of integers)."""
+        return self.exact is True and not self.fixed_point
 
     @field_validator("checkpoint", "weights", "average", mode="before")
     @classmethod

@@ -47,6 +47,7 @@ SETTINGS = {
     *(
         "transport",
         "reduction",
+        "wire",
         "bucket_megabytes",
         "shard",
         "shard_copy",
@@ -282,7 +283,7 @@ ABOUT_TENSORS = {
     "data/objects/values.py": "compares without a wait of the host",
     "data/prefetch.py": "copies to the device",
     "horovod/torch/gradients.py": "plans sums of what is on the CPU",
-    "step/gradients/fixed_point.py": "computes norms where it is quick",
+    "step/gradients/codec.py": "computes norms where it is quick",
     "step/loss.py": "adds up losses where they are",
     "step/replicas.py": "adds up bits where they are",
     "strategies/full_batch.py": "divides where the sums are",

@@ -369,10 +369,9 @@ class TrainingState:
             )
         if not self._numerics["exact"]:
             return
-        here = {
-            name: value for name, value in self._numerics.items() if name in saved.numerics
-        }  # older checkpoints have fewer
-        difference = first_difference(saved.numerics, here)
+        numerics = {"wire": "float32"} | saved.numerics  # older checkpoints have fewer
+        here = {name: value for name, value in self._numerics.items() if name in numerics}
+        difference = first_difference(numerics, here)
         difference = difference or first_difference(saved.versions, self._versions)
         if difference:
             raise CheckpointError(

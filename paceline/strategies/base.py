@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
-from paceline.settings import Settings
+from paceline.settings import Settings, Wire
 from paceline.step.context import StepResult
 from paceline.step.divided.optimizer_state import DividedOptimizerState
+
+WIRES: tuple[str, ...] = get_args(Wire)
 
 
 class Strategy(ABC):
@@ -88,6 +91,7 @@ class Capabilities:
 
     exact: bool = True  # whether ``exact`` gives the same bits as one process
     fixed_point: bool = False  # whether ``exact="fixed-point"`` is supported, too
+    wires: tuple[str, ...] = ("float32",)  # formats of gradients on the wire (setting ``wire``) that are supported
     exact_with: str = ""  # settings with which the strategy is exact if the current ones are not, for the error message
     replicated: bool = True  # whether all workers hold the same state after each step, not only after ``synchronize``
     cuts_model: bool = False  # whether the model is cut, so that its output and the loss are computed separately

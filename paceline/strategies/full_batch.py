@@ -14,7 +14,7 @@ from paceline.step.checks import MicrobatchResult, check_dense
 from paceline.step.commit import Apply, with_norm
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, Values, align_value
-from paceline.step.gradients.fixed_point import FixedPoint
+from paceline.step.gradients.formats import codec_for
 from paceline.step.gradients.fusion import Fusion
 from paceline.step.probes.audit import Audit
 
@@ -29,7 +29,7 @@ class _Computed(NamedTuple):
 
 
 class FullBatch:
-    """Gradients of the microbatches of a step, as a sum along the canonical tree, in fixed point, or as a running sum.
+    """Gradients of the microbatches of a step, as a sum along the canonical tree, encoded, or as a running sum.
 
     Args:
         audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
@@ -42,7 +42,7 @@ class FullBatch:
         self._parameters = list(context.update.parameters.values())
         # update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
         self.apply: Apply | None = None
-        self._fixed = FixedPoint(context) if context.settings.fixed_point else None
+        self._codec = codec_for(context, sends=False)
 
     def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
@@ -77,7 +77,7 @@ class FullBatch:
         context = self._context
         self.take_gradients()
         computed = self._compute(step, groups)
-        while self._fixed is not None and not self._fixed.fits():
+        while self._codec is not None and not self._codec.fits():
             computed = self._compute(step, groups)
         table = torch.stack(computed.pairs) if len(groups) > 1 else computed.pairs[0].unsqueeze(0)
         numbers = self._divide(table, computed.sums)
@@ -96,10 +96,11 @@ class FullBatch:
             computed = self._fusion.forward(group, step)
             computed.total.backward()
             values = self.take_gradients()
-            if self._fixed is not None or not context.sparse:
+            if self._codec is not None or not context.sparse:
                 check_dense(context.update.parameters, values)
             missing.append(frozenset(place for place, value in enumerate(values) if value is None))
-            gradients.push(group.microbatches.start, self._fixed.encode(values) if self._fixed else values)
+            start = group.microbatches.start
+            gradients.push(start, self._codec.encode(values, step, start) if self._codec else values)
             statistics.push(group.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)
         return _Computed(gradients.total(), statistics.total(), pairs, missing)
@@ -115,8 +116,8 @@ class FullBatch:
         if self._context.compute.scale != 1.0:
             count = count * self._context.compute.scale
         given = [value for value in sums if value is not None]
-        if self._fixed is not None:
-            sums = self._fixed.decode(sums, count)
+        if self._codec is not None:
+            sums = self._codec.decode(sums, count)
         elif given:
             divide_all(given, count)
         for parameter, value in zip(self._parameters, sums, strict=True):
@@ -129,9 +130,9 @@ class FullBatch:
         return numbers
 
     def accept(self) -> None:
-        """Accept the step after the model was updated: its gradients determine the next fixed-point units."""
-        if self._fixed is not None:
-            self._fixed.accept()
+        """Accept the step after the model was updated: its gradients determine the scales of the next steps."""
+        if self._codec is not None:
+            self._codec.accept()
 
     def take_gradients(self) -> Values:
         """Return the gradients and clear ``.grad``."""

@@ -9,6 +9,7 @@ from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.gradients.fixed_point import TYPES
+from paceline.step.gradients.half import DTYPES
 from paceline.strategies.base import Capabilities
 
 _EXACT = ("allreduce", "stealing")
@@ -56,6 +57,7 @@ def check(
             f"strategy 'allreduce' or 'stealing'."
         )
     _check_memory(settings)
+    _check_wire(settings, capabilities)
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, model)
     if env.trace() is not None and not capabilities.exact:
@@ -91,15 +93,34 @@ def _check_memory(settings: Settings) -> None:
         )
 
 
+def _check_wire(settings: Settings, capabilities: Capabilities) -> None:
+    wire = settings.wire
+    if wire not in capabilities.wires:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {wire!r}): it sends "
+            f"{' and '.join(capabilities.wires)}. Leave out wire, or use 'allreduce' or 'stealing'."
+        )
+    if wire in DTYPES and settings.exact == "fixed-point":
+        raise ConfigError(
+            f"wire = {wire!r} rounds the sums that exact='fixed-point' adds up as whole numbers: set exact=True, which "
+            f"rounds every sum of the tree alike, or use wire = 'int8'."
+        )
+
+
 def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn.Module) -> None:
     if not capabilities.fixed_point:
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot add up gradients in fixed point: set exact=True, or use "
             f"'allreduce' or 'stealing'."
         )
+    asked, cure = (
+        ("exact='fixed-point'", "Set exact=True")
+        if settings.wire == "float32"
+        else (f"wire={settings.wire!r}", "Use wire='float32'")
+    )
     for name, value in model.named_parameters():
         if value.dtype not in TYPES:
             raise ConfigError(
-                f"The parameter {name!r} is of type {value.dtype}, whose gradients exact='fixed-point' cannot add up: "
-                f"it takes float16, bfloat16, float32 and float64. Set exact=True."
+                f"The parameter {name!r} is of type {value.dtype}, whose gradients {asked} cannot add up: it takes "
+                f"float16, bfloat16, float32 and float64. {cure}."
             )

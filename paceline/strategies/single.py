@@ -19,7 +19,7 @@ from paceline.settings import Settings
 from paceline.step.commit import commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.probes.optimizer_probe import check_draws
-from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.base import WIRES, Capabilities, Strategy
 from paceline.strategies.full_batch import FullBatch
 
 
@@ -49,7 +49,7 @@ class Single(Strategy):
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of training in one process."""
-    return Capabilities(fixed_point=True, phases=True, batch_losses=True, closures=True, scales_loss=True)
+    return Capabilities(fixed_point=True, wires=WIRES, phases=True, batch_losses=True, closures=True, scales_loss=True)
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:

@@ -225,7 +225,8 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
 def conditions(context: TrainingContext) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
     """Return the sample order, numerics and versions for the manifest of a checkpoint."""
     exact = context.settings.exact
-    return context.order.facts(), numerics(bool(exact)) | {"exact": exact}, agreement.versions()
+    facts = numerics(bool(exact)) | {"exact": exact, "wire": context.settings.wire}
+    return context.order.facts(), facts, agreement.versions()
 
 
 def summary(context: TrainingContext) -> list[str]:
@@ -242,7 +243,8 @@ def summary(context: TrainingContext) -> list[str]:
 
 
 def _spelled(settings: Settings) -> str:
-    return ", exact in fixed point" if settings.fixed_point else ", exact" if settings.exact else ""
+    exact = ", exact in fixed point" if settings.exact == "fixed-point" else ", exact" if settings.exact else ""
+    return exact if settings.wire == "float32" else f"{exact}, {settings.wire} on the wire"
 
 
 def warnings(context: TrainingContext) -> list[str]:

@@ -32,6 +32,7 @@ from paceline.settings import (
     ServerSettings,
     TrackingSettings,
     WeightsSettings,
+    Wire,
 )
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
@@ -62,6 +63,7 @@ class Arguments(TypedDict, total=False):
     microbatches: int
     shares: Literal["speed", "even"]
     reduction: Literal["auto", "tree", "collective"]
+    wire: Wire
     transport: Literal["auto", "mpi"]
     shard: Literal["optimizer", "gradients", "parameters"]
     shard_copy: bool | None

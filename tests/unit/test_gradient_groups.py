@@ -58,7 +58,10 @@ def reducer_of(
     world: ThreadWorld, named: dict[str, nn.Parameter], slices: list[Slice] | None, size: int, windowed: bool = False
 ) -> Reducer:
     context: Any = SimpleNamespace(
-        world=world, settings=SimpleNamespace(fixed_point=False), update=None, compute=SimpleNamespace(scale=1.0)
+        world=world,
+        settings=SimpleNamespace(fixed_point=False, wire="float32"),
+        update=None,
+        compute=SimpleNamespace(scale=1.0),
     )
     places = [Slice(place, 0, size, 0) for place, size in enumerate(SIZES)][::-1] if slices is None else slices
     values = [[*named.values()][place].detach()[start:stop] for place, start, stop, _ in places]
@@ -70,7 +73,7 @@ def reducer_of(
 
 
 def step(reducer: Reducer, named: dict[str, nn.Parameter], microbatches: list[int]) -> list[list[int]]:
-    reducer.begin(NODES, True)
+    reducer.begin(NODES, True, 0)
     for microbatch in microbatches[:-1]:
         loss(named, microbatch).backward()
         reducer.push(microbatch)
@@ -145,7 +148,7 @@ def test_a_gradient_in_two_parts_is_refused(order: str, slices: list[Slice] | No
         named = parameters()
         reducer = reducer_of(world, named, slices, 1 << 20)
         with pytest.raises(InputError, match="'p0' got its gradient in two parts"):
-            reducer.begin([[Node(0, 0)]], True)
+            reducer.begin([[Node(0, 0)]], True, 0)
             reducer.last(0, SimpleNamespace(count=lambda: 1.0))  # type: ignore[arg-type]
             for value in ORDERS[order]([*named.values()]):
                 value.sum().backward()

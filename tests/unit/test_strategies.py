@@ -134,6 +134,36 @@ def test_sums_in_fixed_point_have_the_bits_of_one_process(alone: Any) -> None:
         assert (state, losses) == alone(mlp, exact="fixed-point")
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("strategy", "on"), [("allreduce", "memory"), ("allreduce", "machines"), ("stealing", "network")]
+)
+def test_formats_on_the_wire_have_the_bits_of_one_process(alone: Any, strategy: str, on: str, wire: str) -> None:
+    workers, hosts = ON[on]
+    for state, losses in train(mlp, workers, hosts, strategy=strategy, exact=True, wire=wire):
+        assert (state, losses) == alone(mlp, exact=True, wire=wire)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "stealing"])
+def test_a_repeated_step_adds_up_along_the_tree(alone: Any, strategy: str) -> None:
+    """A worker with three microbatches has two nodes of the tree, in the second attempt, too."""
+    given = {"microbatches": 8, "exact": True, "wire": "float16"}
+    for state, losses in train(mlp, 3, None, strategy=strategy, **given):
+        assert (state, losses) == alone(mlp, **given)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize("on", ON)
+def test_halves_without_exact_are_near_float32(alone: Any, on: str, wire: str) -> None:
+    """Every worker has the same, and nearly that of one process, which rounds nothing."""
+    workers, hosts = ON[on]
+    everyone = train(mlp, workers, hosts, strategy="allreduce", wire=wire)
+    assert all(one == everyone[0] for one in everyone)
+    state, losses = alone(mlp)
+    assert alone(mlp, wire=wire) == (state, losses) != everyone[0]
+    assert everyone[0][1] == pytest.approx(losses, rel=1e-2)
+
+
 def cut_at(*names: str, **more: Any) -> dict[str, Any]:
     return {"cut": names} | more
 

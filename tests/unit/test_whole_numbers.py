@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from paceline.step.gradients.accumulate import Values
-from paceline.step.gradients.fixed_point import TYPES, FixedPoint, bits_of
+from paceline.step.gradients.codec import Codec
+from paceline.step.gradients.fixed_point import TYPES, WholeNumbers, bits_of
 
 TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
 
 
-def fixed(parameters: dict[str, torch.Tensor], microbatches: int = 8, state: Any = None) -> FixedPoint:
+def fixed(parameters: dict[str, torch.Tensor], microbatches: int = 8, state: Any = None) -> Codec:
     """For one worker, with what it knows of steps before."""
     context = SimpleNamespace(
         update=SimpleNamespace(parameters={name: nn.Parameter(value) for name, value in parameters.items()}),
@@ -26,19 +27,19 @@ def fixed(parameters: dict[str, torch.Tensor], microbatches: int = 8, state: Any
         events=SimpleNamespace(mark=lambda *event, **values: None),
         strategy_state={} if state is None else state,
     )
-    return FixedPoint(cast(Any, context))
+    return Codec(cast(Any, context), [WholeNumbers(value.dtype, microbatches) for value in parameters.values()])
 
 
-def sums_of(one: FixedPoint, gradients: list[list[torch.Tensor]]) -> Values:
+def sums_of(one: Codec, gradients: list[list[torch.Tensor]]) -> Values:
     """The sums over microbatches of copies, in this order."""
     sums: list[torch.Tensor] = []
     for values in gradients:
-        whole = [value for value in one.encode([value.clone() for value in values]) if value is not None]
+        whole = [value for value in one.encode([value.clone() for value in values], 0, 0) if value is not None]
         sums = [before + now for before, now in zip(sums, whole, strict=True)] if sums else whole
     return [*sums]
 
 
-def means_of(one: FixedPoint, gradients: list[list[torch.Tensor]], count: float = 1.0) -> list[torch.Tensor]:
+def means_of(one: Codec, gradients: list[list[torch.Tensor]], count: float = 1.0) -> list[torch.Tensor]:
     """As a step does it."""
     while True:
         sums = sums_of(one, gradients)
@@ -57,7 +58,7 @@ def test_the_largest_values_do_not_overflow(dtype: torch.dtype, microbatches: in
     below = torch.nextafter(torch.tensor(4.0, dtype=torch.float64), torch.tensor(0.0, dtype=torch.float64))
     largest = sign * (below if dtype == torch.float64 else torch.tensor(4.0 - 4.0 * torch.finfo(dtype).eps / 2))
     one = fixed({"a": torch.zeros(3, dtype=dtype)}, microbatches, {"fixed_point": {"a": 0.0}})
-    (whole,) = one.encode([largest.to(dtype).repeat(3)])
+    (whole,) = one.encode([largest.to(dtype).repeat(3)], 0, 0)
     assert whole is not None and one.fits()
     for value in whole.tolist():
         assert abs(value * microbatches) <= torch.iinfo(whole.dtype).max
@@ -145,7 +146,7 @@ def test_a_parameter_without_gradients() -> None:
     state: dict[str, Any] = {}
     one = fixed({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}, state=state)
     for _ in range(2):
-        whole = one.encode([torch.ones(2), None, torch.zeros(2)])
+        whole = one.encode([torch.ones(2), None, torch.zeros(2)], 0, 0)
         one.fits()
     first, none, zeros = one.decode(whole, 2.0)
     one.accept()

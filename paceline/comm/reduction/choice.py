@@ -31,10 +31,12 @@ class Wanted(NamedTuple):
     Attributes:
         kind: ``tree``, ``collective`` for the all-reduce of the back end, or ``auto`` for the faster of the two.
         megabytes: size of a bucket in MB. Defaults to the best size for the kind.
+        widen: whether workers add up sums in half precision in float32.
     """
 
     kind: str = "tree"
     megabytes: float | None = None
+    widen: bool = False
 
 
 def reduction_for(
@@ -46,7 +48,7 @@ def reduction_for(
     memory if they can share it. A machine with a slow link adds up less. If memory cannot be shared, as on GPUs, the
     collectives of the back end are faster.
     """
-    kind, megabytes = wanted or Wanted()
+    kind, megabytes, widen = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
     exchange: Exchange
     if kind == "collective" or (kind == "auto" and world.transport.capabilities.ordered):
@@ -59,10 +61,10 @@ def reduction_for(
         if shares and size is None:
             size = min(SMALLEST_BUCKET, bucket_bytes(nbytes, len(world.hosts)))
         if world.host_memory is not None:
-            exchange = HierarchicalExchange(world, world.host_memory, tags, shares)
+            exchange = HierarchicalExchange(world, world.host_memory, tags, shares, widen)
         else:
             exchange = DirectExchange(world, tags, _shares_of_ranks(world.hosts, shares))
-    return Reduction(world, exchange, tensors, events, name, size)
+    return Reduction(world, exchange, tensors, events, name, size, widen)
 
 
 def _shares_of_ranks(hosts: Sequence[Sequence[int]], shares: list[float]) -> list[float]:

@@ -10,15 +10,17 @@ from paceline.system.torch_internals import foreach_div_
 
 Divisor: TypeAlias = "torch.Tensor | float"
 
+_WHOLE = (torch.int8, torch.int32, torch.int64)
+
 
 def divide(value: torch.Tensor, divisor: Divisor, out: torch.Tensor) -> torch.Tensor:
     """Divide a tensor and return ``out``, which may be the tensor itself.
 
-    Copies whole numbers, which are divided after conversion to floating point (``step.gradients.fixed_point``).
+    Copies whole numbers, which are divided after conversion to floating point (``step.gradients.codec``).
     A device would convert the divisor to the tensor's type first. float16 ends at 65,504, and bfloat16 cannot count
     beyond 256, so both are divided in float32.
     """
-    if out.dtype in (torch.int32, torch.int64):
+    if out.dtype in _WHOLE:
         return out.copy_(value)
     if isinstance(divisor, torch.Tensor) and _is_half(value):
         return out.copy_(value.float().div_(divisor))

@@ -17,6 +17,7 @@ from paceline.schedule.tree import Node, first_of
 
 TAGS = 1 << 12
 """Number of tags per bucket: one for each node that a worker can hold, and the last ones for the means."""
+HALF = (torch.float16, torch.bfloat16)
 
 Messages: TypeAlias = tuple[list[Message], list[Message]]
 """Sends and receives to start together."""
@@ -85,6 +86,11 @@ class OwnerExchange(Exchange, Protocol):
 
 def nothing(_: Bucket) -> None:
     """Do nothing in a phase that exists only because the executor waits for all transfers before it."""
+
+
+def widened(parts: Parts) -> Parts:
+    """Return sums in half precision as copies in float32, so that adding them up rounds only the result."""
+    return [(node, value.float() if value.dtype in HALF else value) for node, value in parts]
 
 
 def in_order(nodes: list[list[Node]], ranks: Iterable[int]) -> list[tuple[Node, int, int]]:

@@ -25,7 +25,7 @@ import torch
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.buckets import Bucket, pack
 from paceline.comm.reduction.division import Divisor, divide
-from paceline.comm.reduction.exchange import Exchange, Messages, OwnerExchange, Phase
+from paceline.comm.reduction.exchange import Exchange, Messages, OwnerExchange, Phase, widened
 from paceline.comm.transport.base import Message
 from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
@@ -44,6 +44,7 @@ class Reduction:
         events: log that records each bucket.
         name: name of the summed tensors in the records.
         bucket_bytes: number of bytes at which a bucket is full. Defaults to that of the exchange's layout.
+        widen: whether sums in half precision are added in float32, with a rounded result.
 
     Attributes:
         kind: kind of the exchange, for the records.
@@ -61,9 +62,10 @@ class Reduction:
         events: EventLog,
         name: str,
         bucket_bytes: int | None = None,
+        widen: bool = False,
     ) -> None:
         self._world, self._exchange = world, exchange
-        self._events, self._name = events, name
+        self._events, self._name, self._widen = events, name, widen
         self.kind, self.members = exchange.kind, len(tensors)
         self.divisor: Divisor | None = None
         self.needs_divisor = False
@@ -252,7 +254,8 @@ class Reduction:
         assert self.divisor is not None
         _wait(bucket.receives)
         for mean, parts in self._exchange.collect(bucket):
-            divide(total(parts, torch.Tensor.add_), self.divisor, out=mean)
+            held = widened(parts) if self._widen else parts
+            divide(total(held, torch.Tensor.add_), self.divisor, out=mean)
         return self._exchange.deliver(bucket)
 
     def _start(self, bucket: Bucket, sends: list[Message], receives: list[Message]) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from paceline.comm.reduction.buckets import Bucket, Layout, full
-from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order
+from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order, widened
 from paceline.comm.reduction.shared_memory import SharedBuckets
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.transport.base import Message
@@ -41,13 +41,20 @@ class HierarchicalExchange:
         memory: memory shared by the workers of this machine.
         tags: first tag to use. Each bucket takes :data:`TAGS` tags.
         shares: fraction of a bucket that each machine adds up. Defaults to equal fractions.
+        widen: whether sums in half precision are added in float32 inside a machine, and rounded once.
     """
 
     kind = "hierarchical tree"
 
     def __init__(
-        self, world: World, memory: SharedMemory, tags: int = 0, shares: Sequence[float] | None = None
+        self,
+        world: World,
+        memory: SharedMemory,
+        tags: int = 0,
+        shares: Sequence[float] | None = None,
+        widen: bool = False,
     ) -> None:
+        self._widen = widen
         self._tags, self._place, self._shared = tags, memory.place, SharedBuckets(memory)
         self._hosts, self._host = world.hosts, world.hosts.index(memory.ranks)
         self._columns = columns = max(map(len, world.hosts))
@@ -107,11 +114,12 @@ class HierarchicalExchange:
             tag = self._tags + bucket.index * TAGS + column
             for host, nodes in enumerate(self._host_nodes):
                 chunk, peer = bucket.chunk(host * self._columns + column), self._server(host, column)
-                held = ((node, flats[index][place][chunk]) for node, place, index in self._order)
-                sums = fold(held, torch.Tensor.add_)
+                held = [(node, flats[index][place][chunk]) for node, place, index in self._order]
+                sums = fold(widened(held) if self._widen else held, torch.Tensor.add_)
                 if host == self._host:
                     self._sums[bucket.index, column] = sums
                     continue
+                sums = [(node, value.to(bucket.examples[0].dtype)) for node, value in sums]
                 inbox = [self._received(bucket, host, column, index) for index in range(len(nodes))]
                 yield (
                     [Message(value, peer, tag + index * self._columns) for index, (_, value) in enumerate(sums)],

@@ -31,7 +31,7 @@ from paceline.step.commit import Apply, commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.gradients.fusion import Fusion
-from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.base import WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
 
@@ -41,6 +41,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
+        wires=WIRES,
         phases=True,
         batch_losses=True,
         closures=True,
@@ -135,7 +136,7 @@ class AllReduce(Strategy):
         statistics, pairs = Accumulator(context.settings.exact), list[torch.Tensor]()
         starts = [group.microbatches.start for group in groups]
         begin = perf_counter()
-        reducer.begin(nodes, context.settings.along_tree)
+        reducer.begin(nodes, context.settings.along_tree, step)
         for group in groups:
             context.world.check()
             computed = self._fusion.forward(group, step)

@@ -194,7 +194,7 @@ class BackupWorkers(Strategy):
                 return None
             computed.total.backward()
             context.world.synchronize()  # work that is only queued does not count as done
-            result.add(loaded.samples, computed.pair, self._reducer.take(), [*computed.buffers])
+            result.add(loaded.samples, computed.pair, self._reducer.take(origin, number), [*computed.buffers])
         return result
 
     def _finish(self, step: int, shares: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:

@@ -31,8 +31,8 @@ from paceline.schedule.slices import Slice
 from paceline.schedule.tree import Node, total
 from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
-from paceline.step.gradients.accumulate import Accumulator, Values, add, align_value
-from paceline.step.gradients.fixed_point import FixedPoint
+from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value
+from paceline.step.gradients.formats import codec_for
 from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, filled, groups_of, put
 from paceline.system.torch_internals import foreach_norm
 
@@ -58,7 +58,7 @@ class Reducer:
         slices: slices of the parameters that ``reduction`` reduces, in its order. :meth:`finish` then leaves each mean
             in the reduction, on its owner. Defaults to whole parameters.
 
-    With ``exact="fixed-point"`` the sums are integers (``step.gradients.fixed_point``).
+    With ``exact="fixed-point"`` or a format of the setting ``wire`` the sums are encoded (``step.gradients.codec``).
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Reducer:
         self._any_order = any_order
         self._names = list(named)
         self._parameters = list(named.values())
-        self._fixed = FixedPoint(context) if context.settings.fixed_point else None
-        examples = self._fixed.examples() if self._fixed else [value.detach() for value in self._parameters]
+        self._codec = codec_for(context)
+        examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
         self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
         self._norms: AllGather | None = None
@@ -97,7 +97,8 @@ class Reducer:
     def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int, any_order: bool) -> Reduction | None:
         if isinstance(self._workers, World):
             settings = self._context.settings
-            wanted = Wanted(settings.reduction if any_order else "tree", settings.bucket_megabytes)
+            widen = self._codec is not None and not settings.along_tree
+            wanted = Wanted(settings.reduction if any_order else "tree", settings.bucket_megabytes, widen)
             chosen = reduction_for(self._workers, examples, self._context.events, name, tags, wanted)
             self._context.events.mark("reduction", what=name, **chosen.describe())
             return chosen
@@ -119,9 +120,9 @@ class Reducer:
 
     # Overlapped with the backward pass.
 
-    def begin(self, nodes: list[list[Node]], exact: bool) -> None:
+    def begin(self, nodes: list[list[Node]], exact: bool, step: int) -> None:
         """Start a step; ``nodes`` are the tree nodes that each rank will send."""
-        self._armed = False
+        self._armed, self._step = False, step
         self._nodes = nodes
         self._sums = Accumulator(exact)
         self._missing: list[list[int]] = []
@@ -131,21 +132,21 @@ class Reducer:
 
     def push(self, microbatch: int) -> None:
         """Take the gradients of a microbatch that is not the last one."""
-        values = self.take()
+        values = self.take(self._step, microbatch)
         self._missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)
 
-    def take(self) -> Values:
-        """Return the gradients in the form in which they are summed, and clear ``.grad``."""
+    def take(self, step: int, microbatch: int) -> Values:
+        """Return the gradients of a microbatch in the form in which they are summed, and clear ``.grad``."""
         values: Values = [parameter.grad for parameter in self._parameters]
         self.clear()
         check_dense(self._names, values)
-        return self._fixed.encode(values) if self._fixed else values
+        return self._codec.encode(values, step, microbatch) if self._codec else values
 
     def last(self, microbatch: int, header: StepHeader) -> None:
         """Start the reduction: the next backward pass sends gradients as it computes them."""
         assert self._reduction is not None
-        self._kept, self._nearest = self._sums.before_last(microbatch)
+        self._last, (self._kept, self._nearest) = microbatch, self._sums.before_last(microbatch)
         self._begin(self._nodes, header.count)
         self._held: list[Piece] = []
         for group in self._groups:
@@ -165,9 +166,11 @@ class Reducer:
         self._count = count
         self._reduction.begin(nodes)
 
-    def _divisor(self) -> Divisor:
-        """Return the divisor of this step's sums, which also removes the loss scale from the gradients."""
+    def _divisor(self, decodes: bool = False) -> Divisor:
+        """Return the divisor of this step's sums, which also removes the loss scale. Decoding divides encoded sums."""
         count, scale = self._count(), self._context.compute.scale
+        if self._codec is not None and not decodes:
+            return 1.0
         return count if scale == 1.0 else count * scale
 
     def _written(self, members: list[int]) -> None:
@@ -189,8 +192,8 @@ class Reducer:
             for group in left:
                 self._write(group)
             assert not self._held, "sums without room"
-        if self._fixed is not None:
-            self._fixed.send()
+        if self._codec is not None:
+            self._codec.send()
         return self._missing
 
     def _arrive(self, group: GradientGroup, place: int, _: torch.Tensor) -> None:
@@ -250,7 +253,7 @@ class Reducer:
                 gradients[index] = parameter.grad
                 parameter.grad = None
         check_dense([self._names[place] for place in group.places], gradients)
-        return self._fixed.encode(gradients, group.places) if self._fixed else gradients
+        return self._codec.encode(gradients, self._step, self._last, group.places) if self._codec else gradients
 
     # When the sums are complete.
 
@@ -270,8 +273,8 @@ class Reducer:
             self._begin(nodes, count)
             for members in filled(self._reduction, [values[::-1] for values in sums]):
                 self._written(members)
-        if self._fixed is not None:
-            self._fixed.send()
+        if self._codec is not None:
+            self._codec.send()
 
     def finish(self, measure: bool = False) -> bool:
         """Wait for the means and put them into ``.grad``.
@@ -280,47 +283,47 @@ class Reducer:
             measure: whether the update takes the norm of each mean as it arrives.
 
         Returns:
-            Whether the means are valid. False in fixed point if the step must be computed again (:meth:`again`).
+            Whether the means are valid. False if encoded gradients did not fit: compute the step :meth:`again`.
         """
         if self._reduction is None:
             means = [align_value(value) for value in self._means]
         else:
             if self._reduction.divisor is None:
                 self._reduction.divide_by(self._divisor())
-            self._reduction.finish(self._context.update.measure if measure and self._fixed is None else None)
+            self._reduction.finish(self._context.update.measure if measure and self._codec is None else None)
             if self._sliced:
                 for parameter in self._parameters:
                     parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit clears unused ones
                 return True
             means = [*reversed(self._reduction.means())]
-        if self._fixed is not None:
-            if not self._fixed.fits():
+        if self._codec is not None:
+            if not self._codec.fits():
                 return False
-            means = self._fixed.decode(means, self._divisor())
+            means = self._codec.decode(means, self._divisor(decodes=True))
         for parameter, mean in zip(self._parameters, means, strict=True):
             parameter.grad = mean
         return True
 
     def again(self, step: int, groups: list[MicrobatchGroup], nodes: list[list[Node]], header: StepHeader) -> None:
-        """Compute and send the gradients of a step again, in fixed point with units that fit.
+        """Compute and send the gradients of a step again, encoded with scales that fit.
 
         Args:
             step: number of the step.
             groups: microbatch groups of this worker.
-            nodes: for each rank, one node if it has a group, otherwise none.
+            nodes: for each rank, the nodes whose sums it sends, as in the first attempt.
             header: header of the step.
         """
-        sums = Accumulator(exact=False)
+        sums = ScatteredAccumulator(self._context.settings.along_tree)
         for group in groups:
             self._context.world.check()
             self._context.compute.forward_pass(group, step).total.backward()
-            sums.push(group.microbatches.start, self.take())
-        self.send(nodes, [values for _, values in sums.nodes()], header.count)
+            sums.push(group.microbatches.start, self.take(step, group.microbatches.start))
+        self.send(nodes, sums.values(), header.count)
 
     def accept(self) -> None:
-        """Accept the step after the model was updated: its gradients determine the next fixed-point units."""
-        if self._fixed is not None:
-            self._fixed.accept()
+        """Accept the step after the model was updated: its gradients determine the scales of the next steps."""
+        if self._codec is not None:
+            self._codec.accept()
 
     # Buffers, and the norm.
 
@@ -340,7 +343,7 @@ class Reducer:
             return []
         if self._statistics is None:
             self._statistics = self._reduction_of(
-                buffers.examples(), "buffers", _STATISTICS_TAGS, self._any_order and not self._fixed
+                buffers.examples(), "buffers", _STATISTICS_TAGS, self._any_order and not self._context.settings.exact
             )
         if self._statistics is None:
             return [mean for mean in _divided(nodes[0], sums, samples) if mean is not None]

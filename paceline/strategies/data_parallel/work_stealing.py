@@ -32,14 +32,16 @@ from paceline.settings import Settings
 from paceline.step.commit import commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
-from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.base import WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of work stealing."""
-    return Capabilities(fixed_point=True, phases=True, batch_losses=True, scales_loss=True, reads=("shares",))
+    return Capabilities(
+        fixed_point=True, wires=WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
+    )
 
 
 class WorkStealing(Strategy):
@@ -103,7 +105,7 @@ class WorkStealing(Strategy):
             return
         forward.total.backward()
         context.world.synchronize()  # a microbatch that is only queued says nothing about the speed
-        gradients = self._reducer.take()
+        gradients = self._reducer.take(step, lease.microbatch)
         if self._leases.finish(lease.microbatch):
             computed.add(group, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
 
@@ -123,7 +125,7 @@ class WorkStealing(Strategy):
         if context.settings.along_tree:
             self._reducer.send(whole, computed.gradients.values(), header.count)
         while not self._reducer.finish(measure=True):
-            self._reducer.again(step, groups, running, header)
+            self._reducer.again(step, groups, whole if context.settings.along_tree else running, header)
         layout = [[range(one, one + 1) for one in own] for own in held]
         note = self._results.send_missing(layout, missing) if header.missing else None
         parts = self._results.parts(layout, header, note)

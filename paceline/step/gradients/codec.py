@@ -1,0 +1,243 @@
+"""Gradients in the format in which they are added up and sent: whole numbers, half precision, or as they are.
+
+Every parameter has a :class:`Format`. A format with a limited range takes its scale from the largest gradients of
+earlier steps, so that no worker waits for others before it encodes::
+
+    step s     encode with the scale of earlier steps, add up, and gather the largest |gradient| of all microbatches
+               all of them fit       decode the sums, update the model, accept the largest values
+               one does not fit      all workers compute step s again, with scales that fit
+
+All workers learn the largest gradient by a maximum over microbatches, which depends on nobody's order or share, so all
+take the same decision. The bounds are part of the training state: they are saved in checkpoints and sent to workers
+that join. A scale for integers from a running norm, without a round of its own, is that of IntSGD (Mishchenko et al.
+2021, arXiv 2102.08374); here the norm is the maximum, over microbatches in place of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
+
+import torch
+
+from paceline.comm.collectives.all_gather import AllGather, PendingGather
+from paceline.comm.collectives.step_header import LARGEST_TAG
+from paceline.comm.transport.host_copy import HostCopy
+from paceline.data.keys import ROUNDING
+from paceline.step.context import TrainingContext
+from paceline.step.gradients.accumulate import Values
+from paceline.system.torch_internals import foreach_div_, foreach_mul_, foreach_norm, foreach_round_
+
+Seed: TypeAlias = Callable[[], int]
+"""Returns the seed of a gradient's random numbers."""
+
+
+class Format(Protocol):
+    """Representation of one parameter's gradient while it is added up and sent.
+
+    Attributes:
+        state: name of the bounds of such parameters in ``strategy_state``. Empty if the range is not limited.
+        whole: whether scaled gradients are rounded to whole numbers before :meth:`pack`.
+    """
+
+    state: str
+    whole: bool
+
+    def example(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with the dtype and shape of a sum. The values are undefined."""
+        ...
+
+    def fits(self, largest: float, bound: float | None) -> bool:
+        """Return whether a gradient that is at most ``largest`` fits into the scale for this bound."""
+        ...
+
+    def bound(self, largest: float, before: float | None) -> float:
+        """Return the bound after a step with this largest gradient, given the bound before it."""
+        ...
+
+    def scale(self, bound: float | None) -> float:
+        """Return the factor of the gradients before :meth:`pack`."""
+        ...
+
+    def unit(self, bound: float | None) -> float:
+        """Return the factor of the numbers after :meth:`unpack`."""
+        ...
+
+    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Seed) -> torch.Tensor:
+        """Return a scaled gradient as it is added up. Random numbers come from the seeded generator."""
+        ...
+
+    def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a sum as a new floating-point tensor of the parameter's shape."""
+        ...
+
+
+class Codec:
+    """Encoder and decoder of the gradients of a run.
+
+    Args:
+        context: training context.
+        formats: format of each parameter.
+    """
+
+    def __init__(self, context: TrainingContext, formats: Sequence[Format]) -> None:
+        self._context, self._formats = context, formats
+        self._names = list(context.update.parameters)
+        self._parameters = list(context.update.parameters.values())
+        self._keys = [_number(name) for name in self._names]
+        self._generator = torch.Generator(context.world.device)
+        self._bounded = any(one.state for one in formats)
+        self._norms: list[list[torch.Tensor]] = [[] for _ in formats]
+        self._scales: list[float] = []
+        self._raised: dict[str, float] = {}
+        self._gather: AllGather | None = None
+        self._pending: PendingGather | None = None
+        self._largest: list[float] = [0.0] * len(formats)
+
+    def examples(self) -> list[torch.Tensor]:
+        """Return a tensor with the dtype and shape of each sum. The values are undefined."""
+        return [form.example(value) for form, value in zip(self._formats, self._parameters, strict=True)]
+
+    def encode(self, gradients: Values, step: int, microbatch: int, places: Sequence[int] | None = None) -> Values:
+        """Encode the gradients of a microbatch. The gradients are overwritten.
+
+        Args:
+            gradients: gradients of some parameters.
+            step: step number.
+            microbatch: number of the microbatch, or the first microbatch of a fused group.
+            places: indices of these parameters. Defaults to all parameters.
+        """
+        every = range(len(gradients)) if places is None else places
+        given = [(place, value) for place, value in zip(every, gradients, strict=True) if value is not None]
+        if not given:
+            return gradients
+        at, values = [place for place, _ in given], [value for _, value in given]
+        packed = iter(self._encode_given(at, values, step, microbatch))
+        return [None if value is None else next(packed) for value in gradients]
+
+    def _encode_given(
+        self, places: list[int], gradients: list[torch.Tensor], step: int, microbatch: int
+    ) -> list[torch.Tensor]:
+        wide = [
+            value.to(torch.promote_types(value.dtype, torch.float32)) if self._formats[place].state else value
+            for place, value in zip(places, gradients, strict=True)
+        ]
+        scaled = [(place, value) for place, value in zip(places, wide, strict=True) if self._formats[place].state]
+        if scaled:
+            values = [value for _, value in scaled]
+            for (place, _), largest in zip(scaled, _largest(values), strict=True):
+                self._norms[place].append(largest)
+            scales = self._scales_now()
+            foreach_mul_(values, [scales[place] for place, _ in scaled])
+            whole = [value for place, value in scaled if self._formats[place].whole]
+            if whole:
+                foreach_round_(whole)
+        return [
+            self._formats[place].pack(value, self._generator, partial(self._seed, step, microbatch, place))
+            for place, value in zip(places, wide, strict=True)
+        ]
+
+    def _seed(self, step: int, microbatch: int, place: int) -> int:
+        return self._context.compute.seed(ROUNDING, step, microbatch, self._keys[place])
+
+    def send(self) -> None:
+        """Start sending this worker's largest gradients to the other workers. All gradients must be encoded."""
+        if not self._bounded:
+            return
+        if self._gather is None:
+            self._gather = AllGather(self._context.world, LARGEST_TAG, 8 * len(self._parameters))
+        self._pending = self._gather.start(self._largest_here())
+
+    def fits(self) -> bool:
+        """Return whether every gradient was within its bound. If not, set bounds that fit for the repeated step."""
+        if not self._bounded:
+            return True
+        here = self._largest_here() if self._pending is None else self._pending.wait().amax(0)
+        self._largest = HostCopy(here).wait().tolist()
+        self._norms, self._pending = [[] for _ in self._parameters], None
+        larger = {
+            name: form.bound(largest, None)
+            for name, form, largest, bound in zip(
+                self._names, self._formats, self._largest, self._bounds(), strict=True
+            )
+            if form.state and _is_known(largest) and (bound is None or not form.fits(largest, bound))
+        }
+        if larger:
+            self._raised |= larger
+            self._scales = []
+            self._context.events.mark("repeated", reason="gradients are larger than foreseen", parameters=list(larger))
+        return not larger
+
+    def decode(self, sums: Values, divisor: torch.Tensor | float) -> Values:
+        """Return the means from the sums, NaN where a microbatch's gradient of a limited format was not finite."""
+        means: Values = [None] * len(sums)
+        for place, (value, form, parameter) in enumerate(zip(sums, self._formats, self._parameters, strict=True)):
+            if value is not None:
+                mean = form.unpack(value, parameter)
+                means[place] = mean if math.isfinite(self._largest[place]) else mean.fill_(math.nan)
+        given = [(place, mean) for place, mean in enumerate(means) if mean is not None]
+        limited = [(place, mean) for place, mean in given if self._formats[place].state]
+        if limited:
+            bounds = self._bounds()
+            units = [self._formats[place].unit(bounds[place]) for place, _ in limited]
+            foreach_mul_([mean for _, mean in limited], units)
+        if given:
+            foreach_div_([mean for _, mean in given], divisor)
+        return [
+            None if mean is None else mean.to(parameter.dtype)
+            for mean, parameter in zip(means, self._parameters, strict=True)
+        ]
+
+    def accept(self) -> None:
+        """Update the bounds from the gradients of the completed step."""
+        states = self._context.strategy_state
+        states |= {one.state: dict(states.get(one.state, {})) for one in self._formats if one.state}
+        for name, form, largest in zip(self._names, self._formats, self._largest, strict=True):
+            if form.state and _is_known(largest):
+                bounds = states[form.state]
+                bounds[name] = form.bound(largest, bounds.get(name))
+        self._scales, self._raised = [], {}
+
+    def _bounds(self) -> list[float | None]:
+        """Return the bound of each parameter, None if unknown."""
+        states = self._context.strategy_state
+        return [
+            self._raised.get(name, states.get(form.state, {}).get(name))
+            for name, form in zip(self._names, self._formats, strict=True)
+        ]
+
+    def _scales_now(self) -> list[float]:
+        if not self._scales:
+            self._scales = [form.scale(bound) for form, bound in zip(self._formats, self._bounds(), strict=True)]
+        return self._scales
+
+    def _largest_here(self) -> torch.Tensor:
+        """Return the largest absolute gradient of each parameter on this worker in float64, NaN if any is NaN."""
+        device = self._context.world.device
+        rows = max(map(len, self._norms))
+        if not rows:
+            return torch.zeros(len(self._norms), dtype=torch.float64, device=device)
+        nothing = torch.zeros((), device=device)
+        norms = [norm for own in self._norms for norm in (*own, *[nothing] * (rows - len(own)))]
+        return torch.stack(norms).view(-1, rows).amax(1).double()
+
+
+def _largest(values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the largest absolute value of each tensor, NaN if any element is NaN."""
+    if values[0].device.type == "cpu":  # the maximum norm takes 20 times as long on a CPU
+        ends = [torch.aminmax(value) if value.numel() else (value.sum(), value.sum()) for value in values]
+        return [torch.maximum(-low, high) for low, high in ends]
+    return foreach_norm(values, math.inf)
+
+
+def _is_known(largest: float) -> bool:
+    """Return whether a largest gradient says something about the next steps: it is neither zero, NaN nor infinite."""
+    return bool(largest) and math.isfinite(largest)
+
+
+def _number(name: str) -> int:
+    """Return a number for a parameter's name, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,120 @@
+"""Gradients in half precision on the wire.
+
+With ``exact`` every node of the canonical tree is rounded, from the gradient of a microbatch to the sum over the batch,
+whether it is sent or not. So the result does not depend on which worker adds up what::
+
+    level 2              round(a + b)
+    level 1      round(a0 + a1)      round(b0 + b1)
+    level 0      round   round       round   round       gradients of microbatches
+
+Without ``exact``, a worker adds up its microbatches in float32, and only what is sent is rounded. In both cases the
+numbers of a sum are added in float32, and the mean is divided in float32 after it has arrived.
+
+float16 ends at 65,504. So gradients are multiplied by a power of two for each parameter, with which the sum of the
+batch stays below that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+_HEADROOM = 2
+_FALL = 0.125
+_LARGEST = 15
+"""A sum is below 2 to this, half of the range of float16."""
+_MOST = 100
+"""Largest exponent of a scale, so that it and its inverse are numbers of float32."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Plain:
+    """Format of a parameter whose gradient is sent as it is."""
+
+    state, whole = "", False
+
+    def example(self, parameter: torch.Tensor) -> torch.Tensor:
+        """See :class:`~paceline.step.gradients.codec.Format`."""
+        return parameter.detach()
+
+    def fits(self, largest: float, bound: float | None) -> bool:
+        """Return True: the range is that of the parameter."""
+        return True
+
+    def bound(self, largest: float, before: float | None) -> float:
+        """Return no bound."""
+        return 0.0
+
+    def scale(self, bound: float | None) -> float:
+        """Return 1: the gradient is not scaled."""
+        return 1.0
+
+    unit = scale
+
+    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Callable[[], int]) -> torch.Tensor:
+        """Return the gradient."""
+        return value
+
+    def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sum in float32, or in a wider type of the parameter."""
+        return value.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+
+class Half(Plain):
+    """bfloat16, which has the range of float32.
+
+    Args:
+        dtype: type on the wire.
+        nodes: whether every node of the tree is rounded. Otherwise only sums are that are sent.
+    """
+
+    def __init__(self, dtype: torch.dtype, nodes: bool) -> None:
+        self._dtype, self._nodes = dtype, nodes
+
+    def example(self, parameter: torch.Tensor) -> torch.Tensor:
+        """See :class:`~paceline.step.gradients.codec.Format`."""
+        return torch.empty_like(parameter, dtype=self._dtype)
+
+    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Callable[[], int]) -> torch.Tensor:
+        """Return the gradient, rounded if it is a node of the tree."""
+        return value.to(self._dtype) if self._nodes else value
+
+
+class ScaledHalf(Half):
+    """float16 with a power of two as the scale of each parameter, from its largest gradient in earlier steps.
+
+    Args:
+        nodes: see :class:`Half`.
+        microbatches: largest number of microbatches in a sum.
+    """
+
+    state = "float16"
+
+    def __init__(self, nodes: bool, microbatches: int) -> None:
+        super().__init__(torch.float16, nodes)
+        self._room = _LARGEST - (microbatches - 1).bit_length()
+
+    def fits(self, largest: float, bound: float | None) -> bool:
+        """Return whether the sum of a batch of such gradients is in range."""
+        return math.frexp(largest)[1] <= _allowed(bound)
+
+    def bound(self, largest: float, before: float | None) -> float:
+        """Return the exponent of the next power of two. It rises at once and falls slowly."""
+        now = float(math.frexp(largest)[1])
+        return now if before is None else max(now, before - _FALL)
+
+    def scale(self, bound: float | None) -> float:
+        """Return the power of two by which gradients are multiplied."""
+        return 2.0 ** min(self._room - _allowed(bound), _MOST)
+
+    def unit(self, bound: float | None) -> float:
+        """Return the inverse of the scale."""
+        return 1.0 / self.scale(bound)
+
+
+def _allowed(bound: float | None) -> int:
+    """Return the exponent of the limit on gradients, given the bound from earlier steps."""
+    return math.ceil(bound or 0.0) + _HEADROOM

@@ -1,0 +1,118 @@
+"""Formats on the wire with ``exact``: the same bits for any number of workers, wherever they run."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from subjects import CASES, steps_of
+from torch import nn
+
+from paceline.errors import ConfigError
+from paceline.settings import Settings
+from paceline.strategies import registry, requirements
+from paceline.strategies.base import WIRES
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os
+from subjects import CASES, steps_of, tell, train
+given = eval(os.environ["GIVEN"])
+for name in given.pop("cases", CASES):
+    tell(**{name: train(CASES[name]() | {"exact": True} | given, steps_of(name))})
+"""
+COLLECTIVE: dict[str, Any] = {"reduction": "collective", "bucket_megabytes": 0.002}
+STEALING: dict[str, Any] = {"strategy": "stealing"}
+WAYS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    *(((workers,), {}) for workers in (1, 2, 3, 4, 5, 6, 7, 8)),
+    *((machines, {}) for machines in ((1, 1, 1), (1, 2, 2), (2, 2))),
+    ((1, 2), STEALING),
+    ((4,), STEALING),
+]
+INTEGERS = [((2, 2), COLLECTIVE), ((3,), COLLECTIVE), ((2, 1), COLLECTIVE | {"exact": "fixed-point"})]
+BITS = ("fingerprint", "losses", "steps")
+ONE = {"cases": ["mlp, momentum"]}
+
+
+def _named(way: tuple[tuple[int, ...], dict[str, Any]]) -> str:
+    machines, given = way
+    return " ".join(["+".join(map(str, machines)), *(str(value) for value in given.values() if isinstance(value, str))])
+
+
+def test_two_workers_and_one_have_the_same_bits(printed: Printed, tmp_path: Path) -> None:
+    (alone,) = printed(SCRIPT, 1, tmp_path / "alone", environment={"GIVEN": repr(ONE | {"wire": "int8"})})
+    for one in printed(SCRIPT, 2, tmp_path, machines=(1, 1), environment={"GIVEN": repr(ONE | {"wire": "int8"})}):
+        assert one == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+def test_the_bits_do_not_depend_on_the_workers(printed: Printed, tmp_path: Path, wire: str) -> None:
+    (alone,) = printed(SCRIPT, 1, tmp_path / "alone", environment={"GIVEN": repr({"wire": wire, "strategy": "single"})})
+    for name in CASES:
+        assert alone[name]["steps"] == steps_of(name)
+    for place, way in enumerate([*WAYS, *(INTEGERS if wire.startswith("int") else ())]):
+        machines, given = way
+        environment = {"GIVEN": repr({"wire": wire} | given)}
+        folder = tmp_path / str(place)
+        for one in printed(SCRIPT, sum(machines), folder, machines=machines, environment=environment, deadline=200):
+            for name in CASES:
+                assert [one[name][key] for key in BITS] == [alone[name][key] for key in BITS], (_named(way), name)
+
+
+def check(wire: str, **given: Any) -> None:
+    """Check as before the start."""
+    settings = Settings.model_validate({"batch": 8, "wire": wire} | given)
+    requirements.check(settings, registry.capabilities(settings, 2), None, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("strategy", ["backup", "hogwild", "local-sgd", "parameter-server", "pipeline", "sharded"])
+def test_other_strategies_refuse_a_format(strategy: str) -> None:
+    check("float32", strategy=strategy)
+    for wire in WIRES[1:]:
+        with pytest.raises(ConfigError, match=f"strategy '{strategy}' cannot send gradients as {wire}"):
+            check(wire, strategy=strategy)
+
+
+def test_what_a_format_refuses() -> None:
+    for wire in ("bfloat16", "float16"):
+        with pytest.raises(ConfigError, match="exact='fixed-point' adds up as whole numbers"):
+            check(wire, exact="fixed-point")
+        with pytest.raises(ConfigError, match="cannot give the same bits"):
+            check(wire, exact=True, reduction="collective")
+    for exact in (False, True, "fixed-point"):
+        check("int8", exact=exact, reduction="collective")
+    with pytest.raises(ValueError, match="'float32', 'bfloat16', 'float16', 'int8' or 'int4'"):
+        check("int3")
+
+
+RESUMED = """
+import os
+from subjects import CASES, tell
+import paceline
+given = CASES["transformer, tied weights, clipping, schedule"]() | {"exact": True}
+given |= {"resume": "auto", "checkpoint": {"directory": os.environ["SAVED"], "every": 4}, "wire": os.environ["WIRE"]}
+session = paceline.start(**given)
+for batch in session.batches(steps=int(os.environ["STEPS"])):
+    session.step(batch)
+tell(fingerprint=session.fingerprint(), position=session.position)
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_the_scales(printed: Printed, ranks: Any, tmp_path: Path) -> None:
+    """A run that goes on with other workers ends with the same bits; in another format it is refused."""
+
+    def environment(steps: int, wire: str = "int4", place: str = "here") -> dict[str, str]:
+        return {"WIRE": wire, "STEPS": str(steps), "SAVED": str(tmp_path / place)}
+
+    (whole,) = printed(RESUMED, 1, tmp_path, environment=environment(16, place="elsewhere"))
+    printed(RESUMED, 3, tmp_path, environment=environment(8))
+    for wire in ("float32", "int8"):
+        for one in ranks(RESUMED, 2, tmp_path, environment=environment(16, wire)):
+            assert one.code != 0
+            assert "cannot be resumed with the same bits: wire" in one.err
+    assert printed(RESUMED, 1, tmp_path, environment=environment(12))[0]["position"] == 12
+    for one in printed(RESUMED, 5, tmp_path, environment=environment(16)):
+        assert one == whole

@@ -1,0 +1,46 @@
+"""Formats on the wire with ``exact``: the bits of an undisturbed run, whoever is lost or joins, and when."""
+
+import json
+from typing import Any
+
+import pytest
+from launching import Run
+from test_join_and_leave import DOWN_TO_ONE, JOINED
+from test_recovery import ELASTIC, OVER_THE_NETWORK, PLAIN, check
+
+from paceline.testing import faults
+from paceline.testing.faults import Point
+
+WAYS = {"memory": "", "network": OVER_THE_NETWORK}
+
+
+def given(wire: str, **more: str) -> dict[str, str]:
+    return {"GIVEN": json.dumps({"exact": True, "wire": wire} | more)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
+def test_a_kill_in_the_step_that_finds_the_scales(
+    run: Run, undisturbed: Any, way: str, point: Point, wire: str
+) -> None:
+    ran = run(WAYS[way] + PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=0, point=point), **given(wire))
+    check(ran, undisturbed(PLAIN, **given(wire)), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["float16", "int4"])
+@pytest.mark.parametrize("way", WAYS)
+def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str, wire: str) -> None:
+    """A worker that joins takes over the scales."""
+    ran = run(WAYS[way] + DOWN_TO_ONE, *ELASTIC, arguments=(4,), **given(wire))
+    check(ran, undisturbed(JOINED, (4,), **given(wire)), 2)
+    assert [0] in ran.memberships()
+    assert len(ran.memberships()[-1]) >= 2, ran.report()
+
+
+@pytest.mark.slow
+def test_stealing(run: Run, undisturbed: Any) -> None:
+    ran = run(PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=5), **given("int8", strategy="stealing"))
+    check(ran, undisturbed(PLAIN, **given("int8")), 2)
