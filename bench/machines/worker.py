@@ -141,6 +141,8 @@ if __name__ == "__main__":
     elif way.startswith("bits-"):
         kind = way.removeprefix("bits-")
         seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
+    elif way.startswith("wire-"):
+        seconds, fingerprint = ours(model, data, steps, 2 * size, exact=True, wire=way.removeprefix("wire-"))
     else:
         reduction = "collective" if way == "collective" else "auto"
         seconds, fingerprint = ours(model, data, steps, size, exact=way == "exact", reduction=reduction)

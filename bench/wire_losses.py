@@ -1,0 +1,108 @@
+"""Loss after equal samples with each format on the wire, over float32: a small GPT, a convolution net, a perceptron.
+
+One process trains each model with ``exact=True``, which gives the bits of any number of workers. The loss is the mean
+over the last fifth of the steps; the table has the mean of the seeds, and the largest of them.
+
+    python bench/wire_losses.py
+    python bench/wire_losses.py --tasks mlp --formats int4 --microbatches 4 --seeds 1
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from models import GPT
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.strategies.base import WIRES
+
+LENGTH = 64
+PAGES = Path(__file__).parents[1] / "docs"
+
+
+def gpt() -> dict[str, Any]:
+    """Characters of the documentation, 120,000 parameters."""
+    text = b"".join(page.read_bytes() for page in sorted(PAGES.glob("*.md")))
+    rows = torch.tensor(list(text[: len(text) // LENGTH * LENGTH])).view(-1, LENGTH)
+    data = TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    return {
+        "model": GPT(64, 2, 4),
+        "optimizer": partial(torch.optim.AdamW, lr=2e-3),
+        "loss": lambda output, target: cross_entropy(output.flatten(0, 1), target.flatten()),
+        "data": data,
+        "batch": 32,
+    }
+
+
+def convolutions() -> dict[str, Any]:
+    """Noisy images of ten classes, 10,000 parameters, batch normalization."""
+    chance = torch.Generator().manual_seed(0)
+    patterns, kinds = torch.randn(10, 3, 16, 16, generator=chance), torch.randint(10, (8000,), generator=chance)
+    images = patterns[kinds] * 0.35 + torch.randn(8000, 3, 16, 16, generator=chance)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
+    return {
+        "model": nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 10)),
+        "optimizer": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+        "loss": cross_entropy,
+        "data": TensorDataset(images, kinds),
+        "batch": 64,
+    }
+
+
+def perceptron() -> dict[str, Any]:
+    """Vectors of ten classes, 20,000 parameters."""
+    chance = torch.Generator().manual_seed(0)
+    vectors = torch.randn(8000, 20, generator=chance)
+    scores = vectors @ torch.randn(20, 10, generator=chance) + vectors**2 @ torch.randn(20, 10, generator=chance)
+    layers = (nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return {
+        "model": nn.Sequential(*layers),
+        "optimizer": partial(torch.optim.AdamW, lr=1e-3),
+        "loss": cross_entropy,
+        "data": TensorDataset(vectors, scores.argmax(1)),
+        "batch": 64,
+    }
+
+
+TASKS: dict[str, Callable[[], dict[str, Any]]] = {"gpt": gpt, "conv": convolutions, "mlp": perceptron}
+
+
+def loss_of(task: str, wire: str, seed: int, steps: int, microbatches: int) -> float:
+    """Train, and return the mean loss of the last fifth of the steps."""
+    torch.manual_seed(seed)
+    given = TASKS[task]() | {"seed": seed, "exact": True, "wire": wire, "microbatches": microbatches}
+    session = paceline.start(strategy="single", audit="off", **given)
+    losses = [session.step(batch).loss for batch in session.batches(steps=steps)]
+    return fmean(losses[-steps // 5 :])
+
+
+def main() -> None:
+    """Print a line for each task and format."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--formats", default=",".join(WIRES[1:]))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--microbatches", type=int, default=8)
+    options = parser.parse_args()
+    for task in options.tasks.split(","):
+        train = partial(loss_of, task, steps=options.steps, microbatches=options.microbatches)
+        plain = [train("float32", seed) for seed in range(options.seeds)]
+        print(f"{task:>5}  {'float32':>9}  {fmean(plain):.4f}", flush=True)
+        for wire in options.formats.split(","):
+            over = [train(wire, seed) / base - 1 for seed, base in enumerate(plain)]
+            print(f"{task:>5}  {wire:>9}  {fmean(over):+.2%}  largest {max(over, key=abs):+.2%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
