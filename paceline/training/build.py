@@ -224,8 +224,7 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
 
 def conditions(context: TrainingContext) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
     """Return the sample order, numerics and versions for the manifest of a checkpoint."""
-    exact = context.settings.exact
-    facts = numerics(bool(exact)) | {"exact": exact, "wire": context.settings.wire}
+    facts = numerics(bool(context.settings.exact)) | {"exact": context.settings.exact, "wire": context.settings.wire}
     return context.order.facts(), facts, agreement.versions()
 
 
@@ -250,8 +249,7 @@ def _spelled(settings: Settings) -> str:
 def warnings(context: TrainingContext) -> list[str]:
     """Return warnings on arguments and settings that the user may not have intended."""
     found = become.late_variables()
-    keys = registry.without_effect(context.settings, context.given)
-    if keys:
+    if keys := registry.without_effect(context.settings, context.given):
         found.append(f"set, but without effect with strategy {context.settings.strategy}: {', '.join(keys)}")
     if isinstance(context.order, Order) and context.order.batch > context.order.length:
         found.append(

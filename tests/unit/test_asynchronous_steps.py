@@ -124,7 +124,7 @@ class Worker:
         self.context: Any = SimpleNamespace(
             world=world, update=self.update, settings=settings, strategy_state={}, warnings=[],
             compute=SimpleNamespace(
-                model=self.model, metrics=None,
+                model=self.model, metrics=None, batch_loss=None,
                 buffers=SimpleNamespace(live=[], accept=lambda buffers: None, reset=lambda: None),
             ),
             events=SimpleNamespace(mark=lambda event, **fields: self.events.append((event, fields))),

@@ -17,8 +17,9 @@ from paceline.config import (
     resolve,
 )
 from paceline.errors import ConfigError
-from paceline.settings import GROUPS, STRATEGIES, Arguments, CheckpointSettings, Settings
+from paceline.settings import GROUPS, STRATEGIES, CheckpointSettings, Settings
 from paceline.strategies import registry
+from paceline.training.setup import Arguments
 
 
 def test_the_upper_layer_wins() -> None:

@@ -30,7 +30,12 @@ class Scene:
         self.losses = [1.0, 1.0, math.inf, 1.0]
         buffers = SimpleNamespace(reset=self._reset, accept=lambda *_: None)
         compute = SimpleNamespace(
-            buffers=buffers, metrics=["right"], carried=None, seed=lambda *at: 1, loss_only=self._loss_only
+            buffers=buffers,
+            metrics=["right"],
+            carried=None,
+            batch_loss=None,
+            seed=lambda *at: 1,
+            loss_only=self._loss_only,
         )
         update = SimpleNamespace(
             parameters=dict(self.model.named_parameters()), learning_rate=0.3, loss_scale=None, take=None,

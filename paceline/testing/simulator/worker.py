@@ -394,7 +394,7 @@ class Worker:
         return SimpleNamespace(
             world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(), phases={},
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
-            events=EventLog(None, -1), warnings=[],
+            events=EventLog(None, -1), warnings=[], prepared=[],
             compute=SimpleNamespace(buffers=buffers, model=model), state=state,
             update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
         )  # fmt: skip
