@@ -118,12 +118,12 @@ class TrainingLoop:
         position.take(batch.step, turn)
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
+        self._notice = max(self._notice, result.notice)
         self._together(lambda: self.strategy.settle())
         if not others_did and self.progress.steps == batch.step + 1:  # else the result belongs to a later step
             if self.records.needs_whole_state:
                 self._together(lambda: self.strategy.unite(batch.step + 1))
             self.records.add(batch.step, result, seconds, waited, phase, turn)
-        self._notice = max(self._notice, result.notice)
         if not phase:
             self._conclude(others_did)
         return result, seconds

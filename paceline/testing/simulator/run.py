@@ -23,7 +23,8 @@ from paceline.testing.simulator.hub import Hub, Process
 from paceline.testing.simulator.launchers import RemoteLauncher, Slots, first_machine
 from paceline.testing.simulator.network import Link, Network, Server
 from paceline.testing.simulator.plan import Fault, Plan
-from paceline.testing.simulator.worker import EVALUATES, STEPS, Disk, Worker, gather_parts
+from paceline.testing.simulator.strategy import gather_parts
+from paceline.testing.simulator.worker import EVALUATES, STEPS, Disk, Worker
 from paceline.testing.simulator.world import Broken, Machines
 
 _LONGEST = 1500.0
