@@ -58,12 +58,11 @@ class TrainingLoop:
         self._state, self._checkpointer = beginning.state, beginning.checkpointer
         self._script, self._build = script, build
         self._progress: Progress | None = None
-        self._strategy_ready = False
+        self._strategy_ready = self._closed = False
         self._memory = MemoryBudget(context)
         self.records = Records(context, beginning.state)
         self.activity = Activity(context.world)  # current activity of this worker, for hang detection
         self.loads_ahead = False  # whether batches after the next one may be prefetched
-        self._closed = False
         beginning.state.divided = lambda: self.strategy.divided if self._strategy_ready else None
         self._begun = -1  # step of the last automatic save
         self._notice = 0
@@ -158,8 +157,7 @@ class TrainingLoop:
             known = progress.result_of(turn) or StepResult(math.nan, math.nan, math.nan, applied=False)
             return replace(known, notice=0)  # the notice is outdated: the workers have re-formed since
         self._repeat_lost_steps(step)
-        begin = time.perf_counter()
-        groups = batch.groups
+        begin, groups = time.perf_counter(), batch.groups
         if batch.generation != self.context.world.generation:
             groups = self.context.feed.load(step, self.strategy.groups(step))
         progress = self.progress
@@ -197,8 +195,10 @@ class TrainingLoop:
                 self.progress.result, notice = result, result.notice
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
-            self.progress.steps = step + 1
+            self.progress.steps, generation = step + 1, self.context.world.generation
             self._try_until_done(lambda: self.strategy.settle())
+            if generation != self.context.world.generation:  # for which the notice was
+                continue
             if self._due(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()

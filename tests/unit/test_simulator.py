@@ -36,6 +36,11 @@ MENDED = (
     7051857,  # a worker gets a step from another one, which is lost at once, and a third joins before the step returns
     7032320,  # workers go back to a checkpoint after a step that one of them waits for
     20144637,  # the first worker's machine is lost after its script has ended, before its agent reports the exit code
+    # with copies of the state:
+    *(50012341, 46077676),  # all who have the state are lost when they have sent a part of it to a new worker
+    43040141,  # a worker is lost when lost steps are repeated, and another one is about to join
+    46023216,  # a worker is lost while another one, which leaves, hands over its parts
+    30005436,  # a worker is lost after an update, and another one is about to join
 )
 """Seeds of histories that were once broken, with what is special in them."""
 

@@ -25,7 +25,6 @@ some may have heard from all and others not::
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -127,14 +126,14 @@ class Sharded(Strategy):
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         result = self._workers.step(step, groups)
-        if self._unfinished is not None:
-            return result
-        with contextlib.suppress(WorkerLost):  # the step is done; the next step detects the loss
-            if self._first and result.applied:
+        try:
+            if self._first and result.applied and self._unfinished is None:
                 self._first = False
                 check_draws(self._context)
-            if result.notice:  # a worker that leaves has the only copy of its shard
+            if result.notice and self._unfinished is None:  # a worker that leaves has the only copy of its shard
                 self.unite(step + 1)
+        except WorkerLost as lost:  # the step is done
+            self._unfinished = lost
         return result
 
     def _data_pointers(self) -> list[int]:

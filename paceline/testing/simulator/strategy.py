@@ -6,7 +6,6 @@ With six parts two workers hold each part, as with ``shard_copy`` in ``strategie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -182,8 +181,10 @@ class Simulated(Strategy):
                 self._unfinished = lost
                 return result
         if self._keeps_shares and result.notice:
-            with suppress(WorkerLost):
+            try:
                 self.unite(step + 1)
+            except WorkerLost as lost:
+                self._unfinished = lost
         return result
 
     def settle(self) -> None:

@@ -27,7 +27,7 @@ import torch
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
 from paceline.environments import env
-from paceline.errors import PREEMPTED, InputError, WorkerLost
+from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.strategies.registry import worker_counts
 from paceline.system import fault_points
 from paceline.training.progress import (
@@ -65,6 +65,7 @@ class Recovery:
     ) -> None:
         self._coordinator = coordinator
         self._keep_script, self._decide = keep_script, decide
+        self._is_overwritten = False  # whether parts of others' state have replaced the initial state of this worker
         self._beginning = beginning
         self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
         self._undo_warm_up: Callable[[], None] = lambda: None
@@ -122,6 +123,11 @@ class Recovery:
                 if answer.fresh:
                     self._undo_warm_up()
                     progress = self._beginning.begin()
+                    if self._is_overwritten and not progress.steps:
+                        raise CheckpointError(
+                            f"Rank {world.rank}: all workers with a state were lost before this one had received it, "
+                            f"and there is no checkpoint to begin with. Save regularly (checkpoint.every)."
+                        )
                 else:
                     progress = self._same_state(progress)
                     self._share_findings()
@@ -167,6 +173,7 @@ class Recovery:
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):
             progress.owned = frozenset()  # until the whole state has arrived, this worker's tensors are of two steps
+        self._is_overwritten |= progress is None
         if not lacks_script(everyone) and assemble(self._context, everyone):
             progress = None if progress is None else replace(progress, owned=None)
             progress = self._catch_up(everyone, progress)
