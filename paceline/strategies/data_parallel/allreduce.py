@@ -31,6 +31,7 @@ from paceline.step.commit import Apply, commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.gradients.fusion import Fusion
+from paceline.step.gradients.half import DTYPES
 from paceline.strategies.base import WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
@@ -47,7 +48,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         closures=True,
         scales_loss=True,
         even_shares=True,
-        exact_with='reduction="tree" or exact="fixed-point"',
+        exact_with='reduction="tree"' if settings.wire in DTYPES else 'reduction="tree" or exact="fixed-point"',
         reads=("reduction", "bucket_megabytes"),
     )
 
