@@ -78,8 +78,9 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
         forward: ``forward(model, microbatch)``, given instead of ``loss``, with the same return values. For losses that
             alternate, a dictionary with one function per optimizer name. ``forward(model, microbatch, state)`` returns
             (loss, next state), for the microbatch with this index in the next batch; samples are then not shuffled.
-        batch_loss: ``batch_loss(outputs, batch)``, a loss over the whole batch. ``forward`` then returns tensors of
-            shape [samples, ...], :class:`paceline.Sum`, or a dictionary of these, for a microbatch.
+        batch_loss: ``batch_loss(outputs, batch)``, a loss over the whole batch, such as a contrastive loss, with the
+            same return values as ``loss``. It needs ``forward``, which then returns the outputs of a microbatch: a
+            tensor of shape [samples, ...], a :class:`paceline.Sum`, or a dictionary of these.
         schedule: factory that is called with the optimizer and returns a torch learning-rate scheduler, which is
             stepped once per update without a metric. With several optimizers, one factory for all or one per name.
         collate: function from a list of items to a microbatch. Defaults to torch's ``default_collate``.

@@ -219,7 +219,8 @@ class Settings(BaseModel):
         "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
     )
     wire: Wire = Field(
-        "float32", description="format of gradients on the way to other workers; int8, int4: sums of whole numbers"
+        "float32",
+        description="format in which gradients are sent to other workers; int8 and int4 have exact sums",
     )
     transport: Literal["auto", "mpi"] = Field(
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
@@ -228,10 +229,11 @@ class Settings(BaseModel):
         "parameters", description="what strategy sharded divides: the optimizer's state, gradients too, parameters too"
     )
     shard_copy: bool | None = Field(
-        None, description="sharded: let a second worker hold each slice, so that one may be lost; none: if elastic"
+        None,
+        description="for strategy sharded: a second worker holds a copy of each slice; none: if elastic",
     )
     shard_within: Literal["machine"] | None = Field(
-        None, description="sharded: machine: divide the state among the workers of each machine; none: among all"
+        None, description="for strategy sharded: divide the state within each machine; none: among all workers"
     )
     bucket_megabytes: PositiveFloat | None = Field(
         None,

@@ -81,7 +81,7 @@ class TrainingContext:
 
 _NO_VALUES = (
     "A batch is shared out among the workers, so it has no {values}. Write `for batch in session.batches(): "
-    "session.step(batch)`; loss=, or forward=, computes with the values."
+    "session.step(batch)`; loss=, or forward=, computes with the values, and returns what batch_loss= needs of them."
 )
 
 

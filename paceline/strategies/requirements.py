@@ -75,8 +75,8 @@ def check(
 def _check_batch_loss(settings: Settings, capabilities: Capabilities, batch_loss: object) -> None:
     if batch_loss is not None and not capabilities.batch_losses:
         raise ConfigError(
-            f"strategy {settings.strategy!r} cannot train with batch_loss=, for which the outputs of all microbatches "
-            f"of a batch must be known before the first gradient: use 'allreduce', 'stealing' or 'sharded'."
+            f"strategy {settings.strategy!r} cannot train with batch_loss=, which needs the outputs of the whole batch "
+            f"before the first gradient: use 'allreduce', 'stealing' or 'sharded'."
         )
 
 

@@ -319,8 +319,8 @@ def _check_batch_loss(given: Components) -> None:
         )
     if given.forward is None:
         raise ConfigError(
-            "batch_loss(outputs, batch) needs forward(model, microbatch), which returns the outputs, such as "
-            "embeddings, and neither loss nor forward is given: give forward, too."
+            "batch_loss(outputs, batch) needs forward(model, microbatch), which returns the outputs of a microbatch, "
+            "such as embeddings. Give forward=, too."
         )
     if isinstance(given.forward, Mapping) or takes_state(given.forward):
         what = "a forward for each optimizer" if isinstance(given.forward, Mapping) else "a state from batch to batch"

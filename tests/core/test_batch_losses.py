@@ -159,7 +159,7 @@ def _vectors(outputs: Any, batch: Any) -> torch.Tensor:
 OUTPUTS = {
     "no samples": (lambda model, data: model.other(data[0]).mean(0), r"the shape \[6\] for the 4 samples of microb"),
     "a number": (lambda model, data: model.other(data[0]).mean(), "has no dimension for the 4 samples of microbatch 0"),
-    "a tuple": (lambda model, data: (model.other(data[0]), 1), "but the output is a tuple of a tensor of shape"),
+    "a tuple": (lambda model, data: (model.other(data[0]), 1), r"is a tuple of a tensor .* Name its tensors in a"),
     "nothing": (lambda model, data: {}, "but it returned an empty dictionary"),
     "a list": (lambda model, data: {"a": [1]}, "but the output 'a' is a list"),
     "other sizes": (
@@ -235,7 +235,7 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"loss": loss, "forward": None}, "Give either loss= or batch_loss=; both are given"),
         ({"loss": loss}, "Give either loss= or batch_loss=; both are given"),
-        ({"forward": None}, r"batch_loss\(outputs, batch\) needs forward\(model, microbatch\)"),
+        ({"forward": None}, r"batch_loss\(outputs, batch\) needs forward\(model, microbatch\).* Give forward=, too"),
         ({"forward": {"first": two_views}}, "cannot be combined with a forward for each optimizer"),
         ({"forward": lambda model, data, state: (1, state)}, "cannot be combined with a state from batch to batch"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),

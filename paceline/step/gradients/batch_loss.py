@@ -42,24 +42,23 @@ _NO_GRADIENT = (
     "for parameters that are all frozen."
 )
 _NOT_AGAIN = (
-    "forward does not repeat: {what} of {microbatch} in step {step} {how}. A loss over the whole batch computes each "
-    "microbatch twice: once for the loss, once for the gradients. Draw random numbers from the global generators of "
+    "forward does not repeat: {what} of {microbatch} in step {step} {how}. With batch_loss=, it computes a microbatch "
+    "twice, once for the loss and once for the gradients. Draw random numbers from the global generators of "
     "torch, random or numpy, keep what forward changes in buffers of the model, and read neither a counter nor the "
     "clock."
 )
 _OWN_STATE = (
-    "batch_loss called twice with the same outputs does not give the same{named}. Every worker calls it for the same "
-    "step, and again if the step is repeated after a loss. Draw random numbers from the global generators, and keep "
-    "nothing from call to call."
+    "batch_loss called twice with the same outputs does not give the same{named}. Every worker calls it in every step, "
+    "and again if the step is repeated after a worker is lost. Draw random numbers from the global generators of "
+    "torch, random or numpy, and keep nothing from call to call."
 )
 _BUFFER = (
     "batch_loss changes the buffer {name!r} of the model, as batch norm in training mode does. Run such layers in "
-    "forward, and give batch_loss what they return."
+    "forward, and return their results to batch_loss as outputs."
 )
 _OUTSIDE = (
     "batch_loss uses a parameter of shape {shape} that the model does not have, so no optimizer of the session trains "
-    "it. Register it in the model, as self.value = torch.nn.Parameter(...), and use it from there: then it gets its "
-    "gradient."
+    "it. Register it in the model, as self.value = torch.nn.Parameter(...), and use it from there."
 )
 
 

@@ -19,9 +19,9 @@ _FORMS = (
 
 
 class Sum:
-    """Tensor of a microbatch that is added up over the microbatches of a batch, for a loss over the whole batch.
+    """Output of ``forward`` that is added up over the microbatches of a batch, for a loss over the whole batch.
 
-    ``forward`` returns it, alone or in a dictionary, in a session with ``batch_loss``. ``batch_loss`` then gets the sum
+    In a session with ``batch_loss``, ``forward`` returns a Sum, alone or in a dictionary. ``batch_loss`` gets the sum
     over the batch as a tensor of the same shape, such as the load of each expert or a cross-correlation matrix. With
     ``exact`` the sum has the same bits on any number of workers.
 
@@ -89,7 +89,8 @@ def outputs_of(value: Any, samples: int | None, microbatches: range = range(1)) 
     for name, entry in entries.items():
         tensor = entry.tensor if isinstance(entry, Sum) else entry
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            raise InputError(f"{_FORMS}, but {spelled(name)} is {described(entry)}.")
+            cure = " Name its tensors in a dictionary." if isinstance(entry, tuple | list) and not name else ""
+            raise InputError(f"{_FORMS}, but {spelled(name)} is {described(entry)}.{cure}")
         if not isinstance(entry, Sum):
             _check_rows(name, tensor, samples, microbatches)
         shape = tensor.shape if isinstance(entry, Sum) else tensor.shape[1:]
@@ -131,7 +132,7 @@ def check_forms(known: Mapping[str, OutputForm], found: Mapping[str, OutputForm]
     name = next(name for name in known if known[name] != found[name])
     raise InputError(
         f"{spelled(name).capitalize()} of forward is {known[name]} for {where}, but {found[name]} for {other}: they "
-        f"cannot become one. Return the same for every microbatch; pad rows to one size."
+        f"cannot be put together. Return the same form for every microbatch; pad rows to one size."
     )
 
 
