@@ -80,6 +80,6 @@ def go_back(
         )
         raise CheckpointError(
             f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "
-            f"Save regularly (checkpoint.every), or let two workers hold each part of the state if the strategy can."
+            f"Save regularly (checkpoint.every), or keep copies (shard_copy=True) with strategy 'sharded'."
         )
     return steps
