@@ -125,6 +125,16 @@ class BatchLosses(Strategy):
     def divided(self) -> DividedOptimizerState | None:
         return self._inner.divided
 
+    def settle(self) -> None:
+        self._inner.settle()
+
+    @property
+    def undecided(self) -> bool:
+        return self._inner.undecided
+
+    def decide(self, norm: torch.Tensor | float | None) -> frozenset[str] | None:
+        return self._inner.decide(norm)
+
     def close(self) -> frozenset[str] | None:
         return self._inner.close()
 
