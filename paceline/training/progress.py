@@ -224,7 +224,8 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     # workers that have gone back before may have fewer steps than the most advanced worker, but more results of calls
     repeat_until = max(max(one.repeat_until, one.steps) for one in known)
     results_of = _all_results(known)
-    back = replace(furthest_of(everyone), steps=steps, repeat_until=repeat_until, owned=None, results_of=results_of)
+    most = replace(furthest_of(everyone), owned=None, ahead=False)
+    back = replace(most, steps=steps, repeat_until=repeat_until, results_of=results_of)
     # a script that waits for a step before the checkpoint gets the result of others, as it must not take the step again
     if own is not None and own.steps >= steps and own.has_script_at(steps):
         return replace(back, received=own.received, again=own.again, entered=own.entered)

@@ -181,6 +181,13 @@ def test_who_goes_back_knows_all_calls_and_how_far_anybody_was() -> None:
         assert back.received == (3 if rank == 2 else 0)
 
 
+def test_who_goes_back_after_an_update_that_others_lost_is_not_ahead() -> None:
+    """The worker that had done the step to its end was lost, too. The next loss must find all shards at one step."""
+    history = Progress(4, result=StepResult(3.0, 1.0, 0.1)).history()
+    everyone = [Progress(6, owned=frozenset({"weight"}), ahead=True), Progress(6, owned=frozenset())]
+    assert not any(gone_back(everyone, rank, 4, history).ahead for rank in range(2))
+
+
 def test_who_was_dropped_before_the_checkpoint_takes_it_as_received() -> None:
     """Its script is in a step that others did before the checkpoint, and must not do it again."""
     history = Progress(4, result=StepResult(3.0, 1.0, 0.1)).history()
