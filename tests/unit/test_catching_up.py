@@ -349,6 +349,24 @@ def test_what_nobody_holds_is_missing() -> None:
     assert missing(context, [Progress(3, owned=frozenset())]) == ["bias", "weight"]
 
 
+def test_a_worker_claims_no_state_while_it_loads_its_share_of_a_checkpoint() -> None:
+    """A loss may end the exchange when some workers have loaded their shares, and others have not."""
+    progress = Progress(6, owned=frozenset({"0.weight"}))
+
+    def go_back(_: Any) -> Progress:
+        raise WorkerLost("rank 1 was lost")
+
+    def act(world: Any) -> None:
+        scene = Scene(world)
+        scene.context.settings.strategy = "sharded"
+        scene.of._go_back = go_back  # type: ignore[method-assign]
+        with pytest.raises(WorkerLost):
+            scene.of._same_state(progress if world.rank == 0 else None)
+
+    run(2, act)
+    assert progress.owned == frozenset()
+
+
 RESULT = StepResult(0.5, 1.0, 0.1)
 
 
@@ -517,6 +535,26 @@ def test_a_worker_registers_with_what_all_must_agree_on(
     about = {"host": platform.node(), "pid": os.getpid(), "address": "10.0.0.1"}
     assert given == [dict, (about, {"batch": 8}, 9.0, (4, 8))]
     assert warmed == ([(scene.context, scene.state)] if spare else [])
+
+
+def test_what_a_worker_has_of_a_checkpoint_is_known_after_a_loss_before_it_trains(launched: SimpleNamespace) -> None:
+    """Its tensors are a share. Who believed to have all of them would train on with new states for the rest."""
+    seen: list[frozenset[str] | None] = []
+    for before, loaded, owned in (
+        (None, frozenset({"a"}), frozenset({"a"})),
+        (None, None, None),
+        (frozenset[str](), frozenset({"a"}), frozenset[str]()),  # lost in the exchange: some have loaded, others not
+    ):
+        scene = changing([None], membership(1, 4, 5))
+        scene.context.prepared.append(SimpleNamespace(release=lambda loaded=loaded: loaded))
+
+        def same_state(progress: Progress) -> Progress:
+            seen.append(progress.owned)
+            return progress
+
+        scene.of._same_state = same_state  # type: ignore[method-assign, assignment]
+        scene.of.re_form(Progress(3, owned=before))
+        assert seen.pop() == owned and not scene.context.prepared
 
 
 def test_a_membership_that_cannot_be_joined_is_followed_by_another(launched: SimpleNamespace) -> None:

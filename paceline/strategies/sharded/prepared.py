@@ -84,10 +84,18 @@ class PreparedShards:
             self.weights.publish()
             FreedMemory().trim()
 
-    def release(self) -> None:
-        """Release all views of the weights."""
+    def release(self) -> frozenset[str] | None:
+        """Release all views of the weights.
+
+        Returns:
+            names of the parameters, slices and buffers whose loaded values this worker has. None if none were loaded.
+        """
+        buffers = (name for name, _ in self._model.named_buffers())
+        owned = self.shard.names.union(buffers, self._frozen) if self.is_loaded else None
+        self.shard.unite()
         self.weights = None
         self.shard.own.clear()
+        return owned
 
 
 def prepare(context: TrainingContext) -> PreparedShards:
@@ -105,7 +113,13 @@ def prepared(context: TrainingContext) -> PreparedShards:
     return PreparedShards(context)
 
 
-def forget(context: TrainingContext) -> None:
-    """Release what was prepared for a membership that no strategy was built for."""
+def forget(context: TrainingContext) -> frozenset[str] | None:
+    """Release what was prepared for a membership that no strategy was built for.
+
+    Returns:
+        as :meth:`PreparedShards.release`.
+    """
+    owned: frozenset[str] | None = None
     while context.prepared:
-        context.prepared.pop().release()
+        owned = context.prepared.pop().release()
+    return owned

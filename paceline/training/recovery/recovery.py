@@ -29,6 +29,7 @@ from paceline.coordinator.types import Departure, Membership
 from paceline.environments import env
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.strategies.registry import worker_counts
+from paceline.strategies.sharded.prepared import forget
 from paceline.system import fault_points
 from paceline.training.progress import (
     Progress,
@@ -41,7 +42,7 @@ from paceline.training.progress import (
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.standby import move_to_device, warm_up
-from paceline.training.recovery.state_shards import assemble, go_back, is_replaced
+from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
@@ -106,6 +107,9 @@ class Recovery:
         while True:
             if progress is not None:
                 fault_points.reach("during recovery", progress.steps)
+            owned = forget(self._context)
+            if progress is not None and progress.owned is None:  # lost after a checkpoint was loaded in shares
+                progress.owned = owned
             world.leave()
             key = None if progress is None else progress.key
             answer = self._coordinator.await_membership(key, world.arena_handle(), world.leaving, planned, ended)
@@ -178,6 +182,8 @@ class Recovery:
             progress = None if progress is None else replace(progress, owned=None)
             progress = self._catch_up(everyone, progress)
         else:
+            if progress is not None and loads_shares(self._context):
+                progress.owned = frozenset()  # until all shares are loaded, this worker's tensors are of two steps
             progress = self._go_back(everyone)
         if own is not None and own.steps < progress.steps == own.entered + 1:
             self._keep_script()  # a worker that joins before the step returns gets the values with which it returns

@@ -63,6 +63,11 @@ def missing(context: TrainingContext, everyone: Sequence[Progress | None]) -> li
     return not_owned(sizes, [name for one in held if one is not None for name in one])
 
 
+def loads_shares(context: TrainingContext) -> bool:
+    """Return whether each worker loads its share of a checkpoint, in an exchange that a loss may interrupt."""
+    return context.world.size > 1 and registry.entry_of(context.settings.strategy).prepare is not None
+
+
 def go_back(
     context: TrainingContext, checkpointer: Checkpointer, state: TrainingState, everyone: Sequence[Progress | None]
 ) -> int:
