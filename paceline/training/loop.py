@@ -117,7 +117,7 @@ class TrainingLoop:
         position.take(batch.step, turn)
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
-        self._notice = max(self._notice, result.notice)
+        self._notice = max(self._notice, result.notice)  # outdated if the workers re-form now
         self._together(lambda: self.strategy.settle())
         if not others_did and self.progress.steps == batch.step + 1:  # else the result belongs to a later step
             if self.records.needs_whole_state:
@@ -195,10 +195,8 @@ class TrainingLoop:
                 self.progress.result, notice = result, result.notice
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
-            self.progress.steps, generation = step + 1, self.context.world.generation
-            self._try_until_done(lambda: self.strategy.settle())
-            if generation != self.context.world.generation:  # for which the notice was
-                continue
+            self.progress.steps = step + 1
+            self.strategy.settle()  # after a loss, others go on from here or from an earlier step, and save nothing
             if self._due(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()
