@@ -147,7 +147,6 @@ class _Own:
         self.marks: dict[int, dict[str, list[int | float]]] = {}
         self.forms: dict[str, OutputForm] = {}
         self.needing: set[str] = set()
-        self._rank = context.world.rank
         self._sums = Accumulator(context.settings.exact)
         samples = context.order.samples_of(step)
         for group in groups:
