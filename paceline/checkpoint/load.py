@@ -184,15 +184,19 @@ class SharedRead:
             _bytes(target, part, chunk, self._itemsize(chunk)).copy_(self._piece(chunk, part))
         world.await_process_group()
         sends, receives = [], []
+        sent: dict[tuple[tuple[Chunk, int, int], ...], torch.Tensor] = {}  # peers may need the same pieces
         for peer in world.others:
-            pieces = [
-                self._piece(chunk, part)
+            wanted = [
+                (chunk, part)
                 for chunk in self._chunks
                 for part in self._shares.parts_of(chunk.name, self._manifest.kind_of(chunk.name)[1], peer)
                 if _overlaps(chunk, part)
             ]
-            if pieces:
-                sends.append(Message(torch.cat(pieces), peer, _TAG))
+            if wanted:
+                key = tuple((chunk, *_overlap(chunk, part)) for chunk, part in wanted)
+                if key not in sent:
+                    sent[key] = torch.cat([self._piece(chunk, part) for chunk, part in wanted])
+                sends.append(Message(sent[key], peer, _TAG))
             coming = [
                 _bytes(target, part, chunk, self._itemsize(chunk)) for chunk, part, target in self._needed(peer, number)
             ]

@@ -158,7 +158,9 @@ class Sharded(Strategy):
         self._reducer.clear()
         gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
         owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
-        copied = {index: value.clone() for index, value in gradients.items() if index not in owned}
+        copied = {index: value for index, value in gradients.items() if index not in owned}
+        if self._context.world.shared_memory is not None:  # in the memory of their owners, which go on using it
+            copied = {index: value.clone() for index, value in copied.items()}
         self._divided.hashes = None
         self._is_whole &= self._weights is None  # others may update shared weights while this worker waits
         if self._weights is not None:

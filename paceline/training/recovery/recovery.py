@@ -126,12 +126,7 @@ class Recovery:
                 connected = time.perf_counter()
                 if answer.fresh:
                     self._undo_warm_up()
-                    progress = self._beginning.begin()
-                    if self._is_overwritten and not progress.steps:
-                        raise CheckpointError(
-                            f"Rank {world.rank}: all workers with a state were lost before this one had received it, "
-                            f"and there is no checkpoint to begin with. Save regularly (checkpoint.every)."
-                        )
+                    progress = self._begin()
                 else:
                     progress = self._same_state(progress)
                     self._share_findings()
@@ -146,6 +141,15 @@ class Recovery:
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
             return progress
+
+    def _begin(self) -> Progress:
+        progress = self._beginning.begin()
+        if self._is_overwritten and not progress.steps:
+            raise CheckpointError(
+                f"Rank {self._context.world.rank}: all workers with a state were lost before this one had received it, "
+                f"and there is no checkpoint to begin with. Save regularly (checkpoint.every)."
+            )
+        return progress
 
     def _record(self, membership: Membership, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
         launched, count = env.launch_info(), len(lost)

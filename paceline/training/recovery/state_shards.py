@@ -81,7 +81,9 @@ def go_back(
     if steps == 0:
         lost = missing(context, everyone)
         what = (
-            f"{len(lost)} parameters and buffers, {lost[0]!r} among them, were" if lost else "The state of a step was"
+            f"the state of {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''} was"
+            if lost
+            else "the state of a step was"
         )
         raise CheckpointError(
             f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "
