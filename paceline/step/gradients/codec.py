@@ -31,8 +31,8 @@ from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
 from paceline.system.torch_internals import foreach_div_, foreach_mul_, foreach_norm, foreach_round_
 
-Seed: TypeAlias = Callable[[], int]
-"""Returns the seed of a gradient's random numbers."""
+Chance: TypeAlias = Callable[[], torch.Generator]
+"""Returns the generator of random numbers for a gradient, seeded by its key."""
 
 
 class Format(Protocol):
@@ -66,8 +66,8 @@ class Format(Protocol):
         """Return the factor of the numbers after :meth:`unpack`."""
         ...
 
-    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Seed) -> torch.Tensor:
-        """Return a scaled gradient as it is added up. Random numbers come from the seeded generator."""
+    def pack(self, value: torch.Tensor, chance: Chance) -> torch.Tensor:
+        """Return a scaled gradient as it is added up. Random numbers come from the generator of ``chance``."""
         ...
 
     def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Codec:
         self._names = list(context.update.parameters)
         self._parameters = list(context.update.parameters.values())
         self._keys = [_number(name) for name in self._names]
-        self._generator = torch.Generator(context.world.device)
+        self._generator: torch.Generator | None = None
         self._bounded = any(one.state for one in formats)
         self._norms: list[list[torch.Tensor]] = [[] for _ in formats]
         self._scales: list[float] = []
@@ -136,12 +136,13 @@ class Codec:
             if whole:
                 foreach_round_(whole)
         return [
-            self._formats[place].pack(value, self._generator, partial(self._seed, step, microbatch, place))
+            self._formats[place].pack(value, partial(self._seeded, step, microbatch, place))
             for place, value in zip(places, wide, strict=True)
         ]
 
-    def _seed(self, step: int, microbatch: int, place: int) -> int:
-        return self._context.compute.seed(ROUNDING, step, microbatch, self._keys[place])
+    def _seeded(self, step: int, microbatch: int, place: int) -> torch.Generator:
+        self._generator = self._generator or torch.Generator(self._context.world.device)
+        return self._generator.manual_seed(self._context.compute.seed(ROUNDING, step, microbatch, self._keys[place]))
 
     def send(self) -> None:
         """Start sending this worker's largest gradients to the other workers. All gradients must be encoded."""

@@ -69,7 +69,7 @@ class WholeNumbers:
     def _exponent(self, bound: float | None) -> int:
         return max(_allowed(bound) - self._bits, -_FINEST[self._dtype])
 
-    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Callable[[], int]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
         """Return the rounded gradient as integers."""
         return value.to(self._dtype)
 

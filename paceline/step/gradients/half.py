@@ -54,7 +54,7 @@ class Plain:
 
     unit = scale
 
-    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Callable[[], int]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
         """Return the gradient."""
         return value
 
@@ -78,7 +78,7 @@ class Half(Plain):
         """See :class:`~paceline.step.gradients.codec.Format`."""
         return torch.empty_like(parameter, dtype=self._dtype)
 
-    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Callable[[], int]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
         """Return the gradient, rounded if it is a node of the tree."""
         return value.to(self._dtype) if self._nodes else value
 

@@ -164,10 +164,9 @@ class Codes:
         """Return the size of a code's step."""
         return self._allowed(bound) / (self._limit * _BELOW)
 
-    def pack(self, value: torch.Tensor, generator: torch.Generator, seed: Callable[[], int]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
         """Return words with the codes of a gradient."""
-        generator.manual_seed(seed())
-        return pack(round_at_random(value.reshape(-1), generator), self._lanes)
+        return pack(round_at_random(value.reshape(-1), chance()), self._lanes)
 
     def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sums of codes, with the strides of the parameter."""

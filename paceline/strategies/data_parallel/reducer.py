@@ -136,8 +136,8 @@ class Reducer:
         self._missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)
 
-    def take(self, step: int, microbatch: int) -> Values:
-        """Return the gradients of a microbatch in the form in which they are summed, and clear ``.grad``."""
+    def take(self, step: int = 0, microbatch: int = 0) -> Values:
+        """Return the gradients as they are summed, and clear ``.grad``. The arguments key the random rounding."""
         values: Values = [parameter.grad for parameter in self._parameters]
         self.clear()
         check_dense(self._names, values)
