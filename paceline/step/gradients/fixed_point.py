@@ -29,7 +29,20 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Parameter dtypes whose gradients can be encoded as integers."""
 
 
-class WholeNumbers:
+class PowerOfTwo:
+    """Bound on the gradients of a parameter: the exponent of a power of two above the largest ones of earlier steps."""
+
+    def fits(self, largest: float, bound: float | None) -> bool:
+        """Return whether the gradient is below the limit, which 2 ** ``bound`` sets."""
+        return math.frexp(largest)[1] <= allowed(bound)
+
+    def bound(self, largest: float, before: float | None) -> float:
+        """Return the exponent of the next power of two. It rises at once and falls slowly."""
+        now = float(math.frexp(largest)[1])
+        return now if before is None else max(now, before - _FALL)
+
+
+class WholeNumbers(PowerOfTwo):
     """Format of ``exact="fixed-point"``: 32-bit integers, 64-bit for float64.
 
     Args:
@@ -49,15 +62,6 @@ class WholeNumbers:
             return parameter.detach().view(self._dtype)
         return torch.empty_like(parameter, dtype=self._dtype)
 
-    def fits(self, largest: float, bound: float | None) -> bool:
-        """Return whether the gradient is below the limit, which 2 ** ``bound`` sets."""
-        return math.frexp(largest)[1] <= _allowed(bound)
-
-    def bound(self, largest: float, before: float | None) -> float:
-        """Return the exponent of the next power of two. It rises at once and falls slowly."""
-        now = float(math.frexp(largest)[1])
-        return now if before is None else max(now, before - _FALL)
-
     def scale(self, bound: float | None) -> float:
         """Return the number of units in 1."""
         return 2.0 ** -self._exponent(bound)
@@ -67,7 +71,7 @@ class WholeNumbers:
         return 2.0 ** self._exponent(bound)
 
     def _exponent(self, bound: float | None) -> int:
-        return max(_allowed(bound) - self._bits, -_FINEST[self._dtype])
+        return max(allowed(bound) - self._bits, -_FINEST[self._dtype])
 
     def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
         """Return the rounded gradient as integers."""
@@ -87,6 +91,6 @@ def bits_of(kind: torch.dtype, microbatches: int) -> int:
     return (torch.iinfo(kind).max // microbatches).bit_length() - 1
 
 
-def _allowed(bound: float | None) -> int:
+def allowed(bound: float | None) -> int:
     """Return the exponent of the limit on gradients, given the bound from earlier steps."""
     return math.ceil(bound or 0.0) + _HEADROOM

@@ -16,13 +16,12 @@ batch stays below that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 
-_HEADROOM = 2
-_FALL = 0.125
+from paceline.step.gradients.fixed_point import PowerOfTwo, allowed
+
 _LARGEST = 15
 """A sum is below 2 to this, half of the range of float16."""
 _MOST = 100
@@ -83,7 +82,7 @@ class Half(Plain):
         return value.to(self._dtype) if self._nodes else value
 
 
-class ScaledHalf(Half):
+class ScaledHalf(PowerOfTwo, Half):
     """float16 with a power of two as the scale of each parameter, from its largest gradient in earlier steps.
 
     Args:
@@ -97,24 +96,10 @@ class ScaledHalf(Half):
         super().__init__(torch.float16, nodes)
         self._room = _LARGEST - (microbatches - 1).bit_length()
 
-    def fits(self, largest: float, bound: float | None) -> bool:
-        """Return whether the sum of a batch of such gradients is in range."""
-        return math.frexp(largest)[1] <= _allowed(bound)
-
-    def bound(self, largest: float, before: float | None) -> float:
-        """Return the exponent of the next power of two. It rises at once and falls slowly."""
-        now = float(math.frexp(largest)[1])
-        return now if before is None else max(now, before - _FALL)
-
     def scale(self, bound: float | None) -> float:
         """Return the power of two by which gradients are multiplied."""
-        return 2.0 ** min(self._room - _allowed(bound), _MOST)
+        return 2.0 ** min(self._room - allowed(bound), _MOST)
 
     def unit(self, bound: float | None) -> float:
         """Return the inverse of the scale."""
         return 1.0 / self.scale(bound)
-
-
-def _allowed(bound: float | None) -> int:
-    """Return the exponent of the limit on gradients, given the bound from earlier steps."""
-    return math.ceil(bound or 0.0) + _HEADROOM
