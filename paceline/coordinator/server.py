@@ -41,6 +41,7 @@ class Agent:
     number: int  # number of the machine. Its workers are numbered from ``number * BLOCK``.
     workers: int  # number of workers that it started with
     running: set[int] = field(default_factory=set)  # numbers of its workers that are running, as reported by the agent
+    exits: dict[int, Message] = field(default_factory=dict)  # reported exits of workers that are still connected
     end_sent: bool = False  # whether the end of the run has been sent to the agent
 
 
@@ -120,6 +121,8 @@ class Coordinator:
         """
         with self._lock:
             now, membership = self._clock(), self.membership
+            if (peer := self._workers.get(number)) is not None:
+                self._connections.drain(peer)  # the worker may have reported the end of its script just before
             self._ended.add(number)
             reason = f"{membership.name(number)} {describe_exit(code)}"
             if code == 0:
@@ -257,7 +260,10 @@ class Coordinator:
             self.membership.started(number)
         elif message["type"] == "ended" and number in agent.running:
             agent.running.remove(number)
-            self._handle_exit(message)
+            if number in self._workers:  # its last messages may arrive after those of its agent
+                agent.exits[number] = message
+            else:
+                self._handle_exit(message)
         else:
             self._connections.refuse(agent.peer, f"worker {number} is not on its machine")
 
@@ -266,8 +272,11 @@ class Coordinator:
         number = peer.worker
         if number is not None and self._workers.get(number) is peer:
             del self._workers[number]
-            if number >= BLOCK and not (self.membership.workers[number].ending and self._reports_exit(number)):
-                self._cut_off(number)
+            machine = self._agents.get(number // BLOCK)
+            if machine is not None and number in machine.exits:
+                self._handle_exit(machine.exits.pop(number))
+            elif number >= BLOCK and not (machine is not None and self.membership.workers[number].ending):
+                self._cut_off(number)  # otherwise its agent will report the exit code of its script
         if agent := self._agent(peer):
             del self._agents[agent.number]
             self._record("agent-left", agent=agent.number)
@@ -275,10 +284,6 @@ class Coordinator:
                 if number not in self._workers:
                     self._cut_off(number)
             self._count_machines()
-
-    def _reports_exit(self, number: int) -> bool:
-        """Return whether the agent of its machine will report the exit code of a worker whose script has ended."""
-        return number // BLOCK in self._agents
 
     def _cut_off(self, number: int) -> None:
         """Drop a worker of another machine that cannot be reached. Its process may still run."""

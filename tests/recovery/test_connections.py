@@ -282,6 +282,17 @@ def test_an_agent_speaks_for_the_workers_that_it_started(lab: Lab) -> None:
     assert all(lab.coordinator.membership.workers[number].state == "training" for number in (0, 1))
 
 
+def test_an_exit_counts_after_what_the_worker_has_sent(lab: Lab) -> None:
+    """Its launcher may see the end of a process before the coordinator's thread has read its last message."""
+    members = lab.train()
+    with lab.coordinator._lock:
+        tell(members[1], {"type": "heartbeat", "status": STATUS}, {"type": "ending"})
+        members[1].close()
+        assert not lab.coordinator.ended(1, 3, {}, lab.coordinator.announce_start), "the script has ended by itself"
+        assert lab.coordinator.over is not None and lab.coordinator.over["code"] == 3
+    until(lambda: 1 not in lab.coordinator._workers)
+
+
 def test_a_machine_with_another_run_is_told_so(lab: Lab) -> None:
     for other in ({"script": "other.py"}, {"name": "other"}, {"script": "other\ud800\n" + 5000 * "x"}):
         agent = lab.agent()

@@ -73,7 +73,7 @@ class Cut:
 
     def __init__(self, ending: bool = False) -> None:
         self.lost: list[Any] = []
-        self.agent = SimpleNamespace(worker=None, number=1)
+        self.agent = SimpleNamespace(worker=None, number=1, exits={})
         self.peers = {number: SimpleNamespace(worker=number) for number in (3, 1001, 1002)}
         workers = {number: SimpleNamespace(ending=ending) for number in (3, 1001, 1002)}
         self.of: Any = object.__new__(Coordinator)
@@ -111,9 +111,9 @@ def test_workers_without_a_connection_are_lost_with_their_agent() -> None:
     assert cut.lost == [(1001, "worker 1001 cannot be reached")] and cut.of._agents == {}
 
 
-def test_what_a_worker_said_before_its_end_comes_too_late() -> None:
-    """Its launcher may see the end before the coordinator has read all that the worker sent."""
-    connections = SimpleNamespace(start=lambda: None, send=lambda peers, message: None)
+def test_what_arrives_after_the_end_of_a_worker_is_ignored() -> None:
+    nothing = {name: lambda *_: None for name in ("start", "send", "drain")}
+    connections = SimpleNamespace(**nothing)
     run: Any = RunInfo("id", None, "train.py", "run")  # type: ignore[arg-type]
     system = System(connect=lambda *_: connections)  # type: ignore[arg-type,return-value]
     coordinator = Coordinator(None, Bounds(1, 1, 1, drops=True), lambda *_, **__: None, run, 1, system=system)  # type: ignore[arg-type]

@@ -36,6 +36,8 @@ MENDED = (
     7051857,  # a worker gets a step from another one, which is lost at once, and a third joins before the step returns
     7032320,  # workers go back to a checkpoint after a step that one of them waits for
     20144637,  # the first worker's machine is lost after its script has ended, before its agent reports the exit code
+    30000439,  # a script exits with 3, and its launcher sees that before the coordinator has read that it has ended
+    30000206,  # the same, seen by the agent of another machine
     # with copies of the state:
     *(50012341, 46077676),  # all who have the state are lost when they have sent a part of it to a new worker
     43040141,  # a worker is lost when lost steps are repeated, and another one is about to join

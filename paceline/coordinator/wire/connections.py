@@ -9,6 +9,7 @@ read is buffered.
 from __future__ import annotations
 
 import contextlib
+import select
 import selectors
 import socket
 import threading
@@ -117,7 +118,7 @@ class Connections:
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._empty_wake_up)
         self._thread = threading.Thread(target=self._serve, name="paceline-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -143,6 +144,14 @@ class Connections:
         """Close a connection and record the reason."""
         self._refusals.add(peer.host, f"{peer.role}: {reason}" if peer.role else reason, time.monotonic())
         self._drop(peer)
+
+    def drain(self, peer: Peer) -> None:
+        """Handle all messages that have arrived from a peer. Any thread may call this with the lock held."""
+        poll = select.poll()
+        poll.register(peer.connection.socket, select.POLLIN)
+        while not peer.connection.broken and poll.poll(0):
+            self._serve_peer(peer, selectors.EVENT_READ)
+        self._wake_up()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(OSError):  # the thread is already awake, or has ended
@@ -171,7 +180,7 @@ class Connections:
             self._wake.close()
             self._selector.close()
 
-    def _drain(self) -> None:
+    def _empty_wake_up(self) -> None:
         self._woken.recv(1 << 12)
 
     def _accept(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Message
 from paceline.coordinator.wire.connections import TICK_SECONDS, Peer, Receiver
-from paceline.coordinator.wire.validation import check
+from paceline.coordinator.wire.validation import BLOCK, check
 from paceline.testing.simulator.hub import Hub, Process
 
 _HEARTBEAT_SECONDS = 1.0
@@ -58,6 +58,7 @@ class Link:
     def __init__(self, hub: Hub, network: Network, number: int, process: Process, server: Server) -> None:
         self._hub, self._network, self._number, self._process, self._server = hub, network, number, process, server
         self._kept: deque[Message] = deque()
+        self._sent: deque[str] = deque()  # messages that the coordinator has not received
         self._client: CoordinatorClient | None = None
         self.peer = Peer(self, self.address, hub.now, None, f"worker {number}")  # type: ignore[arg-type]
 
@@ -76,10 +77,19 @@ class Link:
     def send(self, message: Message) -> None:
         """See the ``Link`` protocol. The server validates the message, as in a real run."""
         if not self._process.ended:
-            text = json.dumps(message)
-            self._network.carry(self._number, COORDINATOR, lambda: self._server.receive(self.peer, json.loads(text)))
+            self._sent.append(json.dumps(message))
+            self._network.carry(self._number, COORDINATOR, self._arrive)
             if self._hub.running is self._process:
                 self._network.reach(f"having said {message['type']}", 0)
+
+    def _arrive(self) -> None:
+        if self._sent:
+            self._server.receive(self.peer, json.loads(self._sent.popleft()))
+
+    def drain(self) -> None:
+        """Deliver the messages that have arrived: on the coordinator's machine all that were sent."""
+        while self._sent and self._number < BLOCK:
+            self._arrive()
 
     def put(self, message: Message) -> None:
         """See the ``Link`` protocol."""
@@ -139,6 +149,10 @@ class Server:
     def disconnected(self, peer: Peer) -> None:
         """Notify the coordinator that a connection has ended."""
         self._receiver.disconnected(peer)
+
+    def drain(self, peer: Peer) -> None:
+        """Handle all messages that have arrived from a worker."""
+        peer.connection.drain()  # type: ignore[attr-defined]
 
     def send(self, peers: list[Peer], message: Message) -> None:
         """Send a message to some peers."""

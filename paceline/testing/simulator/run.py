@@ -244,6 +244,8 @@ class Simulation:
             self.signal(number, kill=False)
         elif fault.kind == "fail" and self._hub.running is process and number not in self._left:
             self._failed = True
+            if fault.victim % 2:
+                raise SystemExit(_EXIT)
             raise _Failure("an error of the script")
         elif fault.kind == "kill":
             self._kill(number)
@@ -284,7 +286,9 @@ class Simulation:
             codes.add(PREEMPTED)
         ended_late = self._finished and any(fault.kind in ("stop", "cut", "cut machine") for fault in self.plan.faults)
         if self._failed or ended_late:
-            codes |= {1, WorkerLost.exit_code}
+            codes |= {1, _EXIT, WorkerLost.exit_code}
+        if self._failed and all(fault.kind in ("fail", "join") for fault in self.plan.faults):
+            codes = {1, _EXIT}  # the script of a member has failed, and no worker was lost
         return codes
 
     def _check_script(self, number: int, worker: Worker) -> None:
@@ -318,6 +322,10 @@ class Simulation:
     def machine(self) -> str:
         """Return the name of the running worker's machine."""
         return "first" if self._hub.running is None else f"machine {int(self._hub.running.name) // BLOCK}"
+
+
+_EXIT = 3
+"""Exit code of a script that ends itself."""
 
 
 class _Failure(RuntimeError):
