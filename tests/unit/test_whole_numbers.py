@@ -22,6 +22,7 @@ def fixed(parameters: dict[str, torch.Tensor], microbatches: int = 8, state: Any
     """For one worker, with what it knows of steps before."""
     context = SimpleNamespace(
         update=SimpleNamespace(parameters={name: nn.Parameter(value) for name, value in parameters.items()}),
+        compute=SimpleNamespace(scale=1.0),
         order=SimpleNamespace(microbatches=microbatches),
         world=SimpleNamespace(device=torch.device("cpu")),
         events=SimpleNamespace(mark=lambda *event, **values: None),

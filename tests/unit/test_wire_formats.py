@@ -27,7 +27,7 @@ def context(parameters: dict[str, torch.Tensor], wire: str, microbatches: int, e
     whole = wire in LIMITS
     return SimpleNamespace(
         update=SimpleNamespace(parameters={name: nn.Parameter(value) for name, value in parameters.items()}),
-        compute=SimpleNamespace(seed=lambda use, step, *place: seed_of(use, 0, step, *place)),
+        compute=SimpleNamespace(scale=1.0, seed=lambda use, step, *place: seed_of(use, 0, step, *place)),
         order=SimpleNamespace(microbatches=microbatches),
         settings=SimpleNamespace(wire=wire, fixed_point=whole, along_tree=exact and not whole),
         world=SimpleNamespace(device=torch.device("cpu")),
@@ -189,6 +189,20 @@ def test_a_step_is_repeated_if_a_gradient_is_larger_than_foreseen(wire: str) -> 
     assert attempt(40.0)
     one.accept()
     assert attempt(1.0) and attempt(-40.0)
+
+
+@pytest.mark.parametrize("wire", ["float16", "int8", "int4"])
+def test_a_change_of_the_loss_scale_changes_no_bits(wire: str) -> None:
+    """Without it gradients would look half as large, and use half of the codes until the bound has fallen."""
+    plain, scaled = (codec({"a": torch.zeros(6, 2)}, wire) for _ in range(2))
+    gradients = some(4, 6, 2)
+    for step, scale in enumerate((1024.0, 512.0, 2.0**-20)):
+        scaled._context.compute.scale = scale
+        means = means_of(plain, gradients, 4.0, step)
+        larger = [[value * scale for value in values] for values in gradients]
+        found = means_of(scaled, larger, 4.0 * scale, step)
+        assert torch.equal(found[0], means[0])
+        assert scaled._context.strategy_state == plain._context.strategy_state
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

@@ -9,8 +9,9 @@ earlier steps, so that no worker waits for others before it encodes::
 
 All workers learn the largest gradient by a maximum over microbatches, which depends on nobody's order or share, so all
 take the same decision. The bounds are part of the training state: they are saved in checkpoints and sent to workers
-that join. A scale for integers from a running norm, without a round of its own, is that of IntSGD (Mishchenko et al.
-2021, arXiv 2102.08374); here the norm is the maximum, over microbatches in place of workers.
+that join. They are bounds of the unscaled loss's gradients, so a new loss scale does not change them. A scale for
+integers from a running norm, without a round of its own, is that of IntSGD (Mishchenko et al. 2021, arXiv 2102.08374);
+here the norm is the maximum, over microbatches in place of workers.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Codec:
         if not self._bounded:
             return True
         here = self._largest_here() if self._pending is None else self._pending.wait().amax(0)
-        self._largest = HostCopy(here).wait().tolist()
+        self._largest = (HostCopy(here).wait() / self._context.compute.scale).tolist()
         self._norms, self._pending = [[] for _ in self._parameters], None
         larger = {
             name: form.bound(largest, None)
@@ -183,7 +184,8 @@ class Codec:
         limited = [(place, mean) for place, mean in given if self._formats[place].state]
         if limited:
             bounds = self._bounds()
-            units = [self._formats[place].unit(bounds[place]) for place, _ in limited]
+            scale = self._context.compute.scale
+            units = [self._formats[place].unit(bounds[place]) * scale for place, _ in limited]
             foreach_mul_([mean for _, mean in limited], units)
         if given:
             foreach_div_([mean for _, mean in given], divisor)
@@ -212,7 +214,10 @@ class Codec:
 
     def _scales_now(self) -> list[float]:
         if not self._scales:
-            self._scales = [form.scale(bound) for form, bound in zip(self._formats, self._bounds(), strict=True)]
+            scale = self._context.compute.scale
+            self._scales = [
+                form.scale(bound) / scale for form, bound in zip(self._formats, self._bounds(), strict=True)
+            ]
         return self._scales
 
     def _largest_here(self) -> torch.Tensor:
