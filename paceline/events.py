@@ -1,7 +1,8 @@
 """Event log: one JSON object per line, one file per rank.
 
-A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (the number of membership changes) and
-the fields of its event: ``step``, ``seconds``, ``bytes``, ... Adding a record takes about a microsecond; a background
+A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (the number of membership changes),
+``step`` (the step that it is about, or else the last that began) and the fields of its event: ``seconds``, ``bytes``,
+... Adding a record takes about a microsecond; a background
 thread writes it. If a write fails, records are lost but training continues; the last record counts the lost records.
 If the disk still stalls when the log is closed, a warning counts the records that were not written.
 """
@@ -53,6 +54,7 @@ class EventLog:
     ) -> None:
         self.rank: int | str = rank
         self.generation = generation
+        self.step: int | None = None  # step that this worker has begun last
         self.lost = 0
         self._append = append
         self._records: deque[dict[str, object]] = deque()
@@ -86,7 +88,9 @@ class EventLog:
             self._listener.offer(record)
 
     def _record(self, event: str, fields: dict[str, object]) -> dict[str, object]:
-        return {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation, **fields}
+        step = {} if self.step is None else {"step": self.step}
+        common = {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation, **step}
+        return common | fields
 
     @contextmanager
     def span(self, event: str, **fields: object) -> Iterator[None]:

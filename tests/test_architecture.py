@@ -87,6 +87,10 @@ OPTIONS = {
     "verify": {"--workers", "--steps", "--set", "--plan"},
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
     "export": {"--dtype", "--averaged"},
+    "logs": {
+        *("--rank", "--step", "--event", "--slower-than", "--text", "--follow", "-f", "--sql", "--json", "--parquet"),
+        *("--collect", "--runs-dir"),
+    },
     "timeline": {"--step", "--output", "--runs-dir"},
     "demo": {"--workers", "-n"},
     "doctor": {

@@ -19,13 +19,19 @@ COMMANDS = {
     "verify": "Check that a script trains the same on any number of workers.",
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
     "export": "Write the weights in a checkpoint as a file for inference.",
+    "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 
 _USAGE = 2
-_FILES = {"profile": "profiling", "horovodrun": "foreign.horovodrun"}
-"""Commands in a file of another name, because profile.py would hide Python's module from scripts in this folder."""
+_FILES = {
+    "profile": "profiling",  # profile.py would hide Python's module from scripts in this folder
+    "horovodrun": "foreign.horovodrun",
+    "logs": "observing.logs",
+    "timeline": "observing.timeline",
+}
+"""Modules of the commands that have another name."""
 
 
 def main(arguments: list[str] | None = None) -> None:

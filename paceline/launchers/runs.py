@@ -8,6 +8,7 @@ runs/<name>/
   errors/rank-<r>.json   failure report of a worker
   failure.txt, .json     failure report of the run, if it failed: as text and as data
   timeline.html          output of `paceline timeline`
+  logs.sqlite            index of `paceline logs`
   checkpoints/step-*/    a checkpoint is complete when it has a manifest.json, one level down
   trackers/, media/      output of trackers and session.log
 """

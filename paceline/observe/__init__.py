@@ -3,6 +3,8 @@
 ::
 
     records      the lines of the event files
+    index        all records in SQLite, to be searched
+    parquet      records as a Parquet file
     pipelines    the cuts of a model into stages, their steps, and the operations of their workers
     completeness the steps whose records are complete
     times        the duration of operations, profiled or measured

@@ -59,13 +59,19 @@ def parsed(line: bytes | str) -> Record | None:
     >>> parsed('{"time": 1.5, "event": "no')
     >>> parsed('{"time": null, "event": "note", "rank": 0, "generation": 0}')
     """
+    record = checked(line)
+    return record if record is not None and type(record["rank"]) is int else None
+
+
+def checked(line: bytes | str) -> Record | None:
+    """Parse a record of a worker, or of another process such as the launcher. Returns None as :func:`parsed` does."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or number(record.get("time")) is None or not isinstance(record.get("event"), str):
         return None
-    return record if {type(record.get("rank")), type(record.get("generation"))} == {int} else None
+    return record if type(record.get("rank")) in (int, str) and type(record.get("generation")) is int else None
 
 
 def number(value: object) -> float | None:

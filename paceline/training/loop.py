@@ -177,6 +177,7 @@ class TrainingLoop:
         if not (context.probe_results.repeatable or context.phases or context.compute.batch_loss is not None):
             try_forward_pass(context, groups, step)
             context.probe_results.repeatable = True
+        context.events.step = step
         fault_points.reach("before forward", step)
         result = self.strategy.step(step, groups)
         self._memory.step_done()

@@ -1,0 +1,1 @@
+"""Commands that read the event files of runs."""

@@ -1,0 +1,273 @@
+"""Index of a run's event records in SQLite, brought up to date before each search.
+
+::
+
+    events/rank-0.jsonl ──┐                     records   time, rank, generation, event, step, seconds, bytes, record
+    events/rank-1.jsonl ──┼─ complete lines ──> texts     words of all strings in a record, for full-text search
+    events/launcher.jsonl ┘   not yet read      files     how far each file has been read
+
+The index is ``logs.sqlite`` in the run's directory, or in memory if that cannot be written. Reading continues where the
+last search ended, so a search of a run that still trains reads only what is new. A line that its worker has not
+finished is read later, or never if the worker was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.errors import ConfigError, InputError
+from paceline.observe.records import Record, checked, number
+from paceline.system.regular_files import open_regular
+
+FILE = "logs.sqlite"
+_VERSION = 1
+_CHUNK = 1 << 24
+"""Bytes read from a file at once."""
+_LARGEST_WHOLE = 2**63
+_TIMEOUT_SECONDS = 60.0
+"""Time to wait for another search that brings the index up to date."""
+_LAYOUT = f"""
+CREATE TABLE files(path TEXT PRIMARY KEY, size INTEGER, skipped INTEGER);
+CREATE TABLE records(
+    id INTEGER PRIMARY KEY, time REAL, rank, generation INTEGER, event TEXT, step INTEGER, seconds REAL, bytes INTEGER,
+    record TEXT
+);
+CREATE VIRTUAL TABLE texts USING fts5(text, content='');
+PRAGMA user_version = {_VERSION};
+"""
+_INDEXES = {"by_event": "event, step", "by_step": "step", "by_seconds": "event, seconds"}
+"""Created when the first records are there, because inserting into an index one by one takes longer."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Conditions on records. All of them must hold; an empty condition holds for every record."""
+
+    ranks: tuple[str, ...] = ()  # ranks, or names of processes that are no workers, such as ``launcher``
+    events: tuple[str, ...] = ()  # names of events
+    steps: range | None = None  # steps
+    slower_than: float | None = None  # least duration in seconds
+    text: str = ""  # words that the strings of a record contain; the last may be the beginning of a word
+
+    def where(self) -> tuple[str, list[Any]]:
+        """Return the SQL condition and its values."""
+        terms: list[str] = []
+        values: list[Any] = []
+        for column, allowed in (("CAST(rank AS TEXT)", self.ranks), ("event", self.events)):
+            if allowed:
+                terms.append(f"{column} IN ({', '.join('?' * len(allowed))})")
+                values += allowed
+        if self.steps is not None:
+            terms.append("step >= ? AND step < ?")
+            values += [self.steps.start, self.steps.stop]
+        if self.slower_than is not None:
+            terms.append("seconds >= ?")
+            values.append(self.slower_than)
+        if self.text:
+            terms.append("id IN (SELECT rowid FROM texts WHERE texts MATCH ?)")
+            values.append('"' + self.text.replace('"', '""') + '"*')
+        return " AND ".join(terms) or "1", values
+
+
+class Table(NamedTuple):
+    """Result of a query: names of the columns, and the rows."""
+
+    columns: list[str]
+    rows: Iterator[tuple[Any, ...]]
+
+
+class RecordIndex:
+    """Index of the records of a run.
+
+    Args:
+        run: directory of the run.
+        more: directories with event files of the same run that other machines have written.
+
+    Raises:
+        InputError: a directory has no event files.
+    """
+
+    def __init__(self, run: Path, more: Sequence[Path] = ()) -> None:
+        self._folders = [run, *more]
+        for folder in self._folders:
+            if not (folder / "events").is_dir():
+                raise InputError(f"{folder} has no folder 'events', so it is not the directory of a run.")
+        self._base, self._where = _open(run / FILE)
+        self.skipped = 0  # complete lines that are not records
+
+    def close(self) -> None:
+        """Close the index."""
+        self._base.close()
+
+    def update(self) -> None:
+        """Add the records that were written since the last call."""
+        try:
+            self._base.execute("BEGIN IMMEDIATE")
+            paths = [path.resolve() for folder in self._folders for path in sorted((folder / "events").glob("*.jsonl"))]
+            known = dict(self._base.execute("SELECT path, size FROM files"))
+            if any(size > _size(Path(path)) for path, size in known.items()):  # other files are in the place of these
+                self._base.execute("DELETE FROM files")
+                self._base.execute("DELETE FROM records")
+                self._base.execute("INSERT INTO texts(texts) VALUES ('delete-all')")
+                known = {}
+            for path in paths:
+                self._read(path, known.get(str(path), 0))
+            if not known:
+                for name, columns in _INDEXES.items():
+                    self._base.execute(f"CREATE INDEX IF NOT EXISTS {name} ON records({columns})")
+                self._base.execute("ANALYZE")  # the choice of an index needs to know the numbers of events
+            self.skipped = int(self._base.execute("SELECT TOTAL(skipped) FROM files").fetchone()[0])
+            self._base.commit()
+        except sqlite3.Error as error:
+            raise InputError(
+                f"The index {self._where} cannot be brought up to date: {error}. Remove it: the next search builds it "
+                f"again."
+            ) from None
+
+    def _read(self, path: Path, done: int) -> None:
+        """Add the lines of a file after the first ``done`` bytes."""
+        try:
+            with open_regular(path) as file:
+                file.seek(done)
+                skipped = 0
+                while lines := file.readlines(_CHUNK):
+                    if not lines[-1].endswith(b"\n"):
+                        lines.pop()
+                    skipped += self._add(lines)
+                    done += sum(map(len, lines))
+        except OSError as error:
+            raise InputError(f"The event file {path} cannot be read: {error.strerror}.") from None
+        self._base.execute(
+            "INSERT INTO files VALUES (?, ?, ?) "
+            "ON CONFLICT(path) DO UPDATE SET size = excluded.size, skipped = skipped + excluded.skipped",
+            (str(path), done, skipped),
+        )
+
+    def _add(self, lines: list[bytes]) -> int:
+        """Add the records in some lines. Return the number of lines that are not records."""
+        texts = (line.decode(errors="replace") for line in lines)
+        known = [(record, text) for text in texts if (record := checked(text)) is not None]
+        first = self._base.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM records").fetchone()[0]
+        rows = ((first + place, *columns_of(record), text) for place, (record, text) in enumerate(known))
+        self._base.executemany("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        words = ((first + place, text) for place, (record, _) in enumerate(known) if (text := _text(record)))
+        self._base.executemany("INSERT INTO texts(rowid, text) VALUES (?, ?)", words)
+        return len(lines) - len(known)
+
+    def find(self, search: Search, after: int = 0) -> Iterator[tuple[int, Record]]:
+        """Yield the number of each matching record and the record, in order of their times.
+
+        Args:
+            after: yield only records with larger numbers, which were added later. Defaults to 0.
+        """
+        where, values = search.where()
+        query = f"SELECT id, record FROM records WHERE {where} AND id > ? ORDER BY time, id"
+        for place, text in self._base.execute(query, [*values, after]):
+            yield place, json.loads(text)
+
+    def query(self, statement: str) -> Table:
+        """Run an SQL query, which can only read.
+
+        Raises:
+            ConfigError: the statement is not a query, or is wrong.
+        """
+        self._base.set_authorizer(lambda what, *_: sqlite3.SQLITE_OK if what in _READS else sqlite3.SQLITE_DENY)
+        try:
+            cursor = self._base.execute(statement)
+            if cursor.description is None:
+                raise ConfigError("--sql needs a query, such as 'select event, count(*) from records group by event'.")
+            return Table([column[0] for column in cursor.description], _rows(cursor))
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise _wrong(error) from None
+        finally:
+            self._base.set_authorizer(None)
+
+
+_READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+
+def _rows(cursor: sqlite3.Cursor) -> Iterator[tuple[Any, ...]]:
+    try:
+        yield from cursor
+    except sqlite3.Error as error:
+        raise _wrong(error) from None
+
+
+def _wrong(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"--sql cannot be run: {error}. It reads the table records(time, rank, generation, event, step, seconds, "
+        f"bytes, record); other fields are json_extract(record, '$.loss')."
+    )
+
+
+def columns_of(record: Record) -> tuple[Any, ...]:
+    """Return the columns of a record that have an index or are summed up."""
+    whole = (record.get(name) for name in ("step", "bytes"))
+    step, size = (one if type(one) is int and abs(one) < _LARGEST_WHOLE else None for one in whole)
+    seconds = number(record.get("seconds"))
+    rank = record["rank"] if isinstance(record["rank"], int) else _encodable(record["rank"])
+    return record["time"], rank, record["generation"], _encodable(record["event"]), step, seconds, size
+
+
+def _text(record: Record) -> str:
+    """Return the strings of a record, also those in lists and dictionaries, separated by spaces."""
+    values = (value for key, value in record.items() if key not in ("event", "rank") and not isinstance(value, float))
+    return _encodable(" ".join(_strings(values)))
+
+
+def _encodable(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can hold but UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
+
+
+def _strings(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, list):
+            yield from _strings(value)
+        elif isinstance(value, dict):
+            yield from _strings(value.values())
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def _open(path: Path) -> tuple[sqlite3.Connection, str]:
+    """Open the index, build it again if another version wrote it, and use memory if it cannot be written."""
+    if not path.is_symlink():
+        with suppress(sqlite3.Error, OSError):
+            if (base := _connect(str(path))) is None:
+                path.unlink()
+                base = _connect(str(path), new=True)
+            if base is not None:
+                return base, str(path)
+    base = _connect(":memory:", new=True)
+    assert base is not None
+    return base, "in memory"
+
+
+def _connect(path: str, new: bool = False) -> sqlite3.Connection | None:
+    """Open a database that can be written. Return None if it has another layout."""
+    base = sqlite3.connect(path, timeout=_TIMEOUT_SECONDS, isolation_level=None)
+    try:
+        if new:
+            base.executescript(_LAYOUT)
+        base.execute("PRAGMA synchronous = OFF")  # an index that a crash has damaged can be built again
+        base.execute("BEGIN IMMEDIATE").connection.rollback()
+        if base.execute("PRAGMA user_version").fetchone()[0] == _VERSION:
+            return base
+    except sqlite3.Error:
+        base.close()
+        raise
+    base.close()
+    return None
