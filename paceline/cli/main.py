@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
     "export": "Write the weights in a checkpoint as a file for inference.",
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
+    "trace": "Write a trace of a run for Perfetto: who did what, when, and waited for whom.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
@@ -30,6 +31,7 @@ _FILES = {
     "horovodrun": "foreign.horovodrun",
     "logs": "observing.logs",
     "timeline": "observing.timeline",
+    "trace": "observing.trace",
 }
 """Modules of the commands that have another name."""
 

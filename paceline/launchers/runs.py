@@ -9,6 +9,7 @@ runs/<name>/
   failure.txt, .json     failure report of the run, if it failed: as text and as data
   timeline.html          output of `paceline timeline`
   logs.sqlite            index of `paceline logs`
+  trace.pftrace          output of `paceline trace`
   checkpoints/step-*/    a checkpoint is complete when it has a manifest.json, one level down
   trackers/, media/      output of trackers and session.log
 """

@@ -5,6 +5,8 @@
     records      the lines of the event files
     index        all records in SQLite, to be searched
     parquet      records as a Parquet file
+    trace        what each worker did, as slices on tracks
+    perfetto     a trace in Perfetto's format
     pipelines    the cuts of a model into stages, their steps, and the operations of their workers
     completeness the steps whose records are complete
     times        the duration of operations, profiled or measured

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, InputError
-from paceline.observe.records import Record, checked, number
+from paceline.observe.records import Record, checked, encodable, number
 from paceline.system.regular_files import open_regular
 
 FILE = "logs.sqlite"
@@ -211,19 +211,14 @@ def columns_of(record: Record) -> tuple[Any, ...]:
     whole = (record.get(name) for name in ("step", "bytes"))
     step, size = (one if type(one) is int and abs(one) < _LARGEST_WHOLE else None for one in whole)
     seconds = number(record.get("seconds"))
-    rank = record["rank"] if isinstance(record["rank"], int) else _encodable(record["rank"])
-    return record["time"], rank, record["generation"], _encodable(record["event"]), step, seconds, size
+    rank = record["rank"] if isinstance(record["rank"], int) else encodable(record["rank"])
+    return record["time"], rank, record["generation"], encodable(record["event"]), step, seconds, size
 
 
 def _text(record: Record) -> str:
     """Return the strings of a record, also those in lists and dictionaries, separated by spaces."""
     values = (value for key, value in record.items() if key not in ("event", "rank") and not isinstance(value, float))
-    return _encodable(" ".join(_strings(values)))
-
-
-def _encodable(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can hold but UTF-8 cannot."""
-    return text.encode(errors="replace").decode()
+    return encodable(" ".join(_strings(values)))
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:

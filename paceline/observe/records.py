@@ -83,3 +83,8 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
         return None
     return float(value)
+
+
+def encodable(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can hold but UTF-8 cannot."""
+    return text.encode(errors="replace").decode()

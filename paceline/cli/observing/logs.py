@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from paceline.observe.index import RecordIndex, Search
     from paceline.observe.records import Record
 
+Run = Annotated[
+    str | None,
+    typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
+]
+Step = Annotated[str | None, typer.Option(help="Records of step A, or of the steps from A up to B.", metavar="A[:B]")]
+Collect = Annotated[
+    list[Path] | None,
+    typer.Option(help="Folder of the same run from another machine; may be repeated.", metavar="FOLDER"),
+]
+RunsDir = Annotated[Path, typer.Option(help="Directory of the runs.")]
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ The run may still train, or have died.
 
@@ -32,16 +42,11 @@ _POLL_SECONDS = 0.2
 
 
 def command(  # noqa: PLR0913 - each argument is an option
-    run: Annotated[
-        str | None,
-        typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
-    ] = None,
+    run: Run = None,
     rank: Annotated[
         list[str] | None, typer.Option(help="Records of this rank, or of `launcher`; may be repeated.")
     ] = None,
-    step: Annotated[
-        str | None, typer.Option(help="Records of step A, or of the steps from A up to B.", metavar="A[:B]")
-    ] = None,
+    step: Step = None,
     event: Annotated[
         list[str] | None, typer.Option(help="Records of this event, such as `exchange`; may be repeated.")
     ] = None,
@@ -57,11 +62,8 @@ def command(  # noqa: PLR0913 - each argument is an option
     parquet: Annotated[
         Path | None, typer.Option(help="Write the records to a Parquet file.", metavar="FILE", show_default=False)
     ] = None,
-    collect: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of the same run from another machine; may be repeated.", metavar="FOLDER"),
-    ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    collect: Collect = None,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Search the records of a run."""
     from paceline.launchers.runs import found

@@ -1,0 +1,50 @@
+"""``paceline trace``: write a trace of a run for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.observing.logs import Collect, Run, RunsDir, Step, steps_of
+
+CONTEXT: dict[str, object] = {}
+MORE_HELP = """ Open the file at https://ui.perfetto.dev; it stays in the browser.
+
+Each worker has tracks of its steps, operations and exchanges, and counters such as the loss.
+"""
+
+
+def command(
+    run: Run = None,
+    step: Step = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the trace.", metavar="FILE", show_default="trace.pftrace of the run"),
+    ] = None,
+    collect: Collect = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write a trace of a run for Perfetto."""
+    from paceline.errors import InputError
+    from paceline.launchers.runs import found
+    from paceline.observe.index import RecordIndex, Search
+    from paceline.observe.perfetto import write
+    from paceline.observe.trace import workers_of
+
+    folder = found(runs_dir, run)
+    index = RecordIndex(folder, collect or ())
+    try:
+        index.update()
+        search = Search(steps=None if step is None else steps_of(step))
+        workers = workers_of(record for _, record in index.find(search))
+    finally:
+        index.close()
+    if not workers:
+        raise InputError(f"{folder} has no records{'' if step is None else f' of the steps {step}'}.")
+    path = output or folder / "trace.pftrace"
+    write(workers, path)
+    count = sum(len(track) for worker in workers.values() for track in worker.tracks.values())
+    print(f"{count} slices of {', '.join(workers)}")
+    print(f"Written to {path}: open it at https://ui.perfetto.dev")
