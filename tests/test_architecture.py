@@ -92,6 +92,7 @@ OPTIONS = {
         *("--collect", "--runs-dir"),
     },
     "timeline": {"--step", "--output", "--runs-dir"},
+    "why": {"--json", "--collect", "--runs-dir"},
     "trace": {"--step", "--output", "--collect", "--runs-dir"},
     "demo": {"--workers", "-n"},
     "doctor": {

@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
     "export": "Write the weights in a checkpoint as a file for inference.",
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
+    "why": "Say where the time of a run went, and what to change.",
     "trace": "Write a trace of a run for Perfetto: who did what, when, and waited for whom.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
@@ -32,6 +33,7 @@ _FILES = {
     "logs": "observing.logs",
     "timeline": "observing.timeline",
     "trace": "observing.trace",
+    "why": "observing.why",
 }
 """Modules of the commands that have another name."""
 

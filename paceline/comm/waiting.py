@@ -49,6 +49,9 @@ class Waiting:
         self.in_process_group = False
         self._members: tuple[Member, ...] = ()
         self._purpose = ""
+        self._counted = 0.0  # time up to which waits are in the two sums below
+        self._waited = 0.0
+        self._waited_for: dict[int, float] = {}
 
     @property
     def others(self) -> list[int]:
@@ -90,8 +93,22 @@ class Waiting:
 
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Record the ranks that this worker waits for, or an empty sequence when the wait has ended."""
-        if tuple(ranks) != self.awaited.ranks:
-            self.awaited = Awaited(tuple(ranks), self.clock())
+        before, left = self.awaited, tuple(ranks)
+        if left == before.ranks:
+            return
+        now = self.clock()
+        if before.ranks:
+            self._waited += now - self._counted
+            for rank in before.ranks:
+                self._waited_for[rank] = self._waited_for.get(rank, 0.0) + now - self._counted
+        self._counted = now
+        self.awaited = Awaited(left, before.since if left and set(left) <= set(before.ranks) else now)
+
+    def take_waits(self) -> tuple[float, int | None]:
+        """Return the seconds of the waits since the last call, and the rank that this worker has waited for longest."""
+        waited, longest = self._waited, max(self._waited_for, key=self._waited_for.__getitem__, default=None)
+        self._waited, self._waited_for = 0.0, {}
+        return waited, longest
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:

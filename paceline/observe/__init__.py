@@ -5,8 +5,8 @@
     records      the lines of the event files
     index        all records in SQLite, to be searched
     parquet      records as a Parquet file
-    trace        what each worker did, as slices on tracks
-    perfetto     a trace in Perfetto's format
+    tracing      what each worker did, as slices on tracks, and the file that Perfetto reads
+    why          where the time went, and which worker or stage takes it
     pipelines    the cuts of a model into stages, their steps, and the operations of their workers
     completeness the steps whose records are complete
     times        the duration of operations, profiled or measured

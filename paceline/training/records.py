@@ -41,12 +41,15 @@ class Records:
         context = self._context
         samples = context.order.samples_of(step)
         metrics = {"metrics": result.metrics} if result.metrics else {}
+        awaited, late = context.world.take_waits()
         context.events.mark(
             "phase" if turn else "step",
             **({"optimizer": phase} if phase else {}),
             step=step,
             seconds=seconds,
             waited=waited,
+            awaited=awaited,
+            **({} if late is None else {"late": late}),
             loss=result.loss,
             samples=samples,
             samples_per_second=samples / seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import platform
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,7 +184,8 @@ def _begin(
     rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
-    context.events.mark("start", strategy=settings.strategy, workers=context.world.size, run=state.run, **rules)
+    about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}
+    context.events.mark("start", **about, run=state.run, **rules)
     return Run(context, loop, state, script, tracking, _noted(context))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
-from paceline.observe.trace import Slice, apart, workers_of
+from paceline.observe.tracing.slices import Slice, apart, workers_of
 
 SECOND = 10**9
 

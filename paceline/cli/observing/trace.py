@@ -30,8 +30,8 @@ def command(
     from paceline.errors import InputError
     from paceline.launchers.runs import found
     from paceline.observe.index import RecordIndex, Search
-    from paceline.observe.perfetto import write
-    from paceline.observe.trace import workers_of
+    from paceline.observe.tracing.perfetto import write
+    from paceline.observe.tracing.slices import workers_of
 
     folder = found(runs_dir, run)
     index = RecordIndex(folder, collect or ())

@@ -272,8 +272,8 @@ class SharedMemory:
                     checked, alarmed = now, self._waiting.alarmed
                     self._check_alive(waiting, slot, value, now - begin)
             waiting = [place for place in waiting if self._flags[place][slot] < value]
-        if begin:
-            self._waiting.waits_for(())
+            if begin:
+                self._waiting.waits_for(self._ranks(waiting))
 
     def wait_until(self, ready: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
         """Wait until a condition on the blocks is true.

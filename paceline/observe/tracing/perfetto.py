@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.observe.records import encodable
-from paceline.observe.trace import Instant, Slice, Worker
+from paceline.observe.tracing.slices import Instant, Slice, Worker
 
 _SEQUENCE = 1
 """All packets are of one sequence, because one program writes them."""

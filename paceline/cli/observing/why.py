@@ -1,0 +1,37 @@
+"""``paceline why``: say where the time of a run went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.observing.logs import Collect, Run, RunsDir
+
+CONTEXT: dict[str, object] = {}
+MORE_HELP = """ Names the rank, the stage or the part of a step that takes more time than it has to.
+
+The run may still train.
+"""
+
+
+def command(
+    run: Run = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    collect: Collect = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Say where the time of a run went."""
+    from paceline.launchers.runs import found
+    from paceline.observe.index import RecordIndex
+    from paceline.observe.why import find, sentences
+
+    index = RecordIndex(found(runs_dir, run), collect or ())
+    try:
+        index.update()
+        findings = find(index)
+    finally:
+        index.close()
+    print(json.dumps(findings.data()) if as_json else "\n".join(sentences(findings)))

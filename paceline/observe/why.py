@@ -1,0 +1,209 @@
+"""Where the time of a run went: the worker, the stage or the part of a step that takes more than it has to.
+
+The workers of a synchronous step begin it one after the other and end it together. So in each step the slowest worker
+is the one with the most time of its own, and what it takes beyond the median of the others is lost by all::
+
+    rank 0   ▒ load ▓ compute ░░░░░░░ awaits others ║        own time = time since the last step - awaits others
+    rank 1   ▒ load ▓ compute ░░░░░░░░░░░░░░░░░░░░░ ║
+    rank 2   ▒ load ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ compute ░░░ ║        rank 2 takes the excess; what it awaits is the exchange
+                              ◄──── excess ────►
+
+No clock is compared with that of another machine: only durations are. After StageFrontier (arXiv 2606.06751).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+from paceline.observe.index import RecordIndex
+
+_FIRST_STEPS = 3
+"""Steps at the start that are left out of longer runs, because they probe and warm up."""
+_LEAST_SHARE = 0.02
+"""Smallest share of the time that is worth a sentence."""
+_QUERY = """
+SELECT rank, generation, step, time, seconds, json_extract(record, '$.waited'), json_extract(record, '$.awaited')
+FROM records WHERE event = 'step' ORDER BY time
+"""
+_PAUSES = {"checkpoint": "stall", "evaluate": "seconds"}
+"""Pauses between steps by the event that tells of them, with the field of their duration."""
+
+
+class Times(NamedTuple):
+    """Durations of a worker's step, in seconds."""
+
+    script: float  # since the last step: the script, evaluations, saves
+    load: float  # waiting for data
+    compute: float  # the rest of its own time
+    awaited: float  # waiting for other workers
+
+    @property
+    def own(self) -> float:
+        """Time in which this worker waited for no other."""
+        return self.script + self.load + self.compute
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Part of the time that would be saved if the rank or the part of a step took no longer than it has to."""
+
+    kind: str  # "compute", "load" or "script" of a rank; else "exchange", "load", "checkpoint", "evaluate", "script"
+    share: float  # of the time of the run
+    rank: int | None = None
+    host: str | None = None
+    stage: int | None = None  # of a pipeline
+    layer: str | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Setting that would save a share of the time."""
+
+    set: str  # ``key=value``
+    gain: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Where the time of a run went."""
+
+    steps: int = 0  # number of steps that were looked at
+    seconds: float = 0.0  # duration of these steps
+    culprits: list[Culprit] = field(default_factory=list)  # the largest share first
+    advice: list[Advice] = field(default_factory=list)  # the largest gain first
+
+    def data(self) -> dict[str, Any]:
+        """Return the culprits and the advice as JSON values."""
+        return {"culprits": [asdict(one) for one in self.culprits], "advice": [asdict(one) for one in self.advice]}
+
+
+def find(index: RecordIndex) -> Findings:
+    """Return where the time of a run went."""
+    steps = _steps(index.query(_QUERY).rows)
+    about: dict[int, dict[str, Any]] = defaultdict(dict)
+    strategy = ""
+    for rank, host, name in index.query(
+        "SELECT rank, json_extract(record, '$.host'), json_extract(record, '$.strategy') FROM records "
+        "WHERE event = 'start'"
+    ).rows:
+        about[rank]["host"], strategy = host, name
+    for rank, stage in index.query(
+        "SELECT rank, min(json_extract(record, '$.stage')) FROM records WHERE event = 'forward' GROUP BY rank"
+    ).rows:
+        about[rank]["stage"] = stage
+    pauses = {}
+    for event, name in _PAUSES.items():
+        query = f"SELECT total(json_extract(record, '$.{name}')) FROM records WHERE event = '{event}' GROUP BY rank"
+        pauses[event] = max((total for (total,) in index.query(query).rows), default=0.0)
+    return explain(steps, about, pauses, strategy)
+
+
+def _steps(rows: Iterable[Sequence[Any]]) -> list[dict[int, Times]]:
+    """Return the durations of each step by rank."""
+    found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
+    ended: dict[int, float] = {}
+    for rank, generation, step, time, seconds, load, awaited in rows:
+        if not all(isinstance(one, int | float) for one in (rank, step, seconds, load, awaited)):
+            continue
+        between = max(0.0, time - seconds - ended.get(rank, time - seconds))
+        ended[rank] = time
+        within = min(awaited, max(0.0, seconds - load))  # of waits between steps only the sum with these is known
+        beside = min(awaited - within, between)
+        found[generation, step][rank] = Times(between - beside, load, max(0.0, seconds - load - within), awaited)
+    steps = [found[key] for key in sorted(found)]
+    return steps[_FIRST_STEPS:] if len(steps) > 3 * _FIRST_STEPS else steps
+
+
+def explain(
+    steps: Sequence[Mapping[int, Times]],
+    about: Mapping[int, Mapping[str, Any]] | None = None,
+    pauses: Mapping[str, float] | None = None,
+    strategy: str = "",
+) -> Findings:
+    """Return who and what takes the time of some steps.
+
+    Args:
+        steps: durations of each step by rank.
+        about: ``host`` and ``stage`` of ranks, if known.
+        pauses: seconds of saves and evaluations, by event.
+        strategy: strategy of the run, which decides what may be advised.
+
+    >>> fast, slow = Times(0.0, 0.0, 1.0, 1.5), Times(0.0, 0.0, 2.0, 0.5)
+    >>> explain([{0: fast, 1: slow, 2: fast}] * 4).culprits[0]
+    Culprit(kind='compute', share=0.4, rank=1, host=None, stage=None, layer=None)
+    """
+    total = sum(max(sum(times) for times in step.values()) for step in steps)
+    if not total:
+        return Findings()
+    lost: dict[tuple[str, int | None], float] = defaultdict(float)
+    pauses = pauses or {}
+    for step in steps:
+        slowest = max(step, key=lambda rank: step[rank].own)
+        others = [times for rank, times in step.items() if rank != slowest] or [step[slowest]]
+        usual = Times(*(median(column) for column in zip(*others, strict=True)))
+        excess = {name: getattr(step[slowest], name) - getattr(usual, name) for name in ("script", "load", "compute")}
+        kind = max(excess, key=excess.__getitem__)
+        lost[kind, slowest] += max(0.0, step[slowest].own - usual.own)
+        lost["exchange", None] += min(times.awaited for times in step.values())
+        lost["load", None] += usual.load
+        lost["script", None] += usual.script
+    for event, seconds in pauses.items():
+        lost[event, None] = min(seconds, lost["script", None])
+        lost["script", None] -= lost[event, None]
+    about = about or {}
+    culprits = [
+        Culprit(kind, round(seconds / total, 4), rank, **({} if rank is None else about.get(rank, {})))
+        for (kind, rank), seconds in lost.items()
+        if seconds >= _LEAST_SHARE * total
+    ]
+    culprits.sort(key=lambda one: -one.share)
+    return Findings(len(steps), total, culprits, _advice(culprits, strategy, len(steps[-1])))
+
+
+def _advice(culprits: Sequence[Culprit], strategy: str, workers: int) -> list[Advice]:
+    """Return settings that would save time, with the shares that they save."""
+    gains: dict[str, float] = defaultdict(float)
+    for one in culprits:
+        if one.kind == "compute" and strategy == "allreduce":
+            gains["strategy=stealing"] += one.share * (1 - 1 / workers)  # the rest is shared out among all
+        elif one.kind == "load":
+            gains["workers_per_loader=2"] += one.share
+        elif one.kind == "exchange" and strategy in ("allreduce", "stealing"):
+            gains["wire=bfloat16"] += one.share / 2
+        elif one.kind == "checkpoint":
+            gains["checkpoint.every=auto"] += one.share / 2
+    return sorted((Advice(key, round(gain, 4)) for key, gain in gains.items()), key=lambda one: -one.gain)
+
+
+_OF_RANK = {
+    "compute": "rank {rank}{where} takes longer to compute than the others",
+    "load": "rank {rank}{where} waits longer for its data than the others",
+    "script": "rank {rank}{where} takes longer between steps than the others",
+}
+_OF_ALL = {
+    "exchange": "all wait for the exchange of data, which even the slowest worker awaits",
+    "load": "all wait for their data",
+    "checkpoint": "training waits for checkpoints",
+    "evaluate": "the model is evaluated",
+    "script": "the script runs between steps",
+}
+
+
+def sentences(findings: Findings) -> list[str]:
+    """Return the findings as text, the largest first."""
+    if not findings.steps:
+        return ["there is no record of a step that tells how long its worker waited for others"]
+    if not findings.culprits:
+        least = f"{_LEAST_SHARE:.0%}"
+        return [f"all workers compute nearly all of the time: nothing else takes {least} of {findings.steps} steps"]
+    lines = []
+    for one in findings.culprits:
+        where = f" (stage {one.stage})" if one.stage is not None else f" on {one.host}" if one.host else ""
+        text = (_OF_ALL if one.rank is None else _OF_RANK)[one.kind].format(rank=one.rank, where=where)
+        per_step = one.share * findings.seconds / findings.steps
+        lines.append(f"{text}: {one.share:.0%} of the time, {1000 * per_step:.3g} ms of each step")
+    return lines + [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]

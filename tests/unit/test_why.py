@@ -1,0 +1,160 @@
+"""``paceline why``: the worker, the stage or the part of a step to which the lost time belongs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.main import main
+from paceline.comm.waiting import Waiting
+from paceline.observe.index import RecordIndex
+from paceline.observe.why import Times, explain, find, sentences
+
+Printed = Callable[..., list[dict[str, Any]]]
+STEPS = 20
+
+
+def step_of(own: list[Times], exchange: float = 0.05) -> dict[int, Times]:
+    """A synchronous step: all end it together, after an exchange."""
+    end = max(times.own for times in own) + exchange
+    return {rank: times._replace(awaited=end - times.own) for rank, times in enumerate(own)}
+
+
+def usual(**more: float) -> Times:
+    return Times(**{"script": 0.01, "load": 0.02, "compute": 0.5, "awaited": 0.0} | more)
+
+
+@pytest.mark.parametrize("kind", ["script", "load", "compute"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_takes_longer(kind: str, rank: int) -> None:
+    own = [usual(**({kind: 0.8} if place == rank else {})) for place in range(4)]
+    first = explain([step_of(own)] * STEPS).culprits[0]
+    length = usual(**{kind: 0.8}).own + 0.05
+    assert (first.kind, first.rank) == (kind, rank)
+    assert first.share == pytest.approx((0.8 - getattr(usual(), kind)) / length, abs=1e-3)
+
+
+def test_ranks_in_turn_share_the_blame() -> None:
+    steps = [step_of([usual(compute=1.0 if rank == step % 2 else 0.5) for rank in range(3)]) for step in range(STEPS)]
+    found = explain(steps).culprits
+    assert {one.rank for one in found[:2]} == {0, 1} and found[0].share == pytest.approx(found[1].share)
+
+
+def test_what_all_wait_for() -> None:
+    found = explain([step_of([usual()] * 3, exchange=0.42)] * STEPS, strategy="allreduce")
+    assert (found.culprits[0].kind, found.culprits[0].rank, found.culprits[0].share) == ("exchange", None, 0.4421)
+    assert (found.advice[0].set, found.advice[0].gain) == ("wire=bfloat16", pytest.approx(0.221, abs=1e-3))
+    found = explain([step_of([usual(load=0.4)] * 3)] * STEPS)
+    assert found.culprits[0].kind == "load" and found.advice[0].set == "workers_per_loader=2"
+    found = explain([step_of([usual(script=0.5)] * 3)] * STEPS, pauses={"checkpoint": 6.0, "evaluate": 4.0})
+    length = 1.07 * STEPS
+    assert {one.kind: one.share for one in found.culprits if one.rank is None} == {
+        "checkpoint": pytest.approx(6.0 / length, abs=1e-3),
+        "evaluate": pytest.approx(4.0 / length, abs=1e-3),
+        "exchange": pytest.approx(0.05 / 1.07, abs=1e-3),
+    }
+
+
+def test_nothing_to_blame() -> None:
+    found = explain([step_of([usual(load=0.0, script=0.0)] * 4, exchange=0.001)] * STEPS)
+    assert not found.culprits and "compute nearly all of the time" in sentences(found)[0]
+    assert "no record of a step" in sentences(explain([]))[0]
+    assert explain([{0: usual(compute=1.0)}] * STEPS).culprits == [], "one worker, which waits for nobody"
+
+
+def test_only_what_a_strategy_can_change_is_advised() -> None:
+    steps = [step_of([usual(), usual(compute=2.0)], exchange=0.0)] * STEPS
+    assert [one.set for one in explain(steps, strategy="allreduce").advice] == ["strategy=stealing"]
+    assert explain(steps, strategy="pipeline").advice == []
+
+
+def write(run: Path, rank: int, step: int, end: float, **more: Any) -> None:
+    record = {"time": end, "event": "step", "rank": rank, "generation": 0, "step": step, **more}
+    (run / "events").mkdir(parents=True, exist_ok=True)
+    with (run / "events" / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def test_the_records_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, (compute, clock) in enumerate([(0.2, 0.0), (0.5, 5000.0), (0.2, 0.0)]):
+        write(tmp_path, rank, 0, clock, event="start", strategy="allreduce", host=f"host-{rank}")
+        write(tmp_path, rank, 0, clock, event="forward", stage=rank, seconds=0.1)
+        for step in range(12):
+            waits = {"waited": 0.0, "awaited": 0.55 - compute}
+            write(tmp_path, rank, step, clock + 0.55 * (step + 1), seconds=0.55, **waits)
+        write(tmp_path, rank, 12, clock, seconds=0.5)  # of a version without these fields
+    with pytest.raises(SystemExit):
+        main(["why", str(tmp_path), "--json"])
+    known = json.loads(capsys.readouterr().out)
+    assert known["culprits"][0] == {
+        "kind": "compute",
+        "share": pytest.approx(0.3 / 0.55, abs=1e-3),
+        "rank": 1,
+        "host": "host-1",
+        "stage": 1,
+        "layer": None,
+    }
+    assert known["advice"][0] == {"set": "strategy=stealing", "gain": pytest.approx(0.2 / 0.55, abs=1e-3)}
+    with pytest.raises(SystemExit):
+        main(["why", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("rank 1 (stage 1) takes longer to compute than the others: 55% of the")
+
+
+def test_waits_are_summed_for_each_rank() -> None:
+    waiting, now = Waiting(0, 3, 10.0), [0.0]
+    waiting.clock = lambda: now[0]
+    for ranks, seconds in (([1, 2], 1.0), ([2], 2.0), ([], 5.0), ([1], 0.5), ([], 1.0)):
+        waiting.waits_for(ranks)
+        if ranks == [2]:
+            assert waiting.awaited.since == 0.0, "it has been awaited since the wait began"
+        now[0] += seconds
+    assert waiting.take_waits() == (3.5, 2)
+    assert waiting.take_waits() == (0.0, None)
+
+
+SCRIPT = """
+import os, time
+from functools import partial
+import torch
+import paceline
+from subjects import tell
+
+kind, rank = os.environ["KIND"], int(os.environ["RANK"])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 512
+    def __getitem__(self, place):
+        if kind == "load" and rank == 1:
+            time.sleep(0.01)
+        return torch.ones(2), torch.zeros(1)
+
+class Model(torch.nn.Linear):
+    def forward(self, value):
+        time.sleep(0.05 if kind == "compute" and rank == 1 else 0.0)
+        return super().forward(value)
+
+session = paceline.start(
+    model=Model(2, 1), optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.mse_loss, data=Data(),
+    batch=12, microbatches=3, audit="off", timeout_seconds=60,
+)
+for batch in session.batches(steps=12):
+    session.step(batch)
+    time.sleep(0.05 if kind == "script" and rank == 1 else 0.0)
+tell(rank=session.rank)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["compute", "load", "script"])
+def test_a_worker_that_is_slow_is_named(printed: Printed, tmp_path: Path, kind: str) -> None:
+    printed(SCRIPT, 3, tmp_path, environment={"KIND": kind, "PACELINE_RUN": str(tmp_path)})
+    index = RecordIndex(tmp_path)
+    index.update()
+    first = find(index).culprits[0]
+    index.close()
+    assert (first.kind, first.rank) == (kind, 1)
