@@ -6,17 +6,15 @@ trains on them with the configured strategy, ``evaluate`` computes metrics, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import nn
 
-from paceline.config import quoted
 from paceline.data.sampler import SampleNumbers
 from paceline.errors import ConfigError, InputError
 from paceline.evaluation.metrics import Metrics, numbers_in
@@ -37,12 +35,6 @@ __all__ = ["Batch", "Report", "Session", "start"]
 
 _T = TypeVar("_T")
 _NO_BATCH = cast("Batch", None)  # answered by an error of ours, where a missing argument would be one of Python
-
-
-def _count_in(call: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
-        raise ConfigError(f"{call}{quoted(value)}): give a whole number from 0 on.")
-    return int(value)
 
 
 @with_usage("paceline.start", "paceline.start(model=..., optimizer=..., loss=..., data=..., batch=...)")
@@ -168,10 +160,7 @@ class Session:
         Raises:
             ConfigError: an argument is not a non-negative integer.
         """
-        if end is None:
-            return self._batches.epochs(_count_in("epochs(", first))
-        count = _count_in("epochs(..., ", end) - _count_in("epochs(", first)
-        return (first + epoch for epoch in self._batches.epochs(max(0, count)))
+        return self._batches.epochs(first, end)
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """Return an iterator over batches: the rest of the current epoch, or the next ``epochs`` or ``steps``.
@@ -184,12 +173,7 @@ class Session:
         Raises:
             ConfigError: both ``epochs`` and ``steps`` are given, or the value is not a non-negative integer.
         """
-        if epochs is None and steps is None:
-            return self._batches.batches(None)
-        if epochs is not None and steps is not None:
-            raise ConfigError("batches() takes either epochs= or steps=.")
-        what, count = ("epochs=", epochs) if steps is None else ("steps=", steps)
-        return self._batches.batches(_count_in(f"batches({what}", count), epochs=steps is None)
+        return self._batches.batches(epochs=epochs, steps=steps)
 
     def step(self, batch: Batch = _NO_BATCH, optimizer: str | None = None) -> Report:
         """Train on a batch: forward, backward, reduce gradients, update; then save a checkpoint if one is due.
@@ -263,12 +247,28 @@ class Session:
             InputError: the data set is empty, the outputs cannot be gathered, or ``forward`` is required.
             DisagreementError, WorkerLost: as for :meth:`evaluate`.
         """
-        if forward is None and not self._by_loss:
-            raise InputError(
-                "In a session with forward= nothing says what the model's output is: give predict(data, forward), a "
-                "function of (model, microbatch) that returns it."
-            )
-        return self._evaluations.predict(Predictions(forward), data, everywhere)
+        return self._evaluations.predict(Predictions(forward, by_loss=self._by_loss), data, everywhere)
+
+    def map(self, function: Callable[[Any], _T], items: Iterable[Any]) -> list[_T]:
+        """Return ``[function(item) for item in items]``, computed on all workers. Every worker must call it.
+
+        Each item is computed once, on one worker, with random numbers of its own and the model in evaluation mode,
+        without gradients. If a worker is lost, the others compute its items. Checkpoints keep the results of the
+        current epoch of :meth:`epochs`; outside of it, those of all calls.
+
+        Args:
+            function: function of an item, such as a rollout. It returns numbers, strings, tensors, or containers of
+                these, may read the model, and must not change it or call methods of the session.
+            items: items, the same on all workers. Their visible values are compared.
+
+        Returns:
+            the results in the order of the items, the same on all workers, with tensors in host memory.
+
+        Raises:
+            InputError: a result cannot be sent, or the function failed on another rank, whose error is quoted.
+            DisagreementError, WorkerLost: as for :meth:`evaluate`.
+        """
+        return self._evaluations.map(function, items)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record numbers, strings and images of the script, by name, at the last completed step.

@@ -19,6 +19,7 @@ from paceline.errors import CheckpointError, WorkerLost
 from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
+_OF_CALLS = "evaluations", "once", "maps"
 
 
 def save(about: Save, snapshot: Snapshot, writer: Writer, retry_seconds: float, workers: int = 1) -> Path | str:
@@ -115,8 +116,8 @@ def _exists(
 
 
 def _at_step(state: Any) -> Any:
-    """Return a state without the evaluations and ``once`` calls of the script, which may be added after the step."""
-    script = {name: value for name, value in state.get("script", {}).items() if name not in ("evaluations", "once")}
+    """Return a state without the results of calls of the script, which may be added after the step."""
+    script = {name: value for name, value in state.get("script", {}).items() if name not in _OF_CALLS}
     return {**state, "script": script}
 
 

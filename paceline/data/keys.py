@@ -2,8 +2,8 @@
 
 A key is a tuple of integers: ``(seed, step, microbatch)`` inside a microbatch, ``(seed, epoch, sample)`` for a sample
 of a data set, ``(seed, step, microbatch, parameter)`` for the rounding of a gradient, ``(seed, step, chunk)`` in an
-evaluation, ``(seed, step, before)`` in the script's loop before or after a step. Each key determines its random stream,
-so a checkpoint needs no generator states.
+evaluation, ``(seed, position of the call, number, item)`` in a call of ``session.map``, ``(seed, step, before)`` in the
+script's loop before or after a step. Each key determines its random stream, so a checkpoint needs no generator states.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE, EVALUATION, BATCH_LOSS, ROUNDING = 1, 2, 3, 4, 5, 6, 7, 8, 9
+ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE, EVALUATION, BATCH_LOSS, ROUNDING, MAP = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
 """First number of a key: its use. Different uses never share a stream."""
 _UNTOUCHED = 20_231_117
 

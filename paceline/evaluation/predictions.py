@@ -18,9 +18,15 @@ class Predictions:
 
     Args:
         forward: ``forward(model, microbatch)``. Defaults to the model called with the input of a pair (input, target).
+        by_loss: whether the data set gives such pairs.
     """
 
-    def __init__(self, forward: Forward | None) -> None:
+    def __init__(self, forward: Forward | None, *, by_loss: bool) -> None:
+        if forward is None and not by_loss:
+            raise InputError(
+                "In a session with forward= nothing says what the model's output is: give predict(data, forward), a "
+                "function of (model, microbatch) that returns it."
+            )
         self._forward = _output if forward is None else forward
 
     def compute(self, model: nn.Module, data: Any, samples: int) -> Any:

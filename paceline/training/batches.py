@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator
 from functools import partial
+from numbers import Integral
 
+from paceline.config import quoted
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
 from paceline.errors import ConfigError
@@ -27,6 +29,12 @@ _UNEVEN = (
 )
 
 
+def _count_in(call: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ConfigError(f"{call}{quoted(value)}): give a whole number from 0 on.")
+    return int(value)
+
+
 class Batches:
     """Iterators over epochs and batches, from the script's current position."""
 
@@ -39,8 +47,18 @@ class Batches:
         self._running: Generator[Batch, None, None] | None = None
         self._warned = False  # of a collate function that changes the weights of samples
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Iterate over the epochs from the current one up to ``count``, exclusive."""
+    def epochs(self, first: int, end: int | None = None) -> Iterator[int]:
+        """Iterate over the epochs from the current one, as :meth:`paceline.Session.epochs` does.
+
+        Raises:
+            ConfigError: an argument is not a non-negative integer.
+        """
+        if end is None:
+            return self._epochs(_count_in("epochs(", first))
+        count = _count_in("epochs(..., ", end) - _count_in("epochs(", first)
+        return (first + epoch for epoch in self._epochs(max(0, count)))
+
+    def _epochs(self, count: int) -> Iterator[int]:
         self._check_count("epochs(0)", count)
         position, order, epoch = self._position, self._context.order, 0
         self._last_epoch = count
@@ -77,14 +95,19 @@ class Batches:
         again = progress.gives_again(self._position.given)
         return progress.received - 1 if again else self._position.steps
 
-    def batches(self, count: int | None, epochs: bool = False) -> Iterator[Batch]:
+    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """Return an iterator over the batches of the next steps or epochs, and close the previous iterator.
 
-        Args:
-            count: number of steps or epochs. None continues to the end of the current epoch.
-            epochs: whether ``count`` is a number of epochs. Defaults to False.
+        Without a number it continues to the end of the current epoch.
+
+        Raises:
+            ConfigError: both numbers are given, or a number is not a non-negative integer.
         """
-        self._check_count(f"batches({'epochs' if epochs else 'steps'}=0)", count)
+        if epochs is not None and steps is not None:
+            raise ConfigError("batches() takes either epochs= or steps=.")
+        unit, asked = ("epochs", epochs) if steps is None else ("steps", steps)
+        count = None if asked is None else _count_in(f"batches({unit}=", asked)
+        self._check_count(f"batches({unit}=0)", count)
         position, order = self._position, self._context.order
         start = position.target
         if self._running is not None:
@@ -94,8 +117,8 @@ class Batches:
             epoch = order.epoch_of(start) if position.epoch is None else position.epoch
             position.aim_at(lambda: order.first_of(epoch + 1))
         else:
-            steps = count
-            position.aim_at(partial(order.end_of, count, start) if epochs else lambda: start + steps)
+            end = start + count
+            position.aim_at(partial(order.end_of, count, start) if unit == "epochs" else lambda: end)
         self._running = self._until_target(counted=count is not None or position.epoch is not None)
         return self._running
 

@@ -1,6 +1,6 @@
-"""Collective calls of the script other than steps: ``evaluate``, ``predict`` and ``once``.
+"""Collective calls of the script other than steps: ``evaluate``, ``predict``, ``map`` and ``once``.
 
-If a worker is lost during a call, the remaining workers repeat it. Results of ``evaluate`` and ``once`` are stored for
+If a worker is lost during a call, the remaining workers repeat it. Results of all but ``predict`` are stored for
 resumed runs and for workers that reach the call later. Predictions are too large to store, so a worker that reaches
 ``predict`` later computes them alone.
 """
@@ -8,22 +8,27 @@ resumed runs and for workers that reach the call later. Predictions are too larg
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
 
 from paceline.checkpoint import encoding
 from paceline.comm import values
 from paceline.comm.world import World
+from paceline.data.nested import map_tensors
 from paceline.errors import InputError
+from paceline.evaluation.mapping import map_items
 from paceline.evaluation.measure import Measure, evaluate, evaluate_alone
 from paceline.training.loop import TrainingLoop
-from paceline.training.progress import EVALUATE, ONCE, PREDICT, Call
+from paceline.training.progress import EVALUATE, MAP, ONCE, PREDICT, Call
 
 _log = logging.getLogger("paceline")
 _NO_RESULT = (
     "evaluate: the checkpoint has no result of this call after step %d, as the script was another one then, or it is "
     "of an older version: the model of step %d is evaluated instead."
 )
+_NO_MAP = "map: the run has no results of this call, which follows step %d: the model of step %d computes them instead."
 _PAST = "predict: the run has gone on after this call, which follows step %d: the model of step %d predicts instead."
 
 
@@ -77,6 +82,22 @@ class Evaluations:
             loop.make(PREDICT, "predicting", act, come_later)
         loop.position.stay()
         return found[0] if found else None
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """Return ``function(item)`` for all items, in order. See :meth:`paceline.Session.map`."""
+        loop, given, found = self._loop, list(items), dict[int, Any]()
+
+        def act(call: Call) -> tuple[list[Any], int]:
+            self._warn_of_past(_NO_MAP, call)
+            progress = loop.progress
+            key = *call, len(progress.results(MAP, call))
+            progress.forget_maps(self._context.order.epoch_of(max(0, progress.steps - 1)))
+            return map_items(self._context, key, progress.steps, function, given, found)
+
+        with self._context.events.span("map", step=loop.position.steps):
+            results = loop.make(MAP, "in session.map", act)
+        loop.position.stay()
+        return cast("list[Any]", map_tensors(torch.clone, results))  # the script may change tensors in place
 
     def once(self, act: Callable[[], Any]) -> Any:
         """Call ``act`` on rank 0 and return its result on all workers. See :meth:`paceline.Session.once`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
@@ -11,12 +11,13 @@ import torch
 
 from paceline.comm.values import sendable
 from paceline.comm.world import LEAVING
+from paceline.data.nested import map_tensors
 from paceline.step.context import StepResult
 
 _MOST_CALLS = 1 << 32
 """Upper bound on the number of collective calls of a run."""
-EVALUATE, ONCE, PREDICT, WEIGHTS = "evaluate", "once", "predict", "weights"
-"""Kinds of collective calls. Checkpoints store the results of the first two."""
+EVALUATE, ONCE, MAP, PREDICT, WEIGHTS = "evaluate", "once", "map", "predict", "weights"
+"""Kinds of collective calls. Checkpoints store the results of the first three."""
 Call = tuple[int, int, int]
 """Position of a call in the script: number of steps; epoch of ``session.epochs``, or -1; and 1 inside a batch loop,
 which a resumed script does not enter for completed batches, else 0."""
@@ -104,6 +105,27 @@ class Progress:
         """Add the result of a call of this kind at this position in the script."""
         self.results_of.setdefault(kind, {}).setdefault(call, []).append(result)
 
+    def forget_maps(self, epoch: int) -> None:
+        """Drop the results of ``session.map`` in earlier epochs, in which no script begins any more.
+
+        Calls outside of ``session.epochs`` keep theirs. The number of calls, which is part of :attr:`key`, stays.
+        """
+        for (_, called_in, _), results in self.results_of.get(MAP, {}).items():
+            if 0 <= called_in < epoch:
+                results[:] = [None] * len(results)
+
+    def without_maps(self) -> Progress:
+        """Return this progress without the results of ``session.map``, which may be large. Their number stays."""
+        calls = {call: [None] * len(results) for call, results in self.results_of.get(MAP, {}).items()}
+        return replace(self, results_of={**self.results_of, MAP: calls}) if calls else self
+
+    def with_maps(self, history: Mapping[str, Any]) -> Progress:
+        """Return this progress with the results of ``session.map`` in a :meth:`history`."""
+        if not (maps := history.get("maps")):
+            return self
+        # received tensors are parts of one tensor, the whole state
+        return replace(self, results_of={**self.results_of, MAP: map_tensors(torch.clone, maps)})
+
     def take(self, step: int, result: StepResult, turn: int | None = None) -> None:
         """Record a completed step, or a completed phase of it."""
         self.steps, self.result = step + 1, result
@@ -128,6 +150,7 @@ class Progress:
         return {
             "evaluations": dict(self.results_of.get(EVALUATE, {})),
             "once": {call: values for call, values in once.items() if call != BEFORE_TRAINING},
+            "maps": dict(self.results_of.get(MAP, {})),
             "results": [{key: _number(value) for key, value in asdict(one).items()} for one in results],
             **({"again": False} if self.begins_next else {}),
         }
@@ -144,7 +167,7 @@ class Progress:
         again = history.get("again", True)
         progress = cls(steps, results_of, result=result, phases=phases, received=steps, again=again)
         progress.turns = progress.received_turns = len(phases)
-        return progress
+        return progress.with_maps(history)
 
 
 class Action(Enum):
@@ -213,6 +236,13 @@ def lacks_script(everyone: Sequence[Progress | None]) -> bool:
     return most.steps < most.repeat_until and any(one is None or not one.has_script_at(most.steps) for one in behind)
 
 
+def maps_since(everyone: Sequence[Progress | None], history: Mapping[str, Any]) -> bool:
+    """Return whether a worker has called ``session.map`` after a checkpoint, whose ``history`` then lacks the call."""
+    known = history.get("maps", {})
+    made = [one.results_of.get(MAP, {}) for one in everyone if one is not None]
+    return any(len(results) > len(known.get(call, ())) for calls in made for call, results in calls.items())
+
+
 def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, history: dict[str, Any]) -> Progress:
     """Return the progress of a rank after all ranks have loaded a checkpoint because some state was lost.
 
@@ -225,7 +255,7 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     repeat_until = max(max(one.repeat_until, one.steps) for one in known)
     results_of = _all_results(known)
     most = replace(furthest_of(everyone), owned=None, ahead=False)
-    back = replace(most, steps=steps, repeat_until=repeat_until, results_of=results_of)
+    back = replace(most, steps=steps, repeat_until=repeat_until, results_of=results_of).with_maps(history)
     # a script that waits for a step before the checkpoint gets the result of others, as it must not take the step again
     if own is not None and own.steps >= steps and own.has_script_at(steps):
         return replace(back, received=own.received, again=own.again, entered=own.entered)

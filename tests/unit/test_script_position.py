@@ -97,7 +97,7 @@ def drawn_at(step: int, kind: int) -> float:
 def test_batches_follow_each_other_with_random_numbers_of_their_own() -> None:
     scene = Scene()
     seen = []
-    for batch in scene.of.batches(6):
+    for batch in scene.of.batches(steps=6):
         before = drawn()
         assert scene.position.among_batches and scene.position.steps == batch.step
         scene.step(batch)
@@ -121,24 +121,24 @@ def test_batches_follow_each_other_with_random_numbers_of_their_own() -> None:
 
 def test_loops_go_on_where_the_one_before_ended() -> None:
     scene = Scene(ahead=True)
-    assert scene.train(scene.of.batches(3)) == [0, 1, 2]
-    assert scene.train(scene.of.batches(3)) == [3, 4, 5]
+    assert scene.train(scene.of.batches(steps=3)) == [0, 1, 2]
+    assert scene.train(scene.of.batches(steps=3)) == [3, 4, 5]
     assert scene.loads == [(0, 3), (3, 6)]
-    assert scene.train(scene.of.batches(None)) == [6, 7], "to the end of the epoch"
-    assert scene.train(scene.of.batches(2, epochs=True)) == list(range(8, 16))
+    assert scene.train(scene.of.batches()) == [6, 7], "to the end of the epoch"
+    assert scene.train(scene.of.batches(epochs=2)) == list(range(8, 16))
     scene.loop.records.last_step = 18
-    assert scene.train(scene.of.batches(5)) == [16, 17]
+    assert scene.train(scene.of.batches(steps=5)) == [16, 17]
 
 
 def test_a_loop_that_is_left_early_is_over_when_the_next_begins() -> None:
     scene = Scene(ahead=True)
-    first = scene.of.batches(6)
+    first = scene.of.batches(steps=6)
     for batch in first:
         scene.step(batch)
         if batch.step == 1:
             break
     assert scene.position.among_batches
-    assert scene.train(scene.of.batches(2)) == [2, 3]
+    assert scene.train(scene.of.batches(steps=2)) == [2, 3]
     assert list(first) == []
 
 
@@ -147,7 +147,7 @@ def test_epochs_set_the_target() -> None:
     seen = []
     for epoch in scene.of.epochs(3):
         assert scene.position.epoch == epoch and not scene.position.among_batches and scene.position.target == 4 * epoch
-        seen.append((epoch, scene.train(scene.of.batches(None))))
+        seen.append((epoch, scene.train(scene.of.batches())))
     assert seen == [(epoch, list(range(4 * epoch, 4 * epoch + 4))) for epoch in range(3)]
     assert scene.position.epoch is None
     assert [one["steps"] for one in scene.marks] == [12, 12, 12]
@@ -157,7 +157,7 @@ def test_an_epoch_that_is_left_early_ends_with_it() -> None:
     scene = Scene()
     steps = []
     for epoch in scene.of.epochs(2):
-        for batch in scene.of.batches(None):
+        for batch in scene.of.batches():
             scene.step(batch)
             steps.append(batch.step)
             if epoch == 0:
@@ -183,7 +183,7 @@ def test_a_resumed_script_goes_on_in_its_epoch(steps: int, epochs: list[int], fi
     seen, got = [], []
     for epoch in scene.of.epochs(2):
         seen.append(epoch)
-        got += scene.train(scene.of.batches(None))
+        got += scene.train(scene.of.batches())
     again = [steps - 1] if steps else []
     assert seen == epochs and got == again + list(range(first, 8))
     assert scene.loop.progress.steps == 8
@@ -191,7 +191,7 @@ def test_a_resumed_script_goes_on_in_its_epoch(steps: int, epochs: list[int], fi
 
 def test_a_received_step_has_no_groups() -> None:
     scene = Scene(Progress(3, result=RESULT, received=3))
-    batches = scene.of.batches(5)
+    batches = scene.of.batches(steps=5)
     batch = next(batches)
     assert (batch.step, batch.groups, batch.generation, batch.waited) == (2, [], -1, 0.0)
     assert drawn() == drawn_at(2, True) and scene.position.steps == 2 and scene.loads == []
@@ -201,14 +201,14 @@ def test_a_received_step_has_no_groups() -> None:
 
 def test_a_state_received_before_any_result_is_gone_on_from() -> None:
     scene = Scene(Progress(3, received=3))
-    assert scene.train(scene.of.batches(5)) == [3, 4]
+    assert scene.train(scene.of.batches(steps=5)) == [3, 4]
 
 
 def test_the_state_of_workers_that_are_further_is_followed() -> None:
     """Received in the middle of a loop: the batch of the last step that the others have done comes once more."""
     scene = Scene(ahead=True)
     seen = []
-    for batch in scene.of.batches(8):
+    for batch in scene.of.batches(steps=8):
         seen.append(batch.step)
         if batch.step == 1:
             scene.loop.progress = Progress(5, result=RESULT, received=5)
@@ -220,7 +220,7 @@ def test_the_state_of_workers_that_are_further_is_followed() -> None:
 
 def test_batches_are_loaded_anew_for_other_workers() -> None:
     scene = Scene(ahead=True)
-    for batch in scene.of.batches(4):
+    for batch in scene.of.batches(steps=4):
         if batch.step == 1:
             scene.world.generation = 1
         assert batch.generation == (0 if batch.step < 2 else 1)
@@ -236,16 +236,16 @@ def test_a_loop_goes_on_if_the_others_are_further_at_its_end() -> None:
             scene.loop.progress = Progress(7, result=RESULT, received=7)
 
     scene.on_synchronize = join
-    assert scene.train(scene.of.batches(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert scene.train(scene.of.batches(steps=8)) == [0, 1, 2, 3, 4, 5, 6, 7]
     scene = Scene()
     scene.on_synchronize = join
-    assert scene.train(scene.of.batches(4)) == [0, 1, 2, 3]
+    assert scene.train(scene.of.batches(steps=4)) == [0, 1, 2, 3]
     assert scene.position.steps == 7 and scene.synchronized == 2
 
 
 def test_a_batch_that_is_not_given_to_a_step_is_left_out() -> None:
     scene = Scene(ahead=True)
-    for batch in scene.of.batches(4):
+    for batch in scene.of.batches(steps=4):
         if batch.step in (1, 2):
             continue
         scene.step(batch)
@@ -263,7 +263,7 @@ def test_calls_are_counted_at_each_position_of_the_script() -> None:
     assert scene.position.count("predict") == ((0, -1, 0), 0)
     for epoch in scene.of.epochs(1):
         assert scene.position.count("evaluate") == ((0, epoch, 0), 0)
-        for batch in scene.of.batches(2):
+        for batch in scene.of.batches(steps=2):
             after_a_step = int(batch.step > 0)  # the call after the step before is at the same position
             assert scene.position.count("evaluate") == ((batch.step, epoch, 1), after_a_step)
             scene.step(batch)
@@ -275,7 +275,7 @@ def test_calls_are_counted_at_each_position_of_the_script() -> None:
 def test_a_resumed_script_has_asked_for_nothing_beyond_its_loop() -> None:
     scene = Scene(Progress(6, received=6, result=RESULT))
     assert (scene.position.steps, scene.position.target, scene.position.asked) == (6, 0, 0)
-    scene.train(scene.of.batches(4))
+    scene.train(scene.of.batches(steps=4))
     assert scene.position.asked == 4
 
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_keeps_what_the_script_was_told() -> None:
 
 
 def test_a_checkpoint_from_before_the_first_step_keeps_no_result() -> None:
-    assert Progress().history() == {"evaluations": {}, "once": {}, "results": []}
+    assert Progress().history() == {"evaluations": {}, "once": {}, "maps": {}, "results": []}
     assert Progress.resumed(0, Progress().history()) == Progress()
     assert Progress.resumed(7, {}) == Progress(7)
     kept = Progress(2, result=StepResult(1.0, 2.0, 0.1)).history()

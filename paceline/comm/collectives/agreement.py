@@ -19,6 +19,7 @@ _CURES = {
     "trained": "Freeze the same parameters, and give the optimizer the same ones, on every worker.",
     "data": "Every worker must see the whole data set, in the same order; Paceline hands out the shares. If the script "
     "shuffles or splits it, then with the same seed everywhere.",
+    "items": "Give session.map the same items, in the same order, on every worker; Paceline hands them out.",
     "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
     "threads": "Set threads= to the same number everywhere; it changes the bits.",
     "canary": "The same small computation gives other bits on their processors. Use machines with the same processor "

@@ -175,7 +175,7 @@ class Worker:
 
         loop = TrainingLoop(beginning, script, build)
         script.register({"done": self.done})
-        for batch in Batches(loop).batches(STEPS):
+        for batch in Batches(loop).batches(steps=STEPS):
             result, _ = loop.step(batch)
             self.seen.append((batch.step, result.loss))
             self.done.append(batch.step)

@@ -36,6 +36,7 @@ from paceline.training.progress import (
     furthest_of,
     gone_back,
     lacks_script,
+    maps_since,
     norm_of_done,
     plan_catch_up,
 )
@@ -171,12 +172,12 @@ class Recovery:
         """Bring all members to the most advanced state, or to a checkpoint if that is lost; return the progress."""
         if progress is not None:
             progress.changes = self._context.loop.needed
-        own, everyone = progress, self._context.world.gather(progress, RE_FORMING)
+        own, everyone = progress, self._gather(progress)
         if any(one is not None and one.undecided for one in everyone):
             if progress is not None and progress.undecided:
                 norm, progress.undecided = norm_of_done(everyone, progress.steps), False
                 progress.owned, progress.ahead = self._decide(norm), norm is not None
-            everyone = self._context.world.gather(progress, RE_FORMING)
+            everyone = self._gather(progress)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):
@@ -193,6 +194,14 @@ class Recovery:
             self._keep_script()  # a worker that joins before the step returns gets the values with which it returns
         progress.compared = max(one.compared for one in everyone if one is not None)
         return progress
+
+    def _gather(self, progress: Progress | None) -> list[Progress | None]:
+        """Gather the progress of all workers. That of the others is without the results of ``session.map``."""
+        world = self._context.world
+        own = None if progress is None else replace(progress)  # later changes are not those that the others see
+        everyone: list[Progress | None] = world.gather(None if own is None else own.without_maps(), RE_FORMING)
+        everyone[world.rank] = own
+        return everyone
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
         """Send the state of the most advanced workers to the others, and return this worker's progress."""
@@ -215,12 +224,14 @@ class Recovery:
                 snapshot = self._state.snapshot(progress.steps)
         finally:
             self._context.loop.now = False
-        return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not in_step)), progress.steps)
+        rest = snapshot.state, replace(progress.without_maps(), again=not in_step)
+        return StateBytes(snapshot.tensors, rest, progress.steps)
 
     def _take_over(self, received: StateBytes, entered: int) -> Progress:
         progress: Progress
         state, progress = received.rest
         self._state.load(dict(received.tensors), state)
+        progress = progress.with_maps(self._state.loaded_script)
         return replace(progress, received=progress.steps, received_turns=progress.turns, entered=entered)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
@@ -230,12 +241,15 @@ class Recovery:
         steps = go_back(self._context, self._checkpointer, self._state, everyone)
         if own is not None and not own.has_script_at(steps):
             self._state.load_script()
-        if furthest.changes and steps < furthest.steps:
+        missed = f"changed {furthest.changes[0]!r} between steps" if furthest.changes and steps < furthest.steps else ""
+        if maps_since(everyone, self._state.loaded_script):
+            missed = "called session.map"
+        if missed:
             raise InputError(
                 f"A part of the state is lost with its workers. The others would go back to the checkpoint of step "
-                f"{steps}, and repeat {furthest.steps - steps} steps without the script, but its loop has changed "
-                f"{furthest.changes[0]!r} between steps, which these would miss. Start the run again with "
-                f"--resume auto: then the script runs again from that checkpoint on."
+                f"{steps}, and repeat {furthest.steps - steps} steps without the script, but its loop has {missed}, "
+                f"which these would miss. Start the run again with --resume auto: then the script runs again from that "
+                f"checkpoint on."
             )
         self._context.events.mark("went back", step=steps, steps=furthest.steps - steps)
         return gone_back(everyone, self._context.world.rank, steps, self._state.loaded_script)
