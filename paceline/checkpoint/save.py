@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files, parts
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.encoding import PREFIX
 from paceline.checkpoint.parts import Save
 from paceline.checkpoint.storage.base import Storage, Writer, split, writer_of
 from paceline.checkpoint.storage.retry import Retries, is_storage_error, may_pass
-from paceline.checkpoint.tensors import each, fingerprint_of, hash_of
+from paceline.checkpoint.tensors import each, hash_of
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError, WorkerLost
 from paceline.system import fault_points
@@ -103,7 +105,7 @@ def _exists(
             storage.set_aside(name)
             continue
         hashes.update({name: hash_of(value).hex() for name, value in each(snapshot.tensors) if name not in hashes})
-        if existing.fingerprint == fingerprint_of(hashes) and _at_step(existing.state) == _at_step(snapshot.state):
+        if _at_step(existing.state, existing.hashes) == _at_step(snapshot.state, hashes):
             return True
         other = writer_of(name)
         if other is not None and not other.is_before(writer):
@@ -115,10 +117,22 @@ def _exists(
     return False
 
 
-def _at_step(state: Any) -> Any:
+def _at_step(state: Any, hashes: Mapping[str, str]) -> Any:
     """Return a state without the results of calls of the script, which may be added after the step."""
     script = {name: value for name, value in state.get("script", {}).items() if name not in _OF_CALLS}
-    return {**state, "script": script}
+    named = {name: value for name, value in hashes.items() if not name.startswith(PREFIX)}
+    return named, _hashed({**state, "script": script}, hashes)
+
+
+def _hashed(value: Any, hashes: Mapping[str, str]) -> Any:
+    """Return an encoded value with the hash of each tensor in place of its name, which counts the tensors before it."""
+    if isinstance(value, list):
+        return [_hashed(one, hashes) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"$tensor"}:
+        return {"$tensor": hashes.get(value["$tensor"])}
+    return {key: _hashed(one, hashes) for key, one in value.items()}
 
 
 def _abandon(storage: Storage, step: str, writer: Writer) -> None:
