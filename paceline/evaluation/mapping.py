@@ -31,13 +31,18 @@ _MOST_SHOWN = 80
 
 def map_items(
     context: TrainingContext,
-    key: Sequence[int],  # identifies the call: the same on all workers and when a call is repeated
+    key: Sequence[int],
     steps: int,
-    function: Callable[[Any], Any],
+    function: Callable[[int, Any], Any],
     items: Sequence[Any],
-    found: dict[int, Any],  # results of this worker by the index of the item, kept if the call is repeated
+    found: dict[int, Any],
 ) -> tuple[list[Any], int]:
     """Return the results for all items, and the workers' notice. All workers call this together, and fail together.
+
+    Args:
+        key: key of the call for random numbers.
+        function: function of the index of an item and the item.
+        found: results of this worker by index. The caller keeps them if it repeats the call after a loss.
 
     Raises:
         InputError: a result cannot be sent, a weight of the model changed, or another worker failed.
@@ -62,12 +67,12 @@ def map_items(
     return [results[index] for index in range(len(items))], notice
 
 
-def _computed(context: TrainingContext, function: Callable[[Any], Any], index: int, item: Any) -> Any:
+def _computed(context: TrainingContext, function: Callable[[int, Any], Any], index: int, item: Any) -> Any:
     """Return the result for an item as other workers receive it: a copy on the host."""
     compute = context.compute
     try:
         with compute.precision(), compute.keeping_weights():
-            result = function(item)
+            result = function(index, item)
     except Exception as error:
         in_user_call(error, f"This was item {index} of session.map: {_shown(item)}.")
         raise

@@ -20,6 +20,7 @@ from paceline.data.nested import map_tensors
 from paceline.errors import InputError
 from paceline.evaluation.mapping import map_items
 from paceline.evaluation.measure import Measure, evaluate, evaluate_alone
+from paceline.step.loss import described
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import EVALUATE, MAP, ONCE, PREDICT, Call
 
@@ -85,14 +86,24 @@ class Evaluations:
 
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         """Return ``function(item)`` for all items, in order. See :meth:`paceline.Session.map`."""
-        loop, given, found = self._loop, list(items), dict[int, Any]()
+        if not callable(function) or not isinstance(items, Iterable):
+            raise InputError(
+                f"session.map takes a function and items, but it got {described(function)} and {described(items)}. "
+                f"Write session.map(function, items), where function(item) returns the result for an item."
+            )
+        loop, given = self._loop, list(items)
+        found: dict[tuple[int, ...], dict[int, Any]] = {}  # own results, kept if the call is repeated
+
+        def compute(index: int, item: Any) -> Any:
+            loop.activity.begin(f"in item {index} of session.map")  # a worker is late if one item takes too long
+            return function(item)
 
         def act(call: Call) -> tuple[list[Any], int]:
             self._warn_of_past(_NO_MAP, call)
             progress = loop.progress
             key = *call, len(progress.results(MAP, call))
             progress.forget_maps(self._context.order.epoch_of(max(0, progress.steps - 1)))
-            return map_items(self._context, key, progress.steps, function, given, found)
+            return map_items(self._context, key, progress.steps, compute, given, found.setdefault(key, {}))
 
         with self._context.events.span("map", step=loop.position.steps):
             results = loop.make(MAP, "in session.map", act)

@@ -1,0 +1,88 @@
+"""Balance a pole by proximal policy optimization (PPO), on many workers: paceline run -n 2 ppo.py"""
+
+import argparse
+
+import torch
+from cart_pole import CartPoles
+from torch import nn
+from torch.distributions import Categorical
+from torch.nn.functional import mse_loss
+from torch.optim import Adam
+from torch.utils.data import TensorDataset
+
+import paceline
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--iterations", type=int, default=15)
+parser.add_argument("--steps", type=int, default=128, help="steps of a rollout")
+parser.add_argument("--passes", type=int, default=4, help="passes over the steps of an iteration")
+parser.add_argument("--save", default="ppo.pt", help="where to save the weights")
+args = parser.parse_args()
+
+GROUPS, POLES = 8, 4  # rollouts of an iteration, and poles in each
+SAMPLES = GROUPS * POLES * args.steps
+
+
+class ActorCritic(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
+        self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, state):
+        return Categorical(logits=self.actor(state)), self.critic(state).squeeze(-1)
+
+
+torch.manual_seed(0)
+model = ActorCritic()
+columns = {"state": (4,), "action": (), "log_probability": (), "advantage": (), "value": ()}
+samples = TensorDataset(*(torch.zeros(SAMPLES, *shape) for shape in columns.values()))
+
+
+def rollout(_):
+    """Play some steps. Return the columns of a sample for each, and the number of poles that fell."""
+    poles, steps, fallen = CartPoles(POLES), [], torch.zeros(POLES, dtype=torch.bool)
+    for _ in range(args.steps):
+        state = poles.state
+        policy, value = model(state)
+        action = policy.sample()
+        fallen = poles.step(action)
+        poles.restart(fallen)
+        steps.append((state, action, policy.log_prob(action), value, fallen))
+    _, next_value = model(poles.state)
+    advantage, found = 0, []
+    for state, action, log_probability, value, fallen in reversed(steps):  # generalized advantage estimation
+        error = 1 + 0.99 * next_value * ~fallen - value
+        advantage = error + 0.99 * 0.95 * advantage * ~fallen
+        found.append((state, action, log_probability, advantage, advantage + value))
+        next_value = value
+    falls = torch.stack([fallen for *_, fallen in steps]).sum()
+    return [torch.cat(column) for column in zip(*found)], falls
+
+
+def loss(model, microbatch):
+    state, action, log_probability, advantage, value = microbatch
+    policy, guess = model(state)
+    ratio = (policy.log_prob(action) - log_probability).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -gain.mean() + 0.01 * mse_loss(guess, value) - 0.01 * policy.entropy().mean()
+
+
+def passes(seed, epoch):
+    """Return the order of the samples of an iteration: several passes, each shuffled."""
+    return torch.cat([torch.randperm(SAMPLES) for _ in range(args.passes)])
+
+
+given = {"forward": loss, "data": samples, "batch": SAMPLES // 8, "sampler": passes, "clip_norm": 0.5}
+session = paceline.start(model=model, optimizer=lambda p: Adam(p, lr=3e-3), **given)
+for iteration in session.epochs(args.iterations):
+    rollouts, falls = zip(*session.map(rollout, range(GROUPS)))
+    session.print(f"iteration {iteration}  steps until a pole falls {SAMPLES / max(1, sum(falls)):.1f}")
+    states, actions, log_probabilities, advantages, values = map(torch.cat, zip(*rollouts))
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    for old, new in zip(samples.tensors, (states, actions, log_probabilities, advantages, values)):
+        old.copy_(new)
+    for batch in session.batches():
+        session.step(batch)
+session.print("fingerprint", session.fingerprint())
+session.export(args.save)
