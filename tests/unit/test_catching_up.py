@@ -18,7 +18,7 @@ from thread_world import ThreadWorld, run
 from paceline.comm.collectives import exchange as exchanges
 from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
-from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
+from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import StepResult
 from paceline.step.divided.consolidate import consolidate_state_dict
@@ -388,6 +388,42 @@ def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
         assert progress.received == (2, 5, 4)[rank]
         assert progress.result == (RESULT, None, RESULT)[rank]
         assert not scene.state.script_loaded
+
+
+def test_rollouts_come_with_the_state_and_not_with_the_progress() -> None:
+    """Only the worker that is behind takes them from the state of the others."""
+    call, here, sent = (6, 1, 0), [[torch.tensor(1.0)]], {"maps": {(6, 1, 0): [[torch.tensor(2.0)]]}}
+    given = [Progress(7, {"map": {call: here}}, entered=7), Progress(6, {"map": {call: here}}, entered=6)]
+
+    def act(world: Any) -> tuple[Progress, list[Any]]:
+        scene, gather, messages = Scene(world), world.gather, list[Any]()
+
+        def listen(value: Any, what: str) -> Any:
+            messages.append(value)
+            return gather(value, what)
+
+        world.gather, scene.state.loaded_script = listen, sent
+        return scene.of._same_state(given[world.rank]), messages
+
+    (first, messages), (second, _) = run(2, act)
+    assert first.results("map", call) == here and second.results("map", call) == sent["maps"][call]
+    assert messages[0].results_of == {"map": {call: [None]}}
+    (rest,) = [one[1][1][1] for one in messages if isinstance(one, tuple) and len(one) == 2 and one[1]]
+    assert rest.results_of == {"map": {call: [None]}}
+
+
+def test_steps_are_not_repeated_if_rollouts_came_between_them() -> None:
+    """The steps train on what the script has made of them."""
+    made = {"map": {(6, 1, 0): [[1.0]]}}
+
+    def act(world: Any) -> Scene:
+        scene = Scene(world, newest=6)
+        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}, "maps": {}}
+        with pytest.raises(InputError, match="checkpoint of step 6, and repeat 2 .* has called session.map"):
+            scene.of._same_state(Progress(8, made if world.rank else {}, owned=names_of("0."), entered=8))
+        return scene
+
+    assert [scene.events for scene in run(2, act)] == [[], []]
 
 
 def test_a_script_that_was_behind_the_checkpoint_gets_the_values_of_that() -> None:

@@ -11,6 +11,7 @@ from paceline.step.context import StepResult
 from paceline.training.progress import (
     BEFORE_TRAINING,
     EVALUATE,
+    MAP,
     ONCE,
     PREDICT,
     WEIGHTS,
@@ -20,6 +21,7 @@ from paceline.training.progress import (
     decide,
     gone_back,
     lacks_script,
+    maps_since,
     plan_catch_up,
 )
 
@@ -104,6 +106,44 @@ def test_the_results_of_calls_are_those_of_their_place() -> None:
     assert progress.results(EVALUATE, (3, -1, 0)) == [0.5]
     assert progress.results(ONCE, (3, -1, 0)) == progress.results(EVALUATE, (3, -1, 1)) == []
     assert progress.results_of == {EVALUATE: {(3, -1, 0): [0.5]}}
+
+
+def mapped(*epochs: int) -> Progress:
+    """Progress with a result of ``session.map`` in each epoch of two steps."""
+    progress = Progress(2 * len(epochs), result=StepResult(2.0, 1.0, 0.1))
+    for epoch in epochs:
+        progress.add_result(MAP, (2 * max(epoch, 0), epoch, 0), [torch.tensor(epoch), "played"])
+    return progress
+
+
+def test_rollouts_of_earlier_epochs_are_forgotten() -> None:
+    progress, whole = mapped(-1, 0, 1, 2), mapped(-1, 0, 1, 2)
+    progress.forget_maps(1)
+    kept = {call: results[0] is not None for call, results in progress.results_of[MAP].items()}
+    assert kept == {(0, -1, 0): True, (0, 0, 0): False, (2, 1, 0): True, (4, 2, 0): True}
+    assert progress.key == whole.key, "who has called it once more is further, whatever it has forgotten"
+
+
+def test_a_checkpoint_keeps_rollouts_and_messages_do_not() -> None:
+    progress = mapped(0, 1)
+    small = progress.without_maps()
+    assert small.results_of[MAP] == {(0, 0, 0): [None], (2, 1, 0): [None]} and small.key == progress.key
+    resumed = Progress.resumed(4, progress.history())
+    for one in (resumed, small.with_maps(progress.history())):
+        assert one.results(MAP, (2, 1, 0)) == [[torch.tensor(1), "played"]]
+    assert resumed.results(MAP, (2, 1, 0))[0][0] is not progress.results(MAP, (2, 1, 0))[0][0]
+    assert Progress(4).without_maps() == Progress(4).with_maps({}) == Progress(4)
+
+
+def test_who_goes_back_has_the_rollouts_of_the_checkpoint() -> None:
+    history, everyone = mapped(0, 1).history(), [mapped(0, 1).without_maps(), None]
+    assert not maps_since(everyone, history)
+    for rank in range(2):
+        assert gone_back(everyone, rank, 4, history).results(MAP, (2, 1, 0)) == [[torch.tensor(1), "played"]]
+    assert maps_since([None, mapped(0, 1, 2)], history) and maps_since(everyone, {})
+    again = mapped(0, 1)
+    again.add_result(MAP, (2, 1, 0), [])
+    assert maps_since([again], history)
 
 
 @pytest.mark.parametrize(
