@@ -15,7 +15,7 @@ class CartPoles:
 
     def step(self, action):
         """Push each cart to the left (0) or right (1). Return which poles have fallen, or carts left the track."""
-        position, speed, angle, spin = self.state.unbind(1)
+        _, speed, angle, spin = self.state.unbind(1)
         sin, cos = angle.sin(), angle.cos()
         push = (20.0 * action - 10.0 + 0.05 * spin.square() * sin) / 1.1
         spin_up = (9.8 * sin - cos * push) / (0.5 * (4 / 3 - 0.1 * cos.square() / 1.1))

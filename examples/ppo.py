@@ -35,12 +35,11 @@ class ActorCritic(nn.Module):
 
 torch.manual_seed(0)
 model = ActorCritic()
-columns = {"state": (4,), "action": (), "log_probability": (), "advantage": (), "value": ()}
-samples = TensorDataset(*(torch.zeros(SAMPLES, *shape) for shape in columns.values()))
+samples = TensorDataset(torch.zeros(SAMPLES, 4), *(torch.zeros(SAMPLES) for _ in range(4)))
 
 
 def rollout(_):
-    """Play some steps. Return the columns of a sample for each, and the number of poles that fell."""
+    """Play some steps. Return state, action, its log probability, advantage and value of each; and the falls."""
     poles, steps, fallen = CartPoles(POLES), [], torch.zeros(POLES, dtype=torch.bool)
     for _ in range(args.steps):
         state = poles.state
@@ -57,7 +56,7 @@ def rollout(_):
         found.append((state, action, log_probability, advantage, advantage + value))
         next_value = value
     falls = torch.stack([fallen for *_, fallen in steps]).sum()
-    return [torch.cat(column) for column in zip(*found)], falls
+    return [torch.cat(column) for column in zip(*found, strict=True)], falls
 
 
 def loss(model, microbatch):
@@ -76,12 +75,12 @@ def passes(seed, epoch):
 given = {"forward": loss, "data": samples, "batch": SAMPLES // 8, "sampler": passes, "clip_norm": 0.5}
 session = paceline.start(model=model, optimizer=lambda p: Adam(p, lr=3e-3), **given)
 for iteration in session.epochs(args.iterations):
-    rollouts, falls = zip(*session.map(rollout, range(GROUPS)))
-    session.print(f"iteration {iteration}  steps until a pole falls {SAMPLES / max(1, sum(falls)):.1f}")
-    states, actions, log_probabilities, advantages, values = map(torch.cat, zip(*rollouts))
-    advantages = (advantages - advantages.mean()) / advantages.std()
-    for old, new in zip(samples.tensors, (states, actions, log_probabilities, advantages, values)):
+    rollouts, falls = zip(*session.map(rollout, range(GROUPS)), strict=True)
+    session.print(f"iteration {iteration}  mean return {SAMPLES / max(1, sum(falls)):.0f}")
+    for old, new in zip(samples.tensors, map(torch.cat, zip(*rollouts, strict=True)), strict=True):
         old.copy_(new)
+    advantages = samples.tensors[3]
+    advantages.copy_((advantages - advantages.mean()) / advantages.std())
     for batch in session.batches():
         session.step(batch)
 session.print("fingerprint", session.fingerprint())

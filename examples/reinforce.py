@@ -35,7 +35,7 @@ def rollout(_):
         action = Categorical(logits=model(state)).sample()
         steps.append((state, action.float(), standing))
         standing = standing * ~poles.step(action)
-    return [torch.stack(column, 1) for column in zip(*steps)]
+    return [torch.stack(column, 1) for column in zip(*steps, strict=True)]
 
 
 def loss(model, microbatch):
@@ -47,11 +47,11 @@ def loss(model, microbatch):
 given = {"forward": loss, "data": episodes, "batch": EPISODES}
 session = paceline.start(model=model, optimizer=lambda p: Adam(p, lr=0.01), **given)
 for iteration in session.epochs(args.iterations):
-    states, actions, rewards = map(torch.cat, zip(*session.map(rollout, range(GROUPS))))
+    states, actions, rewards = map(torch.cat, zip(*session.map(rollout, range(GROUPS)), strict=True))
     session.print(f"iteration {iteration}  mean return {rewards.sum(1).mean():.1f}")
     to_go, played = rewards @ discounts, rewards > 0
     weights = (to_go - to_go[played].mean()) / to_go[played].std() * played
-    for old, new in zip(episodes.tensors, (states, actions, weights)):
+    for old, new in zip(episodes.tensors, (states, actions, weights), strict=True):
         old.copy_(new)
     for batch in session.batches():
         session.step(batch)

@@ -36,12 +36,14 @@ session = paceline.start(
 told, computed = {}, []
 for epoch in session.epochs(4):
     results = session.map(play, range(6))
-    told[epoch] = hashlib.sha256(json.dumps([[one.tolist() for one in result] for result in results]).encode()).hexdigest()
+    values = json.dumps([[one.tolist() for one in result] for result in results])
+    told[epoch] = hashlib.sha256(values.encode()).hexdigest()
     samples[:] = [(state, int(action)) for result in results for state, action in zip(*result)]
     for batch in session.batches():
         scripted.say(session, session.step(batch))
 scripted.end(session, told=told, computed=computed)
 """
+
 
 def check(ran: Ran, alone: dict[str, Any]) -> list[dict[str, Any]]:
     """What each worker has told is what one process tells of these epochs; no worker computes an item twice."""

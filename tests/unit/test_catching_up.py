@@ -419,7 +419,7 @@ def test_steps_are_not_repeated_if_rollouts_came_between_them() -> None:
     def act(world: Any) -> Scene:
         scene = Scene(world, newest=6)
         scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}, "maps": {}}
-        with pytest.raises(InputError, match="checkpoint of step 6, and repeat 2 .* has called session.map"):
+        with pytest.raises(InputError, match=r"checkpoint of step 6, and repeat 2 .* has called session\.map"):
             scene.of._same_state(Progress(8, made if world.rank else {}, owned=names_of("0."), entered=8))
         return scene
 

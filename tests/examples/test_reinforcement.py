@@ -1,0 +1,52 @@
+"""The examples of reinforcement learning learn, and a worker that is killed in a rollout changes no bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from launching import Ran, Run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = {"reinforce": ("--iterations", 8, "--steps", 60), "ppo": ("--iterations", 5, "--steps", 64)}
+
+# worker 1 is killed in the second step of a rollout of the third iteration
+SCRIPT = """
+import os, runpy, sys
+sys.path.insert(0, {examples!r})
+import cart_pole
+
+step, calls = cart_pole.CartPoles.step, []
+
+def counted(self, action):
+    calls.append(action)
+    if os.environ.get("KILLED") == str(len(calls)) and os.environ.get("PACELINE_WORKER") == "1":
+        os.kill(os.getpid(), 9)
+    return step(self, action)
+
+cart_pole.CartPoles.step = counted
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def lines(ran: Ran) -> list[str]:
+    """What rank 0 has printed, whichever worker it was."""
+    assert ran.code == 0, ran.report()
+    return sorted(line for text in ran.logs.values() for line in text.splitlines() if line.startswith(("it", "fi")))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_kill_in_a_rollout_changes_no_bit(name: str, run: Run) -> None:
+    script = SCRIPT.format(examples=str(EXAMPLES), script=str(EXAMPLES / f"{name}.py"))
+    given, exact = (*SMALL[name], "--save", "weights.pt"), ("--set", "exact=true")
+    alone = lines(run(script, "-n", 1, *exact, arguments=given, name="alone"))
+    returns = [float(found[1]) for line in alone if (found := re.search("mean return (.+)", line))]
+    assert len(returns) == SMALL[name][1] and returns[-1] > 1.5 * returns[0]
+    for workers in (2, 4):
+        steps = 8 // workers * int(SMALL[name][3])  # in a rollout of one iteration
+        words = "-n", workers, "--elastic", f"1:{workers}", *exact
+        killed = run(script, *words, arguments=given, name=f"{workers}-workers", KILLED=str(2 * steps + 2))
+        assert len(killed.launcher("lost")) == 1, killed.report()
+        assert lines(killed) == alone, killed.report()
