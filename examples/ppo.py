@@ -40,16 +40,16 @@ samples = TensorDataset(torch.zeros(SAMPLES, 4), *(torch.zeros(SAMPLES) for _ in
 
 def rollout(_):
     """Play some steps. Return state, action, its log probability, advantage and value of each; and the falls."""
-    poles, steps, fallen = CartPoles(POLES), [], torch.zeros(POLES, dtype=torch.bool)
-    for _ in range(args.steps):
-        state = poles.state
-        policy, value = model(state)
-        action = policy.sample()
-        fallen = poles.step(action)
-        poles.restart(fallen)
-        steps.append((state, action, policy.log_prob(action), value, fallen))
-    _, next_value = model(poles.state)
-    advantage, found = 0, []
+    with session.device:  # that of the model
+        poles, steps = CartPoles(POLES), []
+        for _ in range(args.steps):
+            state = poles.state
+            policy, value = model(state)
+            action = policy.sample()
+            fallen = poles.step(action)
+            poles.restart(fallen)
+            steps.append((state, action, policy.log_prob(action), value, fallen))
+    advantage, found, (_, next_value) = 0, [], model(poles.state)
     for state, action, log_probability, value, fallen in reversed(steps):  # generalized advantage estimation
         error = 1 + 0.99 * next_value * ~fallen - value
         advantage = error + 0.99 * 0.95 * advantage * ~fallen

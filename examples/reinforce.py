@@ -29,12 +29,13 @@ episodes = TensorDataset(torch.zeros(EPISODES, STEPS, 4), torch.zeros(EPISODES, 
 
 def rollout(_):
     """Play some episodes. Return states, actions and rewards: 1 for each step until the pole has fallen."""
-    poles, standing, steps = CartPoles(POLES), torch.ones(POLES), []
-    for _ in range(STEPS):
-        state = poles.state
-        action = Categorical(logits=model(state)).sample()
-        steps.append((state, action.float(), standing))
-        standing = standing * ~poles.step(action)
+    with session.device:  # that of the model
+        poles, standing, steps = CartPoles(POLES), torch.ones(POLES), []
+        for _ in range(STEPS):
+            state = poles.state
+            action = Categorical(logits=model(state)).sample()
+            steps.append((state, action.float(), standing))
+            standing = standing * ~poles.step(action)
     return [torch.stack(column, 1) for column in zip(*steps, strict=True)]
 
 

@@ -130,6 +130,30 @@ class Script:
             kept.done.append(("second", epoch, before, self.measure(), session.once(lambda: session.position)))
         return {"done": kept.done, "report": dataclasses.replace(report, seconds=1, samples_per_second=1)}
 
+    def with_rollouts(self) -> dict[str, Any]:
+        """Before, among and after the batches of an epoch, and a checkpoint that has more results than the one before.
+
+        A resumed script gets those of its epoch; a list that is not registered has no others.
+        """
+        session = self.session
+        kept = session.register(among=[])
+        for _ in session.epochs(EPOCHS):
+            before = self.play(3)
+            for batch in session.batches():
+                self.step(batch)
+                if session.position % 3 == 0:
+                    kept.among.append(self.play(2))
+            after = self.play(2), self.play(1)
+            session.save()
+        return {"before": before, "among": kept.among, "after": after}
+
+    def play(self, items: int) -> list[list[float]]:
+        def counted(item: int) -> torch.Tensor:
+            self.evaluated += 1
+            return torch.rand(item + 1)
+
+        return [one.tolist() for one in self.session.map(counted, range(items))]
+
 
 # checkpoint.every, and the step in which the script is interrupted: in an epoch, at its end, long after a checkpoint
 @pytest.mark.sampled(1)
@@ -139,6 +163,7 @@ class Script:
         ("over_epochs", [(1, 3), (1, 6), (4, 8), (5, 10)]),
         ("over_range", [(1, 6), (4, 8)]),
         ("in_two_phases", [(1, 4), (3, 6)]),
+        ("with_rollouts", [(1, 3), (1, 6), (4, 9)]),
     ],
 )
 def test_interrupted_anywhere(form: str, ends: list[tuple[int, int]], tmp_path: Path) -> None:
