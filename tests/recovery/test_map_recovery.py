@@ -40,6 +40,8 @@ for epoch in session.epochs(4):
     told[epoch] = hashlib.sha256(values.encode()).hexdigest()
     samples[:] = [(state, int(action)) for result in results for state, action in zip(*result)]
     for batch in session.batches():
+        if "MARK" in os.environ and batch.step > 8:
+            scripted.refill(session, int(os.environ["WORKERS"]))
         scripted.say(session, session.step(batch))
 scripted.end(session, told=told, computed=computed)
 """
@@ -62,15 +64,15 @@ def check(ran: Ran, alone: dict[str, Any]) -> list[dict[str, Any]]:
 def test_a_worker_is_lost_in_a_rollout(run: Run, undisturbed: Any, strategy: str, standby: int, tmp_path: Any) -> None:
     """Its items are computed again. A worker that joins later, and a resumed run, get the rollouts of their epoch."""
     alone, mark = undisturbed(SCRIPT), str(tmp_path / "mark")
-    later = faults.kill(rank=0, step=14) if standby == 2 else None
+    later = faults.kill(rank=0, step=13) if standby == 2 else None
     words = "-n", 3, "--elastic", "1:3", "--standby", standby
-    killed = run(SCRIPT, *words, faults=later, MARK=mark, STRATEGY=strategy)
+    killed = run(SCRIPT, *words, faults=later, MARK=mark, STRATEGY=strategy, WORKERS=str(3 if standby else 2))
     everyone = check(killed, alone)
     assert len(killed.launcher("lost")) == 1 + (standby == 2)
-    assert len(everyone) == 3 or not standby, killed.report()
+    assert len(everyone) >= (3 if standby else 2), killed.report()
     computed = [call for one in everyone for call in one["computed"] if call[0] == 8]
     left = [[8, item] for item in range(6)]
-    assert all(call in left for call in computed) and (standby == 2 or sorted(computed) == left), killed.report()
+    assert sorted(computed) == [call for call in left if standby != 2 or call in computed], killed.report()
     resumed = run(SCRIPT, "-n", 2, "--resume", killed.run / "checkpoints" / "step-000006", name="resumed")
     for one in check(resumed, alone):
         assert min(one["told"]) == "1" and min(one["computed"])[0] == 8, resumed.report()
