@@ -3,9 +3,9 @@
 ::
 
     items      0 1 2 3 4 5 6 7
-    worker 0   0   2 ✗              lost: its results are lost, too
-    worker 1     1   3 │ 0 4 6      the others keep what they have, and divide the rest
-    worker 2             2 5 7      (a worker that joins)
+    worker 0   0   2 ✗                 lost, with its result for item 0
+    worker 1     1   3   5   7 │ 0 4   the others keep their results, and divide the rest
+    worker 2                   │ 2 6   joins
 
 The random numbers of an item are keyed by the call and the item, so neither the worker that computes it nor the order
 matters.
