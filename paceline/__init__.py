@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerSilent,
     )
+    from paceline.schedule.microbatch_orders import by_class, by_length, by_tokens, in_turn
     from paceline.session import Batch, Report, Session, start
     from paceline.settings import CheckpointSettings, Settings
     from paceline.step.gradients.outputs import Sum
@@ -47,7 +48,11 @@ _HOMES = {
     "TokenRows": "data.recurrent.token_rows",
     "WorkerLost": "errors",
     "WorkerSilent": "errors",
+    "by_class": "schedule.microbatch_orders",
+    "by_length": "schedule.microbatch_orders",
+    "by_tokens": "schedule.microbatch_orders",
     "deferred": "checkpoint.weights.deferred.model",
+    "in_turn": "schedule.microbatch_orders",
     "launch": "cli.launch",
     "start": "session",
 }
@@ -71,7 +76,11 @@ __all__ = [
     "TokenRows",
     "WorkerLost",
     "WorkerSilent",
+    "by_class",
+    "by_length",
+    "by_tokens",
     "deferred",
+    "in_turn",
     "launch",
     "start",
 ]

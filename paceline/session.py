@@ -19,6 +19,7 @@ from paceline.data.sampler import SampleNumbers
 from paceline.errors import ConfigError, InputError
 from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
+from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.step.context import Batch
 from paceline.step.loss import described
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
@@ -49,6 +50,7 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
     schedule: ScheduleFactory | Mapping[str, ScheduleFactory | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     sampler: SampleNumbers | None = None,
+    microbatch_order: MicrobatchOrder | None = None,
     **settings: Unpack[Arguments],
 ) -> Session:
     """Start a training session: run the rendezvous, check that all workers agree, and return the session.
@@ -78,6 +80,9 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
         collate: function from a list of items to a microbatch. Defaults to torch's ``default_collate``.
         sampler: ``sampler(seed, epoch)``, a pure function that returns the sample indices of an epoch in order, or its
             batches as lists of indices; or a torch sampler. Defaults to a new shuffle in each epoch.
+        microbatch_order: how a batch is cut into microbatches: :func:`paceline.in_turn`, ``paceline.by_length(...)``,
+            ``by_tokens(...)`` or ``by_class(...)``, or a pure function of (sample indices, number of microbatches) that
+            returns the indices of each microbatch. Defaults to slices of the batch.
         settings: fields of :class:`paceline.Settings`. Command-line options, environment variables and the plan file
             take precedence.
 
@@ -86,7 +91,7 @@ def start(  # noqa: PLR0913 - keyword-only; they describe the whole training
         StartError: the workers could not connect, or they disagree (:class:`paceline.DisagreementError`).
         CheckpointError: the checkpoint in ``resume`` or the weights in ``weights`` cannot be read or do not match.
     """
-    given = Components(model, optimizer, data, loss, forward, schedule, collate, sampler, batch_loss)
+    given = Components(model, optimizer, data, loss, forward, schedule, collate, sampler, batch_loss, microbatch_order)
     return Session(set_up(given, settings), by_loss=loss is not None)
 
 

@@ -4,7 +4,7 @@
 
     epoch e      a permutation of all samples, from (seed, e)
     step t       the next `batch` of them; the last one may be short
-    microbatch   a fixed slice of the batch (schedule.shares.microbatches)
+    microbatch   a fixed slice of the batch (schedule.shares.microbatches), or a list of the function microbatch_order
 
 The order does not depend on the number of workers. A position in training is a single integer, the step.
 
@@ -16,23 +16,86 @@ permutation; on many numbers the two are indistinguishable.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 
 from paceline.data import feistel
-from paceline.data.keys import ORDER, seed_of
-from paceline.errors import ConfigError
+from paceline.data.keys import ORDER, preserve_generators, seed_of, seed_untouched, was_drawn
+from paceline.errors import ConfigError, InputError
 from paceline.schedule import shares
+from paceline.schedule.microbatch_orders import MicrobatchOrder
+from paceline.system.usage import does_not_take
+from paceline.system.user_code import in_user_call
 
 LARGEST_SHUFFLE = 1 << 20
 """Largest number of samples for which an epoch is a shuffle held in memory."""
 UNKNOWN = sys.maxsize
 """Stands for a step that is not known yet, such as the end of a stream."""
+_COMPARED = 8
+"""Number of batches of the first epoch whose microbatches are compared between workers and with a checkpoint."""
+_CURE = (
+    "microbatch_order must be a pure function of (samples, count) that gives at most count lists with the samples of "
+    "the batch, such as paceline.in_turn, paceline.by_length(lengths), paceline.by_tokens(lengths) or "
+    "paceline.by_class(labels)"
+)
+
+
+class Cut:
+    """Cut of batches into microbatches by a function of the user.
+
+    Args:
+        function: ``function(samples, count)`` returns the samples of each microbatch, at most ``count`` of them.
+
+    Raises:
+        InputError: it is not such a function.
+    """
+
+    def __init__(self, function: MicrobatchOrder) -> None:
+        if not callable(function):
+            raise InputError(f"microbatch_order is {function!r}, a {type(function).__name__}: {_CURE}.")
+        if why := does_not_take(function, "samples", "count"):
+            raise InputError(f"microbatch_order cannot be called: {why}. The {_CURE}.")
+        self._function = function
+        self._known = lru_cache(maxsize=4)(self.again)  # the microbatches of a step are asked for several times
+
+    def __call__(self, samples: list[int], count: int) -> list[list[int]]:
+        """Return the samples of each microbatch of a batch, which has ``count`` microbatches without a function."""
+        return self._known(tuple(samples), count)
+
+    def again(self, samples: tuple[int, ...], count: int) -> list[list[int]]:
+        """Call the function, also if its result is known.
+
+        Raises:
+            InputError: the result has not every sample once, or too many microbatches, or an empty one.
+        """
+        try:
+            given = self._function([*samples], count)
+        except Exception as error:
+            in_user_call(error, f"This was microbatch_order of {len(samples)} samples and {count} microbatches.")
+            raise
+        try:
+            found = [[*map(int, one)] for one in given]
+        except (TypeError, ValueError):
+            raise InputError(f"microbatch_order returned {given!r:.100}: {_CURE}.") from None
+        if Counter(chain(*found)) != Counter(samples):
+            raise InputError(
+                f"microbatch_order gave {sum(map(len, found))} samples in {len(found)} microbatches for a batch of "
+                f"{len(samples)}, and not the number of each sample of the batch once: {_CURE}."
+            )
+        if len(found) > count or not all(found):
+            raise InputError(
+                f"microbatch_order gave microbatches of {', '.join(str(len(one)) for one in found)} samples for a "
+                f"batch of {len(samples)}, which has at most {count} microbatches, none of them empty: {_CURE}."
+            )
+        return found
 
 
 class BatchOrder(ABC):
@@ -42,10 +105,41 @@ class BatchOrder(ABC):
     microbatches: int  # number of microbatches in a full batch
     seed: int
     drop_last: bool  # whether a short last batch of an epoch is left out
+    cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
+
+    def cut_by(self, function: MicrobatchOrder) -> None:
+        """Cut batches into microbatches by a function.
+
+        Raises:
+            InputError: see :class:`Cut`, or the function gives other microbatches when it is called again.
+        """
+        self.cut = Cut(function)
+        for step in self._compared():
+            samples, count = tuple(self.numbers_of(step)), len(self.slices_of(step))
+            with preserve_generators():
+                seed_untouched()
+                again = self.cut.again(samples, count)
+                drawn = was_drawn()
+            if drawn or again != self.microbatches_of(step):
+                how = "draws random numbers" if drawn else "gives other microbatches when it is called again"
+                raise InputError(f"microbatch_order {how}, so each worker would cut a batch in its own way: {_CURE}.")
+
+    def _compared(self) -> list[int]:
+        """Return steps of the first epoch whose microbatches stand for all."""
+        end = self.first_of(1)
+        return [0] if end == UNKNOWN else sorted({(end - 1) * place // (_COMPARED - 1) for place in range(_COMPARED)})
+
+    def _of_cut(self) -> dict[str, int]:
+        """Return a hash of microbatches by the function, by its name. Empty if there is no function."""
+        if self.cut is None:
+            return {}
+        parts = repr([self.microbatches_of(step) for step in self._compared()])
+        return {"microbatch_order": int.from_bytes(hashlib.blake2b(parts.encode(), digest_size=6).digest(), "big")}
 
     def facts(self) -> dict[str, int]:
         """Return the values that determine the order, for a checkpoint."""
-        return {name: getattr(self, name) for name in ("batch", "microbatches", "seed", "drop_last")}
+        names = "batch", "microbatches", "seed", "drop_last"
+        return {name: getattr(self, name) for name in names} | self._of_cut()
 
     @abstractmethod
     def place_of(self, step: int) -> tuple[int, int]:
@@ -64,12 +158,19 @@ class BatchOrder(ABC):
         """Return the number of samples in all steps before ``step``."""
 
     @abstractmethod
+    def numbers_of(self, step: int) -> list[int]:
+        """Return the sample numbers of the batch of a step."""
+
     def microbatches_of(self, step: int) -> list[list[int]]:
         """Return the sample numbers of each microbatch of a step."""
+        numbers, slices = self.numbers_of(step), self.slices_of(step)
+        if self.cut is not None:
+            return self.cut(numbers, len(slices))
+        return [numbers[part.start : part.stop] for part in slices]
 
     def agreed(self) -> dict[str, object]:
         """Return values that must be equal on all workers before the first step, besides the settings."""
-        return {}
+        return {f"data in microbatches by {name}": value for name, value in self._of_cut().items()}
 
     def digest_at(self, step: int) -> int:
         """Return a digest of the first sample of a stream's batch to compare between workers; 0 if it is not known."""
@@ -111,11 +212,18 @@ class BatchOrder(ABC):
         return end - self.first_of(epoch)
 
     def parts_of(self, step: int) -> tuple[range, ...]:
-        """Return the range of positions in the batch for each microbatch of a step."""
+        """Return the range of positions in the batch, microbatch after microbatch, for each microbatch of a step."""
+        if self.cut is None:
+            return self.slices_of(step)
+        stops = accumulate(map(len, self.microbatches_of(step)), initial=0)
+        return tuple(range(start, stop) for start, stop in pairwise(stops))
+
+    def slices_of(self, step: int) -> tuple[range, ...]:
+        """Return the range of positions in the batch for each microbatch of a step, if no function cuts the batch."""
         return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Order(BatchOrder):
     """Shuffled order of a data set of fixed length.
 
@@ -134,10 +242,11 @@ class Order(BatchOrder):
 
     def facts(self) -> dict[str, int]:
         """Return the fields, and the number of Feistel rounds if the order is not a shuffle, for a checkpoint."""
-        return asdict(self) | ({} if self.length <= LARGEST_SHUFFLE else {"feistel_rounds": feistel.ROUNDS})
+        rounds = {} if self.length <= LARGEST_SHUFFLE else {"feistel_rounds": feistel.ROUNDS}
+        return {"length": self.length, **super().facts(), **rounds}
 
     def agreed(self) -> dict[str, object]:
-        return {"data length": self.length}
+        return {"data length": self.length, **super().agreed()}
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -145,7 +254,7 @@ class Order(BatchOrder):
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def cuts(self) -> set[int]:
-        return {self.microbatches, len(self.parts_of(self.steps_per_epoch - 1))}
+        return super().cuts() if self.cut else {self.microbatches, len(self.slices_of(self.steps_per_epoch - 1))}
 
     def place_of(self, step: int) -> tuple[int, int]:
         return divmod(step, self.steps_per_epoch)
@@ -165,19 +274,13 @@ class Order(BatchOrder):
         per_epoch = self.steps_per_epoch * self.batch if self.drop_last else self.length
         return epochs * per_epoch + rest * self.batch
 
-    def microbatches_of(self, step: int) -> list[list[int]]:
-        return _microbatches_of(self, step)
+    def numbers_of(self, step: int) -> list[int]:
+        epoch, index = divmod(step, self.steps_per_epoch)
+        start = index * self.batch
+        return _samples(self.length, seed_of(ORDER, self.seed, epoch), start, min(start + self.batch, self.length))
 
 
 @lru_cache(maxsize=4)  # a step may be loaded in several calls
-def _microbatches_of(order: Order, step: int) -> list[list[int]]:
-    epoch, index = divmod(step, order.steps_per_epoch)
-    start = index * order.batch
-    stop = min(start + order.batch, order.length)
-    samples = _samples(order.length, seed_of(ORDER, order.seed, epoch), start, stop)
-    return [samples[part.start : part.stop] for part in order.parts_of(step)]
-
-
 def _samples(length: int, seed: int, start: int, stop: int) -> list[int]:
     """Return the samples at the positions ``start`` to ``stop`` (exclusive) of an epoch."""
     if length > LARGEST_SHUFFLE:

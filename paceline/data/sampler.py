@@ -62,7 +62,7 @@ class SampledOrder(BatchOrder):
         return {"sampler": int(self._first[:12], 16), "length": self._length, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
-        return {"data length": self._length, "data order by the sampler": self._first}
+        return {"data length": self._length, "data order by the sampler": self._first, **super().agreed()}
 
     def place_of(self, step: int) -> tuple[int, int]:
         while step >= self._starts[-1]:
@@ -104,11 +104,11 @@ class SampledOrder(BatchOrder):
         epoch, index = self.place_of(step)
         return sum(self._lengths[:epoch]) + self._bounds(epoch, index)[0]
 
-    def microbatches_of(self, step: int) -> list[list[int]]:
+    def numbers_of(self, step: int) -> list[int]:
         epoch, index = self.place_of(step)
         start, stop = self._bounds(epoch, index)
-        numbers = self._numbers(epoch)[start:stop].tolist()
-        return [numbers[part.start : part.stop] for part in self.parts_of(step)]
+        numbers: list[int] = self._numbers(epoch)[start:stop].tolist()
+        return numbers
 
     def state(self, step: int) -> dict[str, Any]:
         epoch = bisect_right(self._starts, step) - 1  # place_of would draw an epoch that has not begun
@@ -182,7 +182,7 @@ class BatchedOrder(SampledOrder):
         super().__init__(sampler, length, batch, microbatches, seed, drop_last=False)
         self._first = _hash(torch.cat((self._numbers(0), torch.tensor(self._sizes_of(0)))))
 
-    def parts_of(self, step: int) -> tuple[range, ...]:
+    def slices_of(self, step: int) -> tuple[range, ...]:
         samples = self.samples_of(step)
         return even(samples, min(samples, self.microbatches))
 

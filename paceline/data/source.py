@@ -14,13 +14,27 @@ from paceline.data.sampler import SampleNumbers, order_by
 from paceline.data.streams.order import StreamOrder
 from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, InputError
+from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import Settings
 from paceline.system.torch_internals import StreamSampler
 
 
-def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch: int) -> BatchOrder:
-    """Return the sample order for a data set or a stream. ``batch``: number of samples in a step over all workers."""
+def order_of(
+    data: Any,
+    sampler: SampleNumbers | None,
+    settings: Settings,
+    batch: int,  # number of samples in a step over all workers
+    microbatch_order: MicrobatchOrder | None = None,
+) -> BatchOrder:
+    """Return the sample order for a data set or a stream."""
+    order = _order_of(data, sampler, settings, batch)
+    if microbatch_order is not None:
+        order.cut_by(microbatch_order)
+    return order
+
+
+def _order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch: int) -> BatchOrder:
     parts = settings.microbatches or default_microbatches(batch)
     if batch < parts:
         raise ConfigError(

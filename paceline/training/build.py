@@ -34,6 +34,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.launchers.local import become
 from paceline.schedule.audits import AuditSchedule
+from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.settings import ONE_MACHINE, Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
@@ -69,6 +70,7 @@ class Components:
     collate: Callable[[list[Any]], Any] | None
     sampler: SampleNumbers | None = None
     batch_loss: Callable[[Any, Batch], Any] | None = None
+    microbatch_order: MicrobatchOrder | None = None
 
 
 def report_config(resolved: Resolved, path: Path) -> None:
@@ -275,7 +277,7 @@ def _order(given: Components, settings: Settings, workers: int) -> BatchOrder:
     data, sampler, carries = given.data, given.sampler, takes_state(given.forward)
     if carries and sampler is None and isinstance(data, Sized) and not is_stream(data):
         sampler = partial(in_order, data)
-    order = order_of(data, sampler, settings, _batch(settings, workers))
+    order = order_of(data, sampler, settings, _batch(settings, workers), given.microbatch_order)
     if carries:
         check_rows(order, data)
     return order
@@ -387,10 +389,8 @@ def _run_spec(
     run_spec.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:
         own = numerics(exact=True)
-        run_spec.update({"threads": threads, "cpu capability": own["cpu"], "canary of the processor": own["canary"]})
-        run_spec.update(
-            {"gpu model": own["gpu"], "float32 precision": own["float32"], "cublas workspace": own["cublas"]}
-        )
+        run_spec |= {"threads": threads, "cpu capability": own["cpu"], "canary of the processor": own["canary"]}
+        run_spec |= {"gpu model": own["gpu"], "float32 precision": own["float32"], "cublas workspace": own["cublas"]}
     return run_spec
 
 

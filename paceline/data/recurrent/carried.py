@@ -52,6 +52,11 @@ def takes_state(forward: Any) -> bool:
 
 def check_rows(order: BatchOrder, data: Any) -> None:
     """Raise InputError if the rows of a batch are known not to continue the rows of the previous batch."""
+    if order.cut is not None:
+        raise InputError(
+            "forward(model, microbatch, state) gives a microbatch the state of the same rows of the batch before, but "
+            "microbatch_order may put other rows into it: leave out microbatch_order."
+        )
     rows = data.rows if isinstance(data, TokenRows) else order.batch
     if rows != order.batch:
         raise InputError(f"The data are {rows} rows of tokens, but batch = {order.batch}: set batch to {rows}.")

@@ -34,7 +34,7 @@ class StreamOrder(BatchOrder):
         return {"stream": 1, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
-        return {"data first sample": digest(self._stream.batch(0, 0).items[0])}
+        return {"data first sample": digest(self._stream.batch(0, 0).items[0]), **super().agreed()}
 
     def check_repeats(self) -> None:
         """Read the first sample again; see :meth:`Stream.check_repeats`."""
@@ -74,9 +74,9 @@ class StreamOrder(BatchOrder):
         epoch, index = self.place_of(step)
         return sum(self._lengths[:epoch]) + index * self.batch
 
-    def microbatches_of(self, step: int) -> list[list[int]]:
+    def numbers_of(self, step: int) -> list[int]:
         start = self.place_of(step)[1] * self.batch
-        return [list(range(start + part.start, start + part.stop)) for part in self.parts_of(step)]
+        return [*range(start, start + self.samples_of(step))]
 
     def read(self, epoch: int, samples: list[int]) -> list[Any]:
         """Return samples of one batch by number. Lists and dictionaries are shallow copies that may be changed."""

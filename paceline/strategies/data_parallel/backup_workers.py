@@ -70,6 +70,11 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"backup.workers = {wanted} needs epochs of one length that is known before, as what comes too late is "
             f"computed at the end of its epoch: use a data set with a length, or backup.workers = 0."
         )
+    if wanted and order.cut is not None:
+        raise ConfigError(
+            f"backup.workers = {wanted} needs the same number of microbatches in each batch, and microbatch_order may "
+            f"give fewer: leave out microbatch_order, or set backup.workers = 0."
+        )
     if workers > 1 and wanted >= workers:
         raise ConfigError(
             f"backup.workers = {wanted} leaves none of the {workers} workers to wait for: use fewer than "
