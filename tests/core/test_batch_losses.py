@@ -194,7 +194,7 @@ def test_a_forward_pass_that_does_not_repeat_is_refused() -> None:
 
     with pytest.raises(paceline.InputError, match="The same microbatch computed twice does not give the same"):
         _steps(forward=drawn, batch_loss=_vectors, exact=True)
-    with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* in step 0 differs by"):
+    with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* in step 0 has other values"):
         _steps(forward=drawn, batch_loss=_vectors, exact=True, audit_action="warn")
     for exact in (False, True):
         with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* is another sum"):

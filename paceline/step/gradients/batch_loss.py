@@ -33,7 +33,6 @@ from paceline.step.forward import ForwardRunner, name_call
 from paceline.step.gradients.outputs import OutputForm, Outputs, check_forms, outputs_of, spelled
 from paceline.step.loss import Forward, check_names, loss_of_result
 from paceline.step.probes.digests import TOLERANCE
-from paceline.step.replicas import digest_of
 from paceline.system.user_code import in_user_call
 
 _NO_GRADIENT = (
@@ -61,19 +60,23 @@ _OUTSIDE = (
     "it. Register it in the model, as self.value = torch.nn.Parameter(...), and use it from there."
 )
 
+_CHUNK = 1 << 16
+"""Number of values of which a digest is computed at once, so that it needs little memory."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of the bits of a value, by its size in bytes."""
+
 
 class Plan(NamedTuple):
     """Values that the second pass of a step needs.
 
     ``rows``: rows of each microbatch in the outputs. ``gradients``: those of the outputs, times ``scale``.
     ``parameters``: parameters that the loss itself uses, with their gradients. ``pair``: as in :class:`ForwardResult`,
-    for microbatch 0. ``marks``: for each microbatch, the digests of its sums.
+    for microbatch 0. ``marks``: for each microbatch, the digests of its outputs, which are not kept.
     """
 
     step: int
     rows: Sequence[range]
     forms: dict[str, OutputForm]
-    outputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     parameters: list[tuple[nn.Parameter, torch.Tensor]]
     pair: torch.Tensor
@@ -129,20 +132,30 @@ class BatchLoss:
         return Outputs(detached, found.forms)
 
     def marks_of(self, outputs: Outputs) -> dict[str, list[int | float]]:
-        """Return the digest of each sum of a microbatch, which is not kept."""
-        return {name: self._mark(value) for name, value in outputs.select(added=True).items()}
+        """Return the digest of each output of a microbatch."""
+        return {name: self._mark(value.detach()) for name, value in outputs.tensors.items()}
 
     def _mark(self, value: torch.Tensor) -> list[int | float]:
-        if self._exact:
-            return [digest_of(value)]
-        return [float(torch.linalg.vector_norm(summable(value.detach())))]
+        """Return a digest that depends on the place of each value, or norm and projection if values may be rounded."""
+        value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        flat = value.resolve_neg().contiguous().view(-1)
+        place = torch.arange(_CHUNK, device=flat.device)
+        if self._exact or not flat.is_floating_point():
+            digest = torch.zeros((), dtype=torch.int64, device=flat.device)
+            for part in flat.view(_WORDS[flat.element_size()]).split(_CHUNK):
+                digest = 31 * digest + (part.long() * (2 * place[: len(part)] + 1)).sum()
+            return [int(digest)]
+        wave, projection = place.double().cos(), torch.zeros((), dtype=torch.float64, device=flat.device)
+        for part in flat.split(_CHUNK):
+            projection = (part * wave[: len(part)]).sum() - projection
+        return [float(torch.linalg.vector_norm(summable(flat))), float(projection)]
 
     def begin(self, plan: Plan) -> None:
         """Begin the second pass."""
         self._plan = plan
 
     def end(self) -> None:
-        """End the second pass, and release the outputs."""
+        """End the second pass, and release the gradients of the outputs."""
         self._plan = None
 
     def take(self, value: Any, group: MicrobatchGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,29 +187,10 @@ class BatchLoss:
     def _compare(self, plan: Plan, outputs: Outputs, microbatch: int) -> None:
         where = name_microbatches(range(microbatch, microbatch + 1))
         check_forms(plan.forms, outputs.forms, f"{where} in the first pass", "the same microbatch in the second pass")
-        rows = plan.rows[microbatch]
-        for name, value in outputs.tensors.items():
-            if plan.forms[name].added:
-                alike = self._are_alike(plan.marks[microbatch][name], self._mark(value))
-                how = "is another sum" if not alike else ""
-            else:
-                how = self._difference(plan.outputs[name][rows.start : rows.stop], value.detach())
-            if how:
+        for name, found in self.marks_of(outputs).items():
+            if not _are_alike(plan.marks[microbatch][name], found):
+                how = "is another sum" if plan.forms[name].added else "has other values"
                 raise InputError(_NOT_AGAIN.format(what=spelled(name), microbatch=where, step=plan.step, how=how))
-
-    def _are_alike(self, known: list[int | float], found: list[int | float]) -> bool:
-        return same(known, found) or (not self._exact and math.isclose(known[0], found[0], rel_tol=TOLERANCE))
-
-    def _difference(self, known: torch.Tensor, found: torch.Tensor) -> str:
-        """Describe how rows differ between the passes. Empty if they are equal, or near without ``exact``."""
-        if _same_bits(known, found):
-            return ""
-        if not known.is_floating_point():
-            return f"differs in {int((known != found).sum())} of {known.numel()} values"
-        difference, size = (known.double() - found.double()).norm(), known.double().norm()
-        if not self._exact and bool(difference <= TOLERANCE * size):
-            return ""
-        return f"differs by up to {float((known.double() - found.double()).abs().max()):.3g}"
 
     def plan(self, compute: ForwardRunner, outputs: Outputs, batch: Batch, *, twice: bool) -> Plan:
         """Compute the loss over the outputs of the whole batch, and its gradient. The same on every worker.
@@ -226,10 +220,9 @@ class BatchLoss:
 
     def _repeats(self, found: Plan, again: Plan) -> bool:
         pairs = [(found.pair, again.pair), *zip(found.gradients.values(), again.gradients.values(), strict=True)]
-        if self._exact:
-            return all(same(left, right) for left, right in pairs)
         return all(
-            left is right or (left is not None and right is not None and not self._difference(left, right))
+            left is right
+            or (left is not None and right is not None and _are_alike(self._mark(left), self._mark(right)))
             for left, right in pairs
         )
 
@@ -277,8 +270,14 @@ class BatchLoss:
         ]
         pair = loss._replace(total=mean.detach(), counted=1.0).pair()
         pair[:2] *= count
-        plain = {name: leaf.detach() for name, leaf in leaves.items()}
-        return Plan(batch.step, (), outputs.forms, plain, of_leaves, used, pair, compute.scale, {})
+        return Plan(batch.step, (), outputs.forms, of_leaves, used, pair, compute.scale, {})
+
+
+def _are_alike(known: list[int | float], found: list[int | float]) -> bool:
+    """Return whether two digests are equal, or norms and projections near. Other checks report NaN and infinity."""
+    if len(known) == 1 or not all(map(math.isfinite, known + found)):
+        return len(known) > 1 or known == found
+    return all(abs(one - other) <= TOLERANCE * known[0] for one, other in zip(known, found, strict=True))
 
 
 def _outside(loss: torch.Tensor, known: Container[int]) -> nn.Parameter | None:
@@ -307,10 +306,3 @@ def _product(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if value.is_complex():
         value, gradient = torch.view_as_real(value), torch.view_as_real(gradient)
     return (summable(value) * summable(gradient)).sum().double()
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape and type have the same bits, also for NaN and zeros."""
-    if left.numel() == 0:
-        return True
-    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))
