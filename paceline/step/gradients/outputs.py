@@ -90,6 +90,7 @@ def outputs_of(value: Any, samples: int | None, microbatches: range = range(1)) 
         tensor = entry.tensor if isinstance(entry, Sum) else entry
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             cure = " Name its tensors in a dictionary." if isinstance(entry, tuple | list) and not name else ""
+            cure = f" Its layout is {tensor.layout}: use .to_dense()." if isinstance(tensor, torch.Tensor) else cure
             raise InputError(f"{_FORMS}, but {spelled(name)} is {described(entry)}.{cure}")
         if not isinstance(entry, Sum):
             _check_rows(name, tensor, samples, microbatches)
