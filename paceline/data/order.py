@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from paceline.data import feistel
-from paceline.data.keys import ORDER, preserve_generators, seed_of, seed_untouched, was_drawn
+from paceline.data.keys import ORDER, preserve_generators, seed_of
 from paceline.errors import ConfigError, InputError
 from paceline.schedule import shares
 from paceline.schedule.microbatch_orders import MicrobatchOrder
@@ -114,15 +114,14 @@ class BatchOrder(ABC):
             InputError: see :class:`Cut`, or the function gives other microbatches when it is called again.
         """
         self.cut = Cut(function)
-        for step in self._compared():
-            samples, count = tuple(self.numbers_of(step)), len(self.slices_of(step))
-            with preserve_generators():
-                seed_untouched()
-                again = self.cut.again(samples, count)
-                drawn = was_drawn()
-            if drawn or again != self.microbatches_of(step):
-                how = "draws random numbers" if drawn else "gives other microbatches when it is called again"
-                raise InputError(f"microbatch_order {how}, so each worker would cut a batch in its own way: {_CURE}.")
+        with preserve_generators():
+            for step in self._compared():
+                found = self.microbatches_of(step)
+                if self.cut.again(tuple(self.numbers_of(step)), len(self.slices_of(step))) != found:
+                    raise InputError(
+                        f"microbatch_order gives other microbatches when it is called again, so each worker would cut "
+                        f"a batch in its own way: {_CURE}. It must not draw random numbers."
+                    )
 
     def _compared(self) -> list[int]:
         """Return steps of the first epoch whose microbatches stand for all."""

@@ -82,7 +82,7 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
         elif isinstance(total, int | float):
             cure = "Return the tensor itself, without .item() or float()"
         elif not isinstance(total, torch.Tensor) or total.ndim:
-            cure += ". A forward that returns outputs, for a loss over the whole batch, needs batch_loss= in paceline.start"
+            cure += ". Outputs for a loss over the whole batch need batch_loss= in paceline.start"
         raise InputError(
             f"The loss must be a scalar tensor (the mean over the samples it is given), a pair (sum, count), or an "
             f"object with such a .loss, alone or with metrics as in (loss, {{'accuracy': value}}); but it is "

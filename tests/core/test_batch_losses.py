@@ -161,6 +161,7 @@ OUTPUTS = {
     "a number": (lambda model, data: model.other(data[0]).mean(), "has no dimension for the 4 samples of microbatch 0"),
     "a tuple": (lambda model, data: (model.other(data[0]), 1), r"is a tuple of a tensor .* Name its tensors in a"),
     "nothing": (lambda model, data: {}, "but it returned an empty dictionary"),
+    "sparse rows": (lambda model, data: model.other(data[0]).to_sparse(), r"layout is torch.sparse_coo: use .to_dense"),
     "a list": (lambda model, data: {"a": [1]}, "but the output 'a' is a list"),
     "other sizes": (
         lambda model, data: model.other(data[0])[:, : 5 + int(data[0][0, 0] > 0)],
@@ -183,12 +184,15 @@ def test_a_forward_pass_that_does_not_repeat_is_refused() -> None:
         value: torch.Tensor = model.other(data[0] + torch.randn(data[0].shape, generator=generator))
         return value
 
-    def counted(change: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
+    def summed(rows: torch.Tensor) -> paceline.Sum:
+        return paceline.Sum(rows.sum(0))
+
+    def counted(change: Callable[[torch.Tensor], Any], usual: Callable[[torch.Tensor], Any] = summed) -> Any:
         calls[0] = 0
 
         def forward(model: Any, data: Any) -> Any:
             calls[0] += 1
-            return change(model.other(data[0])) if calls[0] == 40 else paceline.Sum(model.other(data[0]).sum(0))
+            return (change if calls[0] == 40 else usual)(model.other(data[0]))
 
         return forward
 
@@ -200,6 +204,9 @@ def test_a_forward_pass_that_does_not_repeat_is_refused() -> None:
         with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* is another sum"):
             doubled = counted(lambda rows: paceline.Sum(2 * rows.sum(0)))
             _steps(forward=doubled, batch_loss=_vectors, exact=exact, steps=4)
+        for moved in (lambda rows: rows.flip(0), lambda rows: rows.roll(2, 1)):
+            with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* has other values"):
+                _steps(forward=counted(moved, lambda rows: rows), batch_loss=_vectors, exact=exact, steps=4)
     with pytest.raises(paceline.InputError, match=r"Sum of shape \[6\] .* in the first pass, but rows of shape \[6\]"):
         _steps(forward=counted(lambda rows: rows), batch_loss=_vectors, exact=True, steps=4)
 
@@ -245,6 +252,8 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
     for given, text in wrong:
         with pytest.raises(paceline.ConfigError, match=text):
             start("simclr", **{"batch_loss": whole} | given)
+    with pytest.raises(paceline.InputError, match=r"Outputs for a loss over the whole batch need batch_loss= in"):
+        _steps(batch_loss=None)
     with pytest.raises(paceline.InputError, match=r"batch_loss must be a function of \(outputs, batch\)"):
         start("simclr", batch_loss=lambda outputs: outputs)
     with pytest.raises(paceline.InputError, match=r"paceline.Sum takes a dense tensor, but it got a list"):
@@ -253,11 +262,12 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
 
 GROUPED = """
 import os
+import paceline
 import torch
 from batch_losses import train
 from subjects import classes, tell
 
-labels = classes(96).tensors[1]
+values, labels = classes(96).tensors
 
 def grouped(seed, epoch):
     \"\"\"Batches of 4 samples of each of 3 classes, and one of the 40 samples that are left.\"\"\"
@@ -265,15 +275,20 @@ def grouped(seed, epoch):
     of = [one[torch.randperm(len(one))] for one in of]
     return [torch.cat([of[kind][start : start + 4] for kind in range(4) if kind != start // 4]) for start in (0, 4, 8)]
 
-tell(**{name: train(name, exact=True, sampler=grouped, batch=12, microbatches=4, strategy=os.environ["STRATEGY"])
-    for name in ("triplets", "barlow twins")})
+more = dict(exact=True, sampler=grouped, batch=12, microbatches=4, strategy=os.environ["STRATEGY"])
+tell(slices=train("triplets", **more), turn=train("triplets", microbatch_order=paceline.in_turn, **more))
+tell(classes=train("triplets", microbatch_order=paceline.by_class(labels), **more))
+lengths = (100 * values[:, 0].abs()).long()
+more["sampler"] = lambda seed, epoch: lengths.argsort().view(-1, 12)[torch.randperm(8)]
+tell(length=train("barlow twins", microbatch_order=paceline.by_length(lengths), **more))
+tell(tokens=train("barlow twins", microbatch_order=paceline.by_tokens(lambda sample: lengths[sample]), **more))
 """
 
 
 @pytest.mark.slow
 def test_batches_of_a_batch_sampler_are_the_same_on_any_number(printed: Printed, tmp_path: Path) -> None:
-    found = set()
+    found = []
     for workers, strategy in ((1, "allreduce"), (2, "stealing"), (3, "allreduce"), (4, "sharded")):
-        environment = {"STRATEGY": strategy}
-        found |= {str(one) for one in printed(GROUPED, workers, tmp_path / str(workers), environment=environment)}
-    assert len(found) == 1
+        found += printed(GROUPED, workers, tmp_path / str(workers), environment={"STRATEGY": strategy})
+    assert len({str(one) for one in found}) == 1
+    assert len({str(trained) for trained in found[0].values()}) == 5
