@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -139,13 +140,13 @@ class BatchLoss:
         """Return a digest that depends on the place of each value, or norm and projection if values may be rounded."""
         value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
         flat = value.resolve_neg().contiguous().view(-1)
-        place = torch.arange(_CHUNK, device=flat.device)
+        odd, wave = _weights(flat.device)
         if self._exact or not flat.is_floating_point():
             digest = torch.zeros((), dtype=torch.int64, device=flat.device)
             for part in flat.view(_WORDS[flat.element_size()]).split(_CHUNK):
-                digest = 31 * digest + (part.long() * (2 * place[: len(part)] + 1)).sum()
+                digest = 31 * digest + (part.long() * odd[: len(part)]).sum()
             return [int(digest)]
-        wave, projection = place.double().cos(), torch.zeros((), dtype=torch.float64, device=flat.device)
+        projection = torch.zeros((), dtype=torch.float64, device=flat.device)
         for part in flat.split(_CHUNK):
             projection = (part * wave[: len(part)]).sum() - projection
         return [float(torch.linalg.vector_norm(summable(flat))), float(projection)]
@@ -271,6 +272,13 @@ class BatchLoss:
         pair = loss._replace(total=mean.detach(), counted=1.0).pair()
         pair[:2] *= count
         return Plan(batch.step, (), outputs.forms, of_leaves, used, pair, compute.scale, {})
+
+
+@cache
+def _weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of values by their places, in a digest of their bits and in a projection."""
+    place = torch.arange(_CHUNK, device=device)
+    return 2 * place + 1, place.double().cos()
 
 
 def _are_alike(known: list[int | float], found: list[int | float]) -> bool:
