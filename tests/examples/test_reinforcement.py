@@ -36,7 +36,7 @@ def lines(ran: Ran) -> list[str]:
     return sorted(line for text in ran.logs.values() for line in text.splitlines() if line.startswith(("it", "fi")))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_kill_in_a_rollout_changes_no_bit(name: str, run: Run) -> None:
     script = SCRIPT.format(examples=str(EXAMPLES), script=str(EXAMPLES / f"{name}.py"))
