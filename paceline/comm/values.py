@@ -116,6 +116,8 @@ class _Encoder:
             return name, write(self, value)
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return "number", [value.dtype.str, self.put(value.tobytes())]
+        if kind is np.ndarray and value.dtype.kind in "biufc":
+            return "array", [value.dtype.str, list(value.shape), self.put(value.tobytes())]
         if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
             return "tensor", self.tensor(value)
         if _CLASSES.get(kind.__name__) is kind:
@@ -163,6 +165,10 @@ class _Decoder:
             raise ValueError(f"bytes {begin} to {end} of {len(self._parts)}")
         return self._parts[begin:end]
 
+    def array(self, content: list[Any]) -> Any:
+        dtype, shape, place = content
+        return np.frombuffer(bytearray(self.take(place)), np.dtype(dtype)).reshape(shape)
+
     def tensor(self, content: list[Any]) -> torch.Tensor:
         dtype, shape, place = content
         data = bytearray(self.take(place))
@@ -185,6 +191,7 @@ _READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "dtype": lambda _, content: _DTYPES[content],
     "path": lambda _, content: Path(content),
     "number": lambda decoder, content: np.frombuffer(decoder.take(content[1]), np.dtype(content[0]))[0],
+    "array": _Decoder.array,
     "tensor": _Decoder.tensor,
     "class": lambda decoder, content: _CLASSES[content[0]](*decoder.value(content[1:])),
 }
