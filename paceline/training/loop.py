@@ -35,7 +35,7 @@ from paceline.strategies.phases import Phases
 from paceline.strategies.registry import build, capabilities, check_loop_changes
 from paceline.system import fault_points
 from paceline.training.position import Position
-from paceline.training.progress import Action, Call, Progress, decide
+from paceline.training.progress import Action, Call, CallResults, Progress, decide
 from paceline.training.records import Records
 from paceline.training.recovery.activity import RE_FORMING, Activity
 from paceline.training.recovery.beginning import Beginning
@@ -214,6 +214,7 @@ class TrainingLoop:
         doing: str,
         act: Callable[[Call], tuple[Any, int]],
         then: Callable[[Call], None] = lambda _: None,
+        calls: CallResults | None = None,
     ) -> Any:
         """Run a collective call of the script and return its result.
 
@@ -224,23 +225,24 @@ class TrainingLoop:
             act: function that makes the call after all workers have reached it. Returns the result and the largest
                 notice of any worker.
             then: function that is called when the result is known, also if it was stored. Defaults to no action.
+            calls: store of the results. Defaults to the progress.
         """
         self.check_open()
-        call, number = self.position.count(kind)
 
         def make() -> Any:
-            while number >= len(self.progress.results(kind, call)):
+            while number >= len((calls or self.progress).results(kind, call)):
                 self._meet(doing)
                 result, notice = act(call)
-                self.progress.add_result(kind, call, result)
+                (calls or self.progress).add_result(kind, call, result)
                 if notice and self.strategy.divided is not None:  # a worker that leaves has the only copy of its share
                     self.strategy.unite(self.progress.steps)
                 self._follow(notice)
             then(call)
             self.activity.begin("in the script")
-            return self.progress.results(kind, call)[number]
+            return (calls or self.progress).results(kind, call)[number]
 
-        return self._together(make)
+        with self.position.counting(kind) as (call, number):
+            return self._together(make)
 
     def synchronize(self) -> None:
         """Bring all workers to the same state. All workers call this at the same step.

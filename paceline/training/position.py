@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.errors import InputError
 from paceline.step.context import Batch
-from paceline.training.progress import Call
+from paceline.training.progress import BEFORE_TRAINING, Call
 
 
 class Position:
@@ -43,6 +44,11 @@ class Position:
         """Number of steps, at most the end of the current batch loop. A resumed run may be further ahead."""
         return min(self.steps, self.target)
 
+    @property
+    def last(self) -> int:
+        """Last step that the script has passed, at which its values are recorded; 0 before the first one."""
+        return max(self.steps - 1, 0)
+
     def aim_at(self, target: Callable[[], int]) -> None:
         """Set the function that returns the end of the current batch loop."""
         self._target = target
@@ -54,6 +60,16 @@ class Position:
         number = count if before == call else 0
         self._calls[kind] = call, number + 1
         return call, number
+
+    @contextmanager
+    def counting(self, kind: str) -> Iterator[tuple[Call, int]]:
+        """Return a context for a call, which :meth:`count` counts unless the call raises an error."""
+        before, counted = self._calls.get(kind, (BEFORE_TRAINING, 0)), self.count(kind)
+        try:
+            yield counted
+        except BaseException:
+            self._calls[kind] = before
+            raise
 
     def move_to(self, steps: int, before: bool = False, turn: int = 0) -> None:
         """Set the position, and seed the global random number generators for it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -16,12 +16,22 @@ from paceline.step.context import StepResult
 
 _MOST_CALLS = 1 << 32
 """Upper bound on the number of collective calls of a run."""
-EVALUATE, ONCE, MAP, PREDICT, WEIGHTS = "evaluate", "once", "map", "predict", "weights"
+EVALUATE, ONCE, MAP, PREDICT, WEIGHTS, EXTEND = "evaluate", "once", "map", "predict", "weights", "extend"
 """Kinds of collective calls. Checkpoints store the results of the first three."""
 Call = tuple[int, int, int]
 """Position of a call in the script: number of steps; epoch of ``session.epochs``, or -1; and 1 inside a batch loop,
 which a resumed script does not enter for completed batches, else 0."""
 BEFORE_TRAINING: Call = (0, -1, 0)
+
+
+class CallResults(Protocol):
+    """Store of the results of collective calls, by kind of call and position in the script."""
+
+    def results(self, kind: str, call: Call) -> Sequence[Any]:
+        """Return the results of the calls of this kind at this position in the script, in order."""
+
+    def add_result(self, kind: str, call: Call, result: Any) -> None:
+        """Add the result of a call of this kind at this position in the script."""
 
 
 @sendable

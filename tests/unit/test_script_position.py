@@ -171,7 +171,7 @@ def test_epochs_without_batches_move_on() -> None:
 
 
 def test_an_epoch_of_unknown_length_cannot_be_left() -> None:
-    order = SimpleNamespace(epoch_of=lambda step: 0, first_of=lambda epoch: UNKNOWN if epoch else 0)
+    order = SimpleNamespace(epoch_of=lambda step: 0, first_of=lambda epoch: UNKNOWN if epoch else 0, grows=False)
     with pytest.raises(ConfigError, match="left the loop over the batches of a stream early"):
         list(Scene(order=order).of.epochs(2))
 
