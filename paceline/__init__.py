@@ -91,6 +91,8 @@ _CALLED = {"ParquetDataset", "TokenRows", "deferred", "launch", "start"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":
+        return import_module("paceline.data")
     if name in _HOMES:
         if name in _CALLED:
             import_module("paceline.system.excepthook").install_early()

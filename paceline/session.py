@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
 
@@ -16,12 +15,10 @@ import torch
 from torch import nn
 
 from paceline.data.sampler import SampleNumbers
-from paceline.errors import ConfigError, InputError
 from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.step.context import Batch
-from paceline.step.loss import described
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.system.usage import explained, with_usage
 from paceline.training.batches import Batches
@@ -103,9 +100,7 @@ class Session:
         self._context, self._loop, self._tracking = run.context, run.loop, run.tracking
         self._by_loss = by_loss
         self._state, self._script, self._notes = run.state, run.script, run.notes
-        self._batches = Batches(run.loop)
-        self._evaluations = Evaluations(run.loop)
-        self._exports = Exports(run.loop)
+        self._batches, self._evaluations, self._exports = Batches(run.loop), Evaluations(run.loop), Exports(run.loop)
 
     @property
     def rank(self) -> int:
@@ -148,13 +143,7 @@ class Session:
         Raises:
             ConfigError: with this strategy, not every worker makes every update.
         """
-        if not self._context.replicated:
-            raise ConfigError(
-                f"session.optimizer: with strategy {self._context.settings.strategy!r} not every worker makes every "
-                f"update, so the optimizer is not whole here. Give a schedule for the learning rate, save with "
-                f"session.save(), or use 'allreduce' or 'stealing'."
-            )
-        return self._context.update.optimizer
+        return self._exports.optimizer
 
     def epochs(self, first: int, end: int | None = None) -> Iterator[int]:
         """Return an iterator over epoch numbers. ``epochs(end)`` and ``epochs(first, end)`` count like ``range``.
@@ -230,7 +219,9 @@ class Session:
         """
         metrics = Metrics(self._context, metric, forward, by_loss=self._by_loss)
         value = self._evaluations.evaluate(metrics, data)
-        self._tracking.evaluated(metric, value if isinstance(value, float) else numbers_in(value, ""), self._last_step)
+        self._tracking.evaluated(
+            metric, value if isinstance(value, float) else numbers_in(value, ""), self._loop.position.last
+        )
         return value
 
     def predict(
@@ -288,7 +279,7 @@ class Session:
         Raises:
             InputError: a name or value cannot be recorded.
         """
-        self._tracking.log(values, self._last_step)
+        self._tracking.log(values, self._loop.position.last)
 
     def register(self, **values: Any) -> Registered:
         """Add values of the script to the checkpoints. They are restored on resume and sent to workers that join.
@@ -321,12 +312,22 @@ class Session:
             InputError: the function raised (rank 0 raises the error itself), or its result has an unsupported type.
             WorkerLost: not enough workers are left.
         """
-        if not callable(act):
-            raise InputError(
-                f"session.once takes a function, which rank 0 calls, and not what it returns, but it got "
-                f"{described(act)}. Write session.once(function, its, arguments)."
-            )
-        return cast("_T", self._evaluations.once(partial(act, *args, **kwargs)))
+        return cast("_T", self._evaluations.once(act, *args, **kwargs))
+
+    def extend(self, samples: list[Any]) -> None:
+        """Append samples to the data, a :class:`paceline.data.Growing`. Every worker must call it.
+
+        The epoch that is running stays as it is; the next one has the samples. Checkpoints contain them, and workers
+        that join receive them. A resumed script adds again only what it adds after the last step of the checkpoint.
+
+        Args:
+            samples: list of samples, the same on all workers: tensors, arrays, numbers, strings, containers of these.
+
+        Raises:
+            ConfigError, InputError: the data is no ``Growing``, or a sample has another type.
+            DisagreementError, WorkerLost: the samples differ between workers, or another worker has exited.
+        """
+        self._evaluations.extend(samples)
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 only, and only once: a resumed script does not repeat output from before the checkpoint."""
@@ -398,8 +399,3 @@ class Session:
             InputError: in sharded training the call is after another step.
         """
         return self._state.fingerprint()
-
-    @property
-    def _last_step(self) -> int:
-        """Step at which values are recorded if the script records them now."""
-        return max(self.position - 1, 0)

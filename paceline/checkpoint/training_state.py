@@ -212,14 +212,18 @@ class TrainingState:
         """Return a context in which a snapshot has current script values, not those when the last step returned."""
         return nullcontext() if self._script is None else self._script.of_now()
 
-    def snapshot(self, step: int) -> Snapshot:
-        """Return the state after ``step`` steps. The tensors are not copied, so training changes them."""
+    def snapshot(self, step: int, without: Collection[str] = ()) -> Snapshot:
+        """Return the state after ``step`` steps. The tensors are not copied, so training changes them.
+
+        Args:
+            without: names of ``parts`` that are left out.
+        """
         if text := self._update.other_names():
             raise CheckpointError(text)
         check_savable(self._update.optimizer, lists=True)
         inside: dict[str, torch.Tensor] = {}
         try:
-            parts = {name: part.state(step) for name, part in self.parts.items()}
+            parts = {name: part.state(step) for name, part in self.parts.items() if name not in without}
             state = encoding.encode(self._plain() | {"parts": parts}, inside, "the state")
         except EncodingError as error:
             raise CheckpointError(

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from paceline.data.growing.samples import Growing
 from paceline.data.nested import leaves_in
 from paceline.data.recurrent.token_rows import TokenRows
 from paceline.data.streams.reader import digest
@@ -28,6 +29,8 @@ def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
         exact: whether to compare every bit of floating-point values. If False, only which values are large is compared,
             because normalized data may differ in the last bits on another processor.
     """
+    if isinstance(data, Growing):
+        return facts_of(data.initial, exact=exact) if len(data.initial) else {}
     if isinstance(data, ParquetDataset):
         return {"data fingerprint": data.fingerprint[:16]}
     if type(data) is not Subset and not _is_stored(data):

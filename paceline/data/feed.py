@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
+from paceline.data.growing.samples import Growing
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
 from paceline.data.nested import CollatedSizes, default_collate, rows
 from paceline.data.objects.attributes import Attributes, same
 from paceline.data.objects.values import PlainValues, Values
-from paceline.data.order import BatchOrder, Order
+from paceline.data.order import BatchOrder
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError, name_microbatches
@@ -101,10 +102,11 @@ class Feed:
             self._data = StreamSamples(order, collates=collate is not None)
         else:
             self._data = KeyedDataset(data, order.seed, collates=collate is not None, stops=stops)
-        self._given, self._length = data, len(data) if isinstance(order, Order) else None
+        self._given = fixed_part(data)
+        self._length = len(self._given) if isinstance(self._data, KeyedDataset) else None
         self._plain: PlainValues | None = None
         if isinstance(self._data, KeyedDataset) and not (self._data.is_plain and collate is None):
-            self._plain = PlainValues(collate=collate, **({} if self._data.is_plain else {"data": data}))
+            self._plain = PlainValues(collate=collate, **({} if self._data.is_plain else {"data": self._given}))
         # mappings of values in the data set and collate function, by name; empty with loader processes
         self.owners = {} if self._plain is None or loaders else self._plain.owners
         # sizes of the batches from the user's collate function; None without such a function
@@ -130,12 +132,6 @@ class Feed:
 
         On a device other than the CPU, the groups of the next step are copied to the device during a step.
         """
-        if self._length is not None and len(self._given) != self._length:
-            raise InputError(
-                f"The data set had {self._length} samples at the start and has {len(self._given)} in step {start}. Its "
-                f"length must not change, because the order of samples depends on it. Start a new session with the "
-                f"changed data set, or give a stream (torch.utils.data.IterableDataset)."
-            )
         asked: dict[int, list[range]] = {}  # groups_of may return other groups after the loader got its requests
 
         def groups_asked(step: int) -> list[range]:
@@ -149,6 +145,7 @@ class Feed:
         loaded: deque[list[_Loaded]] = deque()
         for step in range(start, stop + ahead):
             if step < stop:
+                self._check_length(step)
                 self._remember(step)
                 loaded.append(
                     [self._loaded(step, group, self._next(items, step, group)) for group in groups_asked(step)]
@@ -156,6 +153,15 @@ class Feed:
             if step >= start + ahead:
                 yield [one.group() for one in loaded.popleft()]
                 del asked[step - ahead]
+
+    def _check_length(self, step: int) -> None:
+        if self._length is not None and len(self._given) != self._length:
+            raise InputError(
+                f"The data set had {self._length} samples at the start and has {len(self._given)} in step {step}. Its "
+                f"length must not change, because the order of samples depends on it. To add samples during training, "
+                f"give start(data=paceline.data.Growing(samples)) and call session.extend, or give a stream "
+                f"(torch.utils.data.IterableDataset)."
+            )
 
     def _next(self, items: Iterator[Any], step: int, group: range) -> Any:
         """Return the data of the next microbatch group. Raises RuntimeError if a loader process has ended."""
@@ -227,6 +233,11 @@ def collated(items: list[Any] | TensorRows, collate: Callable[[list[Any]], Any])
     return items.tensors if isinstance(items, TensorRows) else collate(items)
 
 
+def fixed_part(data: Any) -> Any:
+    """Return the samples that a data set has before training: all, or those before the first that was added."""
+    return data.initial if isinstance(data, Growing) else data
+
+
 class _Requests(Sampler[Any]):
     """Batch sampler of load requests. ``make`` returns the requests of a pass."""
 
@@ -252,7 +263,8 @@ class KeyedDataset(Dataset[Any]):
         self._data = data
         self._seed = seed
         self._collates = collates
-        self.is_plain = type(data) in (TensorDataset, list, tuple)
+        self._fixed = fixed_part(data)
+        self.is_plain = type(self._fixed) in (TensorDataset, list, tuple)
         self._tensors: tuple[torch.Tensor, ...] = ()
         if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of single reads
             self._tensors = data.tensors
@@ -309,7 +321,7 @@ class KeyedDataset(Dataset[Any]):
             raise
 
     def _attributes(self) -> Attributes:
-        return Attributes({"data": self._data}, set(), copies=False)
+        return Attributes({"data": self._fixed}, set(), copies=False)
 
     def _read_again(self, request: LoadRequest, item: Any, sizes: dict[str, int]) -> None:
         """Read samples of the first request again, and check that they repeat and draw anew. Undo all side effects.

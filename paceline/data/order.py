@@ -105,6 +105,7 @@ class BatchOrder(ABC):
     microbatches: int  # number of microbatches in a full batch
     seed: int
     drop_last: bool  # whether a short last batch of an epoch is left out
+    grows = False  # whether an epoch that has not begun may become longer
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
     def cut_by(self, function: MicrobatchOrder) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from paceline.data.growing.order import GrowingOrder
+from paceline.data.growing.samples import Growing
 from paceline.data.order import BatchOrder, Order
 from paceline.data.sampler import SampleNumbers, order_by
 from paceline.data.streams.order import StreamOrder
@@ -49,12 +51,9 @@ def _order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batc
                 f"of its own: give a data set with a length and items by number, or leave sampler out."
             )
         return _stream(data, settings, batch, parts)
-    if isinstance(data, str | bytes | os.PathLike):
-        raise InputError(
-            f"data is {data!r}, a {type(data).__name__}, and Paceline does not open files: give a data set that reads "
-            f"them, such as torchvision.datasets.ImageFolder(path), or paceline.ParquetDataset(path)."
-        )
-    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+    if isinstance(data, Growing):
+        return _growing(data, sampler, settings, batch, parts)
+    if isinstance(data, str | bytes | os.PathLike) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise _no_data_set(data)
     refuse_columns("data", data)
     if len(data) == 0:
@@ -113,7 +112,32 @@ def _stream(data: Any, settings: Settings, batch: int, parts: int) -> StreamOrde
     return order
 
 
+def _growing(data: Growing, sampler: SampleNumbers | None, settings: Settings, batch: int, parts: int) -> GrowingOrder:
+    refuse_columns("The argument of Growing", data.initial)
+    if sampler is not None:
+        raise ConfigError(
+            "The epochs of a Growing data set are shuffled, because nobody knows their lengths before: leave out "
+            "sampler, and a forward(model, microbatch, state) that needs an order of its own."
+        )
+    if settings.workers_per_loader:
+        raise ConfigError(
+            f"workers_per_loader = {settings.workers_per_loader} is for data sets that do not change: a loader process "
+            f"does not see the samples that session.extend adds. Leave it out."
+        )
+    if data.added.count:
+        raise InputError(
+            f"This Growing data set has {data.added.count} samples that an earlier session added. Give the new "
+            f"session a data set of its own: paceline.data.Growing(list(earlier))."
+        )
+    return GrowingOrder(data, batch, parts, settings.seed, settings.drop_last)
+
+
 def _no_data_set(data: Any) -> InputError:
+    if isinstance(data, str | bytes | os.PathLike):
+        return InputError(
+            f"data is {data!r}, a {type(data).__name__}, and Paceline does not open files: give a data set that reads "
+            f"them, such as torchvision.datasets.ImageFolder(path), or paceline.ParquetDataset(path)."
+        )
     if isinstance(data, type):
         return InputError(f"data is the class {data.__name__}: give an object of it, {data.__name__}(...).")
     if isinstance(data, FunctionType):

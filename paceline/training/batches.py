@@ -79,6 +79,8 @@ class Batches:
 
     def _begin_epoch(self, first: int) -> None:
         if first == UNKNOWN:
+            if self._context.order.grows:
+                self._context.order.steps_at(self._position.steps)  # tells that there are no samples
             raise ConfigError(
                 "session.epochs cannot go on to the next epoch: the script has left the loop over the batches of a "
                 "stream early, and nobody knows where its epoch ends. Take all its batches, or give session.batches a "
@@ -130,7 +132,7 @@ class Batches:
         context, position = self._context, self._position
         used, self._left_out = position.used, 0
         final = self._end() if position.epoch is None else max(self._end(), context.order.first_of(self._last_epoch))
-        context.audits.last = final - 1 if counted and final != UNKNOWN else None
+        context.audits.last = final - 1 if counted and final != UNKNOWN and not context.order.grows else None
         context.events.mark("batches", position=position.steps, steps=None if final == UNKNOWN else final)
         while True:
             target, progress = self._end(), self._loop.progress
@@ -158,6 +160,8 @@ class Batches:
         loop, context, position = self._loop, self._context, self._position
         generation, before = context.world.generation, time.perf_counter()
         stop = self._end() if loop.loads_ahead else start + 1
+        if context.order.grows:  # the script may add samples to the next epoch until it begins
+            stop = min(stop, context.order.first_of(context.order.epoch_of(start) + 1))
         loop.activity.begin("in the data loader")
         context.loop.record_changes()
         for step, groups in enumerate(context.feed.steps(start, stop, loop.strategy.groups), start):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,13 +17,15 @@ import torch
 from paceline.checkpoint import encoding
 from paceline.comm import values
 from paceline.comm.world import World
+from paceline.data.growing.agreement import agree, encoded
+from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.nested import map_tensors
-from paceline.errors import InputError
+from paceline.errors import ConfigError, InputError
 from paceline.evaluation.mapping import map_items
 from paceline.evaluation.measure import Measure, evaluate, evaluate_alone
 from paceline.step.loss import described
 from paceline.training.loop import TrainingLoop
-from paceline.training.progress import EVALUATE, MAP, ONCE, PREDICT, Call
+from paceline.training.progress import EVALUATE, EXTEND, MAP, ONCE, PREDICT, Call
 
 _log = logging.getLogger("paceline")
 _NO_RESULT = (
@@ -39,6 +42,11 @@ class Evaluations:
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self._context = loop.context
+        self._growing: GrowingOrder | None = None
+        self._entries = 0  # of the data set's log, up to that of the script's last call of extend
+        if isinstance(loop.context.order, GrowingOrder):
+            self._growing = loop.context.order
+            self._growing.data.visible = self._visible
 
     def evaluate(self, measure: Measure, data: Any) -> Any:
         """Evaluate a measure on a data set. A worker that joined later gets the stored results of earlier evaluations.
@@ -110,17 +118,49 @@ class Evaluations:
         loop.position.stay()
         return cast("list[Any]", map_tensors(torch.clone, results))  # the script may change tensors in place
 
-    def once(self, act: Callable[[], Any]) -> Any:
+    def once(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``act`` on rank 0 and return its result on all workers. See :meth:`paceline.Session.once`."""
+        if not callable(act):
+            raise InputError(
+                f"session.once takes a function, which rank 0 calls, and not what it returns, but it got "
+                f"{described(act)}. Write session.once(function, its, arguments)."
+            )
         loop = self._loop
 
         def act_alone(_: Call) -> tuple[Any, int]:
             loop.activity.begin("in session.once", busy=True)
-            return _on_rank_0(self._context.world, act)
+            return _on_rank_0(self._context.world, partial(act, *args, **kwargs))
 
         value = loop.make(ONCE, "in session.once", act_alone)
         loop.position.stay()
         return value
+
+    def extend(self, samples: Any) -> None:
+        """Add samples to the data set, the same on all workers. See :meth:`paceline.Session.extend`."""
+        loop, order = self._loop, self._growing
+        if order is None:
+            raise ConfigError(
+                "session.extend adds samples to a data set that grows: give start(data=paceline.data.Growing(samples))."
+            )
+
+        def act(call: Call) -> tuple[Additions, int]:
+            if loop.position.given < loop.progress.received - 1:
+                raise InputError(
+                    f"session.extend after step {call[0] - 1}: the run is at step {loop.progress.steps} and has no "
+                    f"such call, so the script was another one before. Start a new run."
+                )
+            given = encoded(samples)
+            notice = agree(self._context.world, given)
+            begun = max(loop.position.steps, loop.position.given + 1)
+            return Additions(given, loop.progress.steps, begun), notice
+
+        with self._context.events.span("extend", step=loop.position.steps):
+            self._entries = 1 + loop.make(EXTEND, "in session.extend", act, calls=order)
+
+    def _visible(self) -> int:
+        """Return the number of samples that were added up to the position of the script."""
+        assert self._growing is not None
+        return self._growing.count_at(self._loop.position.given, self._loop.position.epoch, self._entries)
 
     def _warn_of_past(self, text: str, call: Call) -> None:
         progress = self._loop.progress

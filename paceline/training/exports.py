@@ -1,4 +1,4 @@
-"""Export of the complete weights with any strategy: to host memory, or to a file that rank 0 writes."""
+"""Access to the whole state with any strategy: to the optimizer, and to the weights in memory or in a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PAST = (
 
 
 class Exports:
-    """Weights at the script's current position, for calls that all workers make together.
+    """Optimizer and weights at the script's current position. All workers export weights together.
 
     A worker that joined later skips exports that the other workers have already made.
     """
@@ -33,6 +33,17 @@ class Exports:
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self._context = loop.context
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Optimizer, if this worker makes every update."""
+        if not self._context.replicated:
+            raise ConfigError(
+                f"session.optimizer: with strategy {self._context.settings.strategy!r} not every worker makes every "
+                f"update, so the optimizer is not whole here. Give a schedule for the learning rate, save with "
+                f"session.save(), or use 'allreduce' or 'stealing'."
+            )
+        return self._context.update.optimizer
 
     def weights(self, everywhere: bool) -> dict[str, Any]:
         """Return the complete weights in host memory; empty on ranks other than 0 unless ``everywhere``."""

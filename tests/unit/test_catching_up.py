@@ -18,6 +18,9 @@ from thread_world import ThreadWorld, run
 from paceline.comm.collectives import exchange as exchanges
 from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
+from paceline.data.growing.agreement import encoded
+from paceline.data.growing.order import Additions, GrowingOrder
+from paceline.data.growing.samples import Growing
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import StepResult
@@ -26,7 +29,7 @@ from paceline.training.progress import Progress
 from paceline.training.recovery import recovery, state_shards
 from paceline.training.recovery.recovery import Recovery
 from paceline.training.recovery.state_shards import missing
-from paceline.training.recovery.state_transfer import StateBytes, transfer
+from paceline.training.recovery.state_transfer import StateBytes, share_samples, transfer
 
 HOSTS: list[list[tuple[int, ...]] | None] = [None, [(0, 1, 2, 3)]]
 
@@ -95,6 +98,24 @@ def test_senders_whose_tensors_are_others_than_the_first_ones_send_nothing() -> 
     assert [sent > 0 for _, sent in found] == [False, True, False, True]
 
 
+def test_samples_that_some_workers_lack_are_sent() -> None:
+    """Each has the beginning of the longest log; only what the shortest lacks is sent."""
+
+    def act(world: Any, entries: list[int]) -> tuple[list[int], list[list[list[int]]], int]:
+        order = GrowingOrder(Growing(range(4)), 4, 2, seed=0, drop_last=False)
+        for number in range(entries[world.rank]):
+            additions = Additions(encoded([10 * number, 10 * number + 1]), steps=number, begun=number)
+            order.add_result("extend", (number, -1, 0), additions)
+        share_samples(world, order)
+        return [*order.data], [order.microbatches_of(step) for step in range(9)], world.bytes_sent
+
+    for entries in ([3, 1, 3, 0], [0, 0, 0, 2], [2, 2, 2, 2]):
+        found = run(4, partial(act, entries=entries))
+        samples = [*range(4), *(10 * number + place for number in range(max(entries)) for place in range(2))]
+        assert all(one[0] == samples and one[1] == found[0][1] for one in found)
+        assert [sent > 0 for *_, sent in found] == [one == max(entries) > min(entries) for one in entries]
+
+
 def model_of(rank: int) -> torch.nn.Module:
     """A model of other values on each rank; threads draw from one global generator, so it has its own."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -114,7 +135,7 @@ class State:
         self.loaded: list[tuple[dict[str, torch.Tensor], Any]] = []
         self.script_loaded = False
 
-    def snapshot(self, steps: int) -> Any:
+    def snapshot(self, steps: int, without: tuple[str, ...]) -> Any:
         return SimpleNamespace(tensors=state_at(steps), state={"at": steps})
 
     def load(self, tensors: dict[str, torch.Tensor], state: Any) -> None:
@@ -172,6 +193,7 @@ class Scene:
             update=SimpleNamespace(optimizer=self.optimizer),
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
+            order=SimpleNamespace(grows=False),
             settings=SimpleNamespace(strategy="allreduce"),
             prepared=[],
             audits=AuditSchedule(),

@@ -68,7 +68,7 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
     if wanted and not isinstance(order, Order):
         raise ConfigError(
             f"backup.workers = {wanted} needs epochs of one length that is known before, as what comes too late is "
-            f"computed at the end of its epoch: use a data set with a length, or backup.workers = 0."
+            f"computed at the end of its epoch: use a data set of fixed length, or backup.workers = 0."
         )
     if wanted and order.cut is not None:
         raise ConfigError(

@@ -26,6 +26,7 @@ import torch
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
+from paceline.data.growing.order import GrowingOrder
 from paceline.environments import env
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.strategies.registry import worker_counts
@@ -44,7 +45,7 @@ from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.standby import move_to_device, warm_up
 from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares
-from paceline.training.recovery.state_transfer import StateBytes, transfer
+from paceline.training.recovery.state_transfer import StateBytes, share_samples, transfer
 
 _log = logging.getLogger("paceline")
 
@@ -170,6 +171,8 @@ class Recovery:
 
     def _same_state(self, progress: Progress | None) -> Progress:
         """Bring all members to the most advanced state, or to a checkpoint if that is lost; return the progress."""
+        if isinstance(self._context.order, GrowingOrder):
+            share_samples(self._context.world, self._context.order)  # before a state that has been trained with them
         if progress is not None:
             progress.changes = self._context.loop.needed
         own, everyone = progress, self._gather(progress)
@@ -221,7 +224,7 @@ class Recovery:
         self._context.loop.now = in_step
         try:
             with self._state.script_of_now() if in_step else contextlib.nullcontext():
-                snapshot = self._state.snapshot(progress.steps)
+                snapshot = self._state.snapshot(progress.steps, without=("data",) if self._context.order.grows else ())
         finally:
             self._context.loop.now = False
         rest = snapshot.state, replace(progress.without_maps(), again=not in_step)

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint import encoding
 from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.comm.shm.tensors import kinds_of, room_of, views_of
 from paceline.comm.world import World
+from paceline.data.growing.order import GrowingOrder
 from paceline.system import fault_points
 
 
@@ -53,3 +55,22 @@ def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> 
 
     flat = exchange(world, even_shares(max(1, room_of(kinds)), senders, world.size), behind, fill)
     return None if flat is None else StateBytes(views_of(flat, kinds), rest)
+
+
+def share_samples(world: World, order: GrowingOrder) -> None:
+    """Send the samples that were added during training to the workers that do not have all. All workers call this.
+
+    Raises:
+        WorkerLost: a worker was lost during the transfer. No data set has been changed.
+    """
+    entries = world.gather(order.entries, "transferring the samples")
+    senders = [rank for rank, one in enumerate(entries) if one == max(entries)]
+    if len(senders) == world.size:
+        return
+    state, tensors = None, dict[str, torch.Tensor]()
+    if world.rank in senders:
+        rest = encoding.encode(order.state_from(min(entries)), tensors, "the samples")
+        state = StateBytes(tensors, rest)
+    received = transfer(world, senders, state)
+    if received is not None:
+        order.load(encoding.decode(received.rest, received.tensors, None, "the samples"))
