@@ -146,7 +146,7 @@ class Simulation:
         try:
             self._hub.pause(self._random.uniform(0.05, 3.0))  # imports, and building of the model
             link = self._links[number] = Link(self._hub, self._network, number, process, self._server)
-            about = self._machines, link, number, self._disk, self._random, self.plan.parts
+            about = self._machines, link, number, self._disk, self._random, self.plan.parts, self.plan.grows
             worker = self._workers[number] = Worker(*about)
             worker.run()
         except SystemExit as end:

@@ -5,7 +5,7 @@ With six parts two workers hold each part, as with ``shard_copy`` in ``strategie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -43,16 +43,17 @@ class State:
 
     Args:
         parts: number of parts of the model. Each part is a number as described in the module docstring.
+        data: order of the samples, which may have a state.
     """
 
     run = "simulated"
 
-    def __init__(self, script: ScriptState, parts: int) -> None:
+    def __init__(self, script: ScriptState, parts: int, data: Any) -> None:
         self.parts = [(1, 0)] * parts  # value and number of applied steps
         self.keeps_script = False
         self.loaded_script: dict[str, Any] = {}
         self.divided: Callable[[], Any] = lambda: None
-        self._script = script
+        self._script, self._data = script, data
         self.tensors = dict
 
     def take(self, step: int, parts: Sequence[int]) -> None:
@@ -67,10 +68,12 @@ class State:
         """See ``TrainingState``."""
         return self._script.of_now()
 
-    def snapshot(self, steps: int) -> SimpleNamespace:
+    def snapshot(self, steps: int, without: Collection[str] = ()) -> SimpleNamespace:
         """See ``TrainingState``."""
         self.check(steps)
-        return SimpleNamespace(tensors={"parts": torch.tensor(self.parts)}, state=self._script.saved(), step=steps)
+        data = {} if "data" in without else {"data": self._data.state(steps)}
+        state = {**self._script.saved(), **data}
+        return SimpleNamespace(tensors={"parts": torch.tensor(self.parts)}, state=state, step=steps)
 
     def check(self, steps: int) -> None:
         """Raise Broken unless all parts have the values after exactly these steps."""
@@ -81,6 +84,7 @@ class State:
         """See ``TrainingState``."""
         self.parts = [(value, steps) for value, steps in tensors["parts"].tolist()]
         self.loaded_script = state
+        self._data.load(state.get("data", {}))
         if not self.keeps_script:
             self.load_script()
 

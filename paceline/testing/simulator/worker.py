@@ -22,10 +22,12 @@ from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import ProbeResults
 from paceline.system import fault_points
+from paceline.testing.simulator import samples
 from paceline.testing.simulator.network import Link
 from paceline.testing.simulator.strategy import MICROBATCHES, Simulated, State
 from paceline.testing.simulator.world import Broken, Machines, SimulatedWorld
 from paceline.training.batches import Batches
+from paceline.training.evaluations import Evaluations
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import EVALUATE
 from paceline.training.recovery.beginning import Beginning
@@ -123,14 +125,27 @@ class Feed:
 
     sizes = None
 
+    def __init__(self, order: Any) -> None:
+        self._order = order
+
     def load(self, step: int, groups: list[range]) -> list[range]:
         """See ``data.feed.Feed``."""
+        if self._order.grows:
+            samples.check(self._order, step, STEPS)
         return groups
 
     def steps(self, start: int, stop: int, groups: Callable[[int], list[range]]) -> Iterator[list[range]]:
         """See ``data.feed.Feed``."""
         for step in range(start, stop):
-            yield groups(step)
+            yield self.load(step, groups(step))
+
+
+def _fixed_order() -> Any:
+    return SimpleNamespace(
+        batch=MICROBATCHES, microbatches=MICROBATCHES, samples_of=lambda step: MICROBATCHES,
+        samples_before=lambda step: step * MICROBATCHES, epoch_of=lambda step: 0, is_last=lambda step: False,
+        first_of=lambda epoch: UNKNOWN if epoch else 0, grows=False, state=lambda step: {}, load=lambda state: None,
+    )  # fmt: skip
 
 
 @contextmanager
@@ -144,6 +159,7 @@ class Worker:
     Args:
         random: random numbers for the durations of computations.
         parts: number of parts of the model. More than one are divided among the workers (see :class:`Simulated`).
+        grows: whether the script adds samples to its data set (``samples``).
 
     Attributes:
         seen: steps that its script took, and the losses that the script received.
@@ -152,7 +168,9 @@ class Worker:
         left_at: number of steps that its script had taken when it was asked to leave, or None.
     """
 
-    def __init__(self, machines: Machines, link: Link, number: int, disk: Disk, random: Random, parts: int) -> None:
+    def __init__(
+        self, machines: Machines, link: Link, number: int, disk: Disk, random: Random, parts: int, grows: bool
+    ) -> None:
         self.client = CoordinatorClient(link, number, _TIMEOUT)
         self.world = SimulatedWorld(machines, self.client, _TIMEOUT)
         self.seen: list[tuple[int, float]] = []
@@ -160,13 +178,14 @@ class Worker:
         self.done: list[int] = []
         self.left_at: int | None = None
         self._hub, self._disk, self._random = machines.hub, disk, random
-        self._parts = parts
+        self._parts, self._grows = parts, grows
 
     def run(self) -> None:
         """Run the equivalent of a training script, from ``paceline.start`` to its last line."""
         script = ScriptState()
-        state = State(script, self._parts)
-        context = self._context(state)
+        order: Any = samples.order_of(samples.data(), MICROBATCHES) if self._grows else _fixed_order()
+        state = State(script, self._parts, order)
+        context = self._context(state, order)
         checkpointer = Checkpointer(self.world, self._disk)
         beginning: Any = Beginning(context, {}, state, checkpointer, None)  # type: ignore[arg-type]
 
@@ -175,6 +194,7 @@ class Worker:
 
         loop = TrainingLoop(beginning, script, build)
         script.register({"done": self.done})
+        evaluations = Evaluations(loop)
         for batch in Batches(loop).batches(steps=STEPS):
             result, _ = loop.step(batch)
             self.seen.append((batch.step, result.loss))
@@ -182,6 +202,10 @@ class Worker:
             self._hub.pause(self._random.uniform(0.0, 0.05))
             if batch.step == EVALUATES:
                 self.evaluated.append(loop.make(EVALUATE, "evaluating", self._evaluate))
+            if self._grows and batch.step in samples.EXTENDS:
+                evaluations.extend(samples.made_after(batch.step))
+        if self._grows:
+            samples.check_end(order, STEPS)
         share: Any = loop.strategy.divided
         state.check(STEPS) if share is None else share.check(STEPS)
         if self.done != list(range(STEPS)) and not self.world.was_dropped:  # after a drop, loop bodies can run again
@@ -199,19 +223,14 @@ class Worker:
         everyone = self.world.gather([call[0], self.world.notice()], "evaluate")
         return float(sum(steps for steps, _ in everyone) / len(everyone)), max(notice for _, notice in everyone)
 
-    def _context(self, state: State) -> Any:
+    def _context(self, state: State, order: Any) -> Any:
         names = [(str(part), SimpleNamespace(numel=lambda: 1)) for part in range(self._parts)]
         model = SimpleNamespace(
             modules=list, parameters=list, named_buffers=list, named_parameters=lambda: names,
         )  # fmt: skip
         buffers = SimpleNamespace(fixed=False, agreed=(), added=set(), reset=lambda: None, fix=lambda names: None)
-        order = SimpleNamespace(
-            batch=MICROBATCHES, microbatches=MICROBATCHES, samples_of=lambda step: MICROBATCHES,
-            samples_before=lambda step: step * MICROBATCHES, epoch_of=lambda step: 0, is_last=lambda step: False,
-            first_of=lambda epoch: UNKNOWN if epoch else 0,
-        )  # fmt: skip
         return SimpleNamespace(
-            world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(), phases={},
+            world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(order), phases={},
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
             events=EventLog(None, -1), warnings=[], prepared=[],
             compute=SimpleNamespace(buffers=buffers, model=model), state=state,
