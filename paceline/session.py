@@ -331,8 +331,7 @@ class Session:
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 only, and only once: a resumed script does not repeat output from before the checkpoint."""
-        loop = self._loop
-        if self.is_main and loop.position.asked >= loop.progress.received:
+        if self.is_main and self._loop.position.asked >= self._loop.progress.received:
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - the script's own output
 
     def save(self) -> Path | str:

@@ -60,15 +60,11 @@ class BatchLosses(Strategy):
 
     def _probe(self, step: int, groups: list[MicrobatchGroup]) -> None:
         """Probe the forward pass before the first step, now that microbatches have losses."""
-        context = self._context
-        if context.probe_results.repeatable:
-            return
         self._loss.compares = False  # the probe itself names what differs
         try:
-            try_forward_pass(context, groups, step)
+            try_forward_pass(self._context, groups, step)
         finally:
             self._loss.compares = True
-        context.probe_results.repeatable = True
 
     def _plan(self, step: int, groups: list[MicrobatchGroup]) -> Plan:
         context, buffers = self._context, self._context.compute.buffers

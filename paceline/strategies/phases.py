@@ -54,9 +54,7 @@ class Phases(Strategy):
         self._check_together(step)
         context.compute.turn = self._turn
         with self._training_only(context):
-            if not context.probe_results.repeatable:
-                try_forward_pass(context, groups, step)
-                context.probe_results.repeatable = True
+            try_forward_pass(context, groups, step)
             return self._strategies[self._name].step(step, groups)
 
     def _check_together(self, step: int) -> None:

@@ -174,9 +174,8 @@ class TrainingLoop:
 
     def _run_step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self.context
-        if not (context.probe_results.repeatable or context.phases or context.compute.batch_loss is not None):
+        if not (context.phases or context.compute.batch_loss is not None):
             try_forward_pass(context, groups, step)
-            context.probe_results.repeatable = True
         context.events.step = step
         fault_points.reach("before forward", step)
         result = self.strategy.step(step, groups)

@@ -15,6 +15,7 @@ from paceline.data.growing.agreement import encoded
 from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.order import UNKNOWN, Order
 from paceline.errors import InputError
+from paceline.schedule.microbatch_orders import in_turn
 
 BATCH = 4
 
@@ -180,3 +181,18 @@ def test_what_extend_refuses() -> None:
         encoded(torch.zeros(3))
     with pytest.raises(InputError, match=r"cannot keep sample 1 of 2: .* is a builtins.object, which cannot be sent"):
         encoded([1, (object(),)])
+
+
+def test_a_microbatch_order_cuts_the_batches_of_every_epoch() -> None:
+    order = order_of(10)
+    order.cut_by(in_turn)
+    facts, batch = order.facts(), [*order.numbers_of(0)]
+    extend(order, 3, 0, begun=0)  # before the first batch
+    extend(order, 4, 2)
+    assert order.facts() == facts, "a resumed run compares them before it has the samples"
+    assert order.microbatches_of(5) == in_turn(order.numbers_of(5), 2) and sorted(epoch_at(order, 4)) == [*range(17)]
+    assert order.numbers_of(0) != batch
+    empty = order_of()
+    empty.cut_by(in_turn)
+    extend(empty, 5, 0)
+    assert sorted(epoch_at(empty, 0)) == [*range(5)]

@@ -76,7 +76,7 @@ class GrowingOrder(BatchOrder):
         return {"growing": self._initial, "feistel": feistel.ROUNDS, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
-        return {"data length before training": self._initial}
+        return {"data length before training": self._initial, **super().agreed()}
 
     def place_of(self, step: int) -> tuple[int, int]:
         epochs = self._epochs_of(step)
@@ -121,9 +121,17 @@ class GrowingOrder(BatchOrder):
         epochs = self._epochs_of(step)
         return epochs.before + (epochs.order.samples_before(step - epochs.step) if step > epochs.step else 0)
 
-    def microbatches_of(self, step: int) -> list[list[int]]:
+    def numbers_of(self, step: int) -> list[int]:
         order, same = self._fixed(step)
-        return order.microbatches_of(same)
+        return order.numbers_of(same)
+
+    def _compared(self) -> list[int]:
+        return super()._compared() if self._epochs[0].order.steps_per_epoch else []
+
+    def _of_cut(self) -> dict[str, int]:
+        first = self._order_of(self._initial)  # the same before and after samples are added
+        first.cut = self.cut if first.steps_per_epoch else None
+        return first._of_cut()
 
     def results(self, kind: str, call: Call) -> list[int]:
         """Return the numbers of the entries that were added by calls at this position in the script, in order."""

@@ -12,7 +12,7 @@ from paceline.step.probes.repeatability import check_repeatable
 
 
 def try_forward_pass(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> None:
-    """Probe the forward pass and the loss, unless other workers change the weights meanwhile.
+    """Probe the forward pass and the loss once in a run, unless other workers change the weights meanwhile.
 
     All workers call this together, each with its own microbatch groups. A worker with no groups probes microbatch 0.
 
@@ -21,8 +21,14 @@ def try_forward_pass(context: TrainingContext, groups: Sequence[MicrobatchGroup]
             stop. Otherwise the probe warns.
         WorkerLost: a worker was lost meanwhile.
     """
-    if not (context.settings.exact or context.replicated):
+    if context.probe_results.repeatable:
         return
+    if context.settings.exact or context.replicated:
+        _probe(context, groups, step)
+    context.probe_results.repeatable = True
+
+
+def _probe(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> None:
     groups = groups or context.feed.load(step, [range(1)])
     if check_repeatable(context, groups[0], step):
         check_loss_reduction(context, groups, step)
