@@ -66,6 +66,7 @@ for epoch in session.epochs(2):
     found.append(torch.rand(()).item())
     for batch in session.batches():
         session.step(batch)
+found.append(bits(session.map(play, range(2))))
 wrong = [
     raised(call) for call in (
         lambda: session.map(stop, ["a", "b", "c"]),
@@ -78,7 +79,6 @@ wrong = [
         lambda: session.map(play, range(3 + session.rank)),
     )
 ]
-found.append(bits(session.map(play, range(2))))
 kept = session._loop.progress.results_of["map"]
 now = kept[(2, 1, 0)]
 tell(
