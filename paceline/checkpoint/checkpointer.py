@@ -139,15 +139,26 @@ class Checkpointer:
         elif self._divided:
             self._write_part(storage, state.snapshot(step))
 
-    def repeat_save(self, state: TrainingState, step: int) -> None:
-        """Begin the save of a step again, unless it is complete. Call this after a loss, as its writer may be lost."""
-        storage = self._require_storage()
+    def repeat_save(self, state: TrainingState, step: int, begun: bool) -> None:
+        """Begin the save of a step again, unless it is complete. Call this after a loss, as its writer may be lost.
+
+        Args:
+            begun: whether this worker has begun the save.
+        """
+        divided = state.divided() is not None
+        if divided:  # workers that have joined send their shares, too
+            begun = any(self._world.gather(begun, "saving a checkpoint"))
+        if not begun:
+            return
+        storage, is_there = self._require_storage(), False
         if self._world.rank == 0:
             self.finish()
             with contextlib.suppress(Exception):  # each kind of store has errors of its own; a save tries again
-                if storage.complete_in(manifest.name_of(step)):
-                    return
-        self.begin_save(state, step)
+                is_there = bool(storage.complete_in(manifest.name_of(step)))
+        if divided:
+            is_there = self._world.gather(is_there, "saving a checkpoint")[0]
+        if not is_there:
+            self.begin_save(state, step)
 
     def finish(self) -> None:
         """Wait for the background save. Raises CheckpointError if the save failed. Raised on rank 0 only."""

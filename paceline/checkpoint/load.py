@@ -74,7 +74,21 @@ class Shares(Protocol):
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Load this worker's parts by name (``schedule.slices``), or whole tensors, and remove them from ``tensors``.
 
+        All workers call this together. After :meth:`move` it needs no tensors of parameters and of the optimizer's
+        state, and no worker waits for another one.
+        """
+
+    def move(self, owned: frozenset[str] | None, what: str) -> None:
+        """Give each worker its new share, for :meth:`load`. What this worker holds stays as it is.
+
         All workers call this together.
+
+        Args:
+            owned: parameters and slices of parameters whose newest values and state this worker has. None means all.
+            what: purpose, for errors.
+
+        Raises:
+            WorkerLost: a worker was lost.
         """
 
 

@@ -31,13 +31,12 @@ _LAST_SECONDS = 10.0
 def bounds_of(request: Request) -> Bounds:
     """Return the bounds on the number of workers for a launch request."""
     here = request.workers
-    fewest, most = request.nodes or (1, 1)
+    _, most = request.nodes or (1, 1)
     patience = request.patience_seconds if request.elastic else 0.0
-    least = request.least or here * fewest
     return Bounds(
-        least=least,
+        least=request.smallest,
         most=request.most or here * most,
-        wanted=max(least, here),
+        wanted=max(request.smallest, here),
         replaces=request.nodes is not None,
         patience=patience,
         drops=request.elastic,

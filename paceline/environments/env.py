@@ -181,10 +181,15 @@ class LaunchInfo:
     worker: int  # number of this worker process, which never changes, unlike its rank
     spare: bool  # whether this worker was started as a replacement or standby
     largest: int  # largest number of workers that the run may ever have
-    elastic: bool  # whether training continues when a worker is lost
+    least: int  # smallest number of workers with which training continues when one is lost. 0: any loss ends the run
     name: str  # base name of this worker's files
     key: bytes = field(repr=False)  # key with which this worker authenticates to the coordinator
     ulfm: bool = False  # whether ``mpiexec --with-ft ulfm`` has started this worker instead of ``paceline run``
+
+    @property
+    def elastic(self) -> bool:
+        """Whether training continues when a worker is lost."""
+        return self.least > 0
 
 
 def launch_info() -> LaunchInfo | None:
@@ -196,8 +201,8 @@ def launch_info() -> LaunchInfo | None:
     name = f"rank-{number}" if number < started else f"worker-{number}"
     largest = _number(LARGEST, _number("WORLD_SIZE", 1))
     key = bytes.fromhex(os.environ.get(WORKER_SECRET, ""))
-    elastic, ulfm = ELASTIC in os.environ, ULFM in os.environ
-    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, elastic, name, key, ulfm)
+    least = _number(ELASTIC, 0)
+    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, least, name, key, ULFM in os.environ)
 
 
 def error_record() -> Path | None:

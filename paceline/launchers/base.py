@@ -74,6 +74,11 @@ class Request:
         return self.least is not None or self.nodes is not None
 
     @property
+    def smallest(self) -> int:
+        """Minimum number of workers with which the run trains."""
+        return self.least or self.workers * (self.nodes[0] if self.nodes else 1)
+
+    @property
     def largest(self) -> int:
         """Maximum number of workers of the run."""
         return self.most or self.workers * (self.nodes[1] if self.nodes else 1)
@@ -248,7 +253,7 @@ class Launcher(ABC):
             env.LARGEST: str(request.largest),
         }
         if request.elastic:
-            shared[env.ELASTIC] = "1"
+            shared[env.ELASTIC] = str(request.smallest)
         if settings.threads is not None:
             shared["OMP_NUM_THREADS"] = str(settings.threads)
         if request.plan is not None:

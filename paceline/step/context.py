@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -40,6 +40,28 @@ class ProbeResults:
     warnings: list[str] = field(default_factory=list)
 
 
+@dataclass
+class HeldShare:
+    """Share of a divided state that this worker holds between two memberships, until all workers have their new shares.
+
+    ``names``: parameters and slices of parameters (``schedule.slices``). Their values are in the parameters.
+    ``tensors``: their optimizer state by name.
+    """
+
+    names: set[str] = field(default_factory=set)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add parameters and slices with their optimizer state."""
+        self.names.update(names)
+        self.tensors.update(tensors)
+
+    def clear(self) -> None:
+        """Drop the share."""
+        self.names.clear()
+        self.tensors.clear()
+
+
 @dataclass(frozen=True)
 class TrainingContext:
     """Training context: the model, the data and the settings of a run, and the workers that train.
@@ -52,6 +74,7 @@ class TrainingContext:
     workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a batch has several
     (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited
     (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was loaded.
+    ``held``: this worker's share of a divided state while no strategy has it.
     """
 
     compute: ForwardRunner
@@ -72,6 +95,7 @@ class TrainingContext:
     replicated: bool = True
     phases: Mapping[str, Forward] = field(default_factory=dict)
     prepared: list[Any] = field(default_factory=list)
+    held: HeldShare = field(default_factory=HeldShare)
     audits: AuditSchedule = field(default_factory=AuditSchedule)
 
     def __post_init__(self) -> None:

@@ -55,6 +55,10 @@ class Strategy(ABC):
         """Give every worker the whole state after the first ``steps`` steps. All workers call this together."""
         self.synchronize(steps)
 
+    def hand_on(self, steps: int) -> None:
+        """Give the others what only workers hold that are about to leave. All workers call this together."""
+        self.unite(steps)
+
     @property
     def divided(self) -> DividedOptimizerState | None:
         """Optimizer state that the workers have in shares. None if each worker has all of it when synchronized."""

@@ -117,6 +117,9 @@ class BatchLosses(Strategy):
     def unite(self, steps: int) -> None:
         self._inner.unite(steps)
 
+    def hand_on(self, steps: int) -> None:
+        self._inner.hand_on(steps)
+
     @property
     def divided(self) -> DividedOptimizerState | None:
         return self._inner.divided

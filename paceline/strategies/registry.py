@@ -55,7 +55,7 @@ class Entry:
     # function of the settings and the number of workers
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
     # divides the state before a checkpoint is loaded, so that each worker reads its share. None if each reads all
-    prepare: Callable[[TrainingContext], Shares] | None = None
+    prepare: Callable[[TrainingContext, bool], Shares] | None = None
     # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
     # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what
     # to do instead.
@@ -125,10 +125,13 @@ def build(context: TrainingContext) -> Strategy:
     return Phases(context, make) if context.phases else make(context)
 
 
-def prepare(context: TrainingContext) -> Shares | None:
+def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
     """Return the division of the state for loading a checkpoint, or None if each worker reads all of it.
 
     All workers call this together, after the rendezvous and before :func:`build`.
+
+    Args:
+        moves: whether the workers hold the state in other shares, which they move.
     """
     forget(context)
     entry = entry_of(context.settings.strategy)
@@ -136,7 +139,7 @@ def prepare(context: TrainingContext) -> Shares | None:
         return None
     trained = requires_grad_flags(context.update.parameters.values())
     with trained.set_to((True,) * len(context.update.parameters)):  # each may be trained at some later step
-        return entry.prepare(context)
+        return entry.prepare(context, moves)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
@@ -64,8 +65,7 @@ class TrainingLoop:
         self.activity = Activity(context.world)  # current activity of this worker, for hang detection
         self.loads_ahead = False  # whether batches after the next one may be prefetched
         beginning.state.divided = lambda: self.strategy.divided if self._strategy_ready else None
-        self._begun = -1  # step of the last automatic save
-        self._notice = 0
+        self._begun, self._notice = -1, 0  # step of the last automatic save; notice of the current step
         self._recovery: Recovery | None = None
         fault_points.arm(lambda: -1 if self._progress is None else context.world.rank)
         if context.world.coordinator is None:
@@ -233,8 +233,8 @@ class TrainingLoop:
                 self._meet(doing)
                 result, notice = act(call)
                 (calls or self.progress).add_result(kind, call, result)
-                if notice and self.strategy.divided is not None:  # a worker that leaves has the only copy of its share
-                    self.strategy.unite(self.progress.steps)
+                if notice >= LEAVING and self.strategy.divided is not None:
+                    self.strategy.hand_on(self.progress.steps)
                 self._follow(notice)
             then(call)
             self.activity.begin("in the script")
@@ -361,12 +361,12 @@ class TrainingLoop:
             self._take_over(self._recovery.re_form(self._progress, planned, ended))
             try:
                 self._set_up_strategy()
+                begun = lost is not None and self._begun == self.progress.steps >= self.progress.repeat_until
+                begun = begun and not self.context.loop.lacks_copies
+                self._checkpointer.repeat_save(self._state, self.progress.steps, begun)
             except WorkerLost as again:
                 planned, lost = False, again
             else:
-                saved = self._begun == self.progress.steps >= self.progress.repeat_until
-                if saved and lost is not None and not self.context.loop.lacks_copies:
-                    self._checkpointer.repeat_save(self._state, self._begun)
                 return
 
     def _take_over(self, progress: Progress) -> None:

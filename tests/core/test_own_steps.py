@@ -81,14 +81,22 @@ def test_gradients_of_the_script_have_no_effect(printed: Printed, tmp_path: Path
 
 
 SPARE = """
+from dataclasses import replace
+
 model, optimizer, session = start()
-undo = warm_up(session._context, session._state)
-states = len(optimizer.state)
-undo()
-tell(states=[states, len(optimizer.state)])
+states = []
+for strategy in ("allreduce", "sharded"):
+    context = replace(session._context, settings=session._context.settings.model_copy(update={"strategy": strategy}))
+    before = [value.clone() for value in model.parameters()]
+    undo = warm_up(context, session._state)
+    states.append(len(optimizer.state))
+    undo()
+    states.append(len(optimizer.state))
+    assert all(map(torch.equal, before, model.parameters()))
+tell(states=states)
 """
 
 
 def test_a_spare_worker_warms_its_optimizer_up(printed: Printed, tmp_path: Path) -> None:
     (told,) = printed((HEAD + SPARE).replace("EXACT", "True"), 1, tmp_path)
-    assert told["states"] == [4, 0]
+    assert told["states"] == [4, 0, 1, 0], "a share needs no memory for the state of all parameters"

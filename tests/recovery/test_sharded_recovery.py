@@ -85,7 +85,7 @@ def test_a_worker_is_lost_inside_a_step(run: Run, undisturbed: Any, point: Any) 
     assert went_back(ran) == [3, 3], ran.report()
 
 
-# Worker 1 is killed when it is to send its slices for the nth time.
+# Worker 1 is killed when it is to send its slices for the second time.
 KILLED = """
 import os, signal
 from paceline.step.divided.tensors import Division
@@ -93,10 +93,23 @@ from paceline.step.divided.tensors import Division
 put_together, calls = Division.put_together, []
 def put(division, *given):
     calls.append(division)
-    if os.environ.get("PACELINE_WORKER") == "1" and len(calls) == NTH and "ALONE" not in os.environ:
+    if os.environ.get("PACELINE_WORKER") == "1" and len(calls) == 2 and "ALONE" not in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     yield from put_together(division, *given)
 Division.put_together = put
+"""
+
+# Worker 1 is killed when it moves slices for the first time.
+KILLED_MOVING = """
+import os, signal
+from paceline.step.divided.moves import _Transfer
+
+run = _Transfer.run
+def moving(transfer, moves):
+    if os.environ.get("PACELINE_WORKER") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(transfer, moves)
+_Transfer.run = moving
 """
 
 
@@ -104,7 +117,7 @@ Division.put_together = put
 def test_a_worker_is_lost_while_the_state_is_sent_for_a_save(run: Run, undisturbed: Any, way: str) -> None:
     """The save is given up: it begins again after the workers have gone back to the earlier one."""
     every = "--set", "checkpoint.every=3", "--set", f"checkpoint.background={way}"
-    ran = run(KILLED.replace("NTH", "2") + PLAIN, *ELASTIC, *every, GIVEN=SHARDED)
+    ran = run(KILLED + PLAIN, *ELASTIC, *every, GIVEN=SHARDED)
     assert ran.code == 0, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
     assert went_back(ran) == [3, 3], ran.report()
@@ -113,7 +126,7 @@ def test_a_worker_is_lost_while_the_state_is_sent_for_a_save(run: Run, undisturb
 @pytest.mark.slow
 def test_a_worker_is_lost_while_another_one_hands_over_its_slices(run: Run, undisturbed: Any) -> None:
     script = PLAIN.replace("    scripted.say", "    scripted.leave(session, batch, 2, 4)\n    scripted.say")
-    ran = run(KILLED.replace("NTH", "2") + script, *ELASTIC, *EVERY_3, GIVEN=SHARDED)
+    ran = run(KILLED_MOVING + script, *ELASTIC, *EVERY_3, GIVEN=SHARDED)
     assert ran.code == 0, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
     assert set(went_back(ran)) == {3}, ran.report()
@@ -155,14 +168,128 @@ def test_a_standby_takes_the_place_of_a_worker_that_leaves(run: Run, undisturbed
 POINTS = ["after update", "between reduction and update", "inside the collective", "before forward"]
 
 
+# No worker puts the state together.
+DIVIDED = """
+from paceline.strategies.sharded import strategy
+from paceline.training.recovery import state_shards
+
+def refused(*given):
+    raise AssertionError("the state stays divided")
+strategy.consolidate_state_dict = state_shards.consolidate_state_dict = refused
+"""
+
+
 @pytest.mark.sampled(1)
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_copy_replaces_a_lost_shard(run: Run, undisturbed: Any, path: str, victim: int, point: Any) -> None:
-    script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
-    ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=5, point=point), GIVEN=COPIED)
+    """The checkpoint of the step before is complete, or begun again."""
+    script = DIVIDED + (PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN)
+    ran = run(script, *ELASTIC, *EVERY_3, faults=faults.kill(rank=victim, step=6, point=point), GIVEN=COPIED)
     check(ran, undisturbed(PLAIN), 2)
+    assert not went_back(ran), ran.report()
+
+
+@pytest.mark.slow
+@PATHS
+def test_a_worker_joins_at_once_when_another_one_is_lost(run: Run, undisturbed: Any, path: str) -> None:
+    """It sends its new share for the checkpoint of the step before, too, if that is begun again."""
+    script = DIVIDED + (PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN)
+    given = "-n", 3, "--elastic", "3:3", "--standby", 1, *EVERY_3
+    ran = run(script, *given, faults=faults.kill(rank=0, step=6), GIVEN=COPIED)
+    check(ran, undisturbed(PLAIN), 3)
+    assert ran.memberships()[:2] == [[0, 1, 2], [1, 2, 3]] and not went_back(ran), ran.report()
+
+
+# Worker 3 is killed when all have their new shares, which worker 0 does not know.
+ALL_MOVED = """
+import os, signal
+from paceline.errors import WorkerLost
+from paceline.training.recovery.recovery import Recovery
+
+drop, worker, moved = Recovery._drop_old_share, os.environ.get("PACELINE_WORKER"), []
+def dropped(recovery):
+    held = recovery._context.held
+    names, tensors = set(held.names), dict(held.tensors)
+    drop(recovery)
+    if worker == "3":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if worker == "0" and not moved:
+        moved.append(1)
+        held.add(names, tensors)
+        recovery._interrupted = WorkerLost("another worker was lost", (2,))
+Recovery._drop_old_share = dropped
+"""
+
+# Worker 1 is killed when worker 0 has its new share, and worker 2 has nothing of its own.
+SOME_MOVED = """
+import os, signal, time
+from pathlib import Path
+from paceline.errors import WorkerLost
+from paceline.step.divided.moves import _Transfer
+from paceline.training.recovery.recovery import Recovery
+
+drop, run, worker, moved = Recovery._drop_old_share, _Transfer.run, os.environ.get("PACELINE_WORKER"), []
+mark = Path(os.environ["PACELINE_RUN"]) / "moved"
+def dropped(recovery):
+    if worker == "0":
+        mark.touch()
+    while worker == "1":
+        if mark.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+    drop(recovery)
+def moving(transfer, moves):
+    if worker != "2" or moved:
+        return run(transfer, moves)
+    moved.append(1)
+    transfer._unpack = lambda *given: None
+    run(transfer, [move for move in moves if not move.is_local])
+    raise WorkerLost("another worker was lost", ())
+Recovery._drop_old_share, _Transfer.run = dropped, moving
+"""
+
+
+@pytest.mark.slow
+@PATHS
+@pytest.mark.parametrize(("moved", "first"), [(ALL_MOVED, 2), (SOME_MOVED, 3)], ids=["all", "some"])
+def test_another_worker_is_lost_while_slices_move(
+    run: Run, undisturbed: Any, path: str, moved: str, first: int
+) -> None:
+    """Some hold their new shares only, some their old ones only, and some both."""
+    script = DIVIDED + moved + PLAIN
+    script = script if path == "memory" else OVER_THE_NETWORK + script
+    ran = run(script, "-n", 4, "--elastic", "2:4", faults=faults.kill(rank=first, step=5), GIVEN=COPIED)
+    check(ran, undisturbed(PLAIN), 2)
+    assert not went_back(ran), ran.report()
+
+
+@PATHS
+def test_one_worker_is_left_until_another_one_joins(run: Run, undisturbed: Any, path: str) -> None:
+    """It puts its slices and its copies together, and gives the joiner a share."""
+    script = "import scripted\nscripted.hold_back(2, 'membership', 2)\n" + PLAIN
+    script = script if path == "memory" else OVER_THE_NETWORK + script
+    ran = run(script, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=3), GIVEN=COPIED)
+    check(ran, undisturbed(PLAIN), 1)
+    assert ran.memberships()[:2] == [[0, 1], [0]] and not went_back(ran), ran.report()
+
+
+# Worker 0 and worker 1 are on one machine, the others on another one.
+MACHINES = """
+import os, platform
+platform.node = lambda: f"machine {int(os.environ['PACELINE_WORKER']) // 2 % 2}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("within", [None, "machine"])
+def test_a_worker_of_one_of_two_machines_is_lost(run: Run, undisturbed: Any, within: str | None) -> None:
+    """The weights of each machine come from workers of both."""
+    given = json.dumps({"strategy": "sharded", "shard_within": within})
+    killed = faults.kill(rank=2, step=5, point="between reduction and update")
+    ran = run(DIVIDED + MACHINES + PLAIN, "-n", 4, "--elastic", "2:4", faults=killed, GIVEN=given)
+    check(ran, undisturbed(PLAIN), 3)
     assert not went_back(ran), ran.report()
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import platform
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.growing.samples import Growing
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.context import StepResult
+from paceline.step.context import HeldShare, StepResult
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.training.progress import Progress
 from paceline.training.recovery import recovery, state_shards
@@ -129,6 +130,7 @@ class State:
     """Stands for ``TrainingState``: after so many steps each worker has these tensors."""
 
     keeps_script = False
+    shares: Any = None
 
     def __init__(self) -> None:
         self.loaded_script: dict[str, Any] = {}
@@ -190,12 +192,13 @@ class Scene:
         self.context: Any = SimpleNamespace(
             world=world,
             compute=SimpleNamespace(model=self.model, buffers=self.buffers),
-            update=SimpleNamespace(optimizer=self.optimizer),
+            update=SimpleNamespace(optimizer=self.optimizer, parameters=dict(self.model.named_parameters())),
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
             order=SimpleNamespace(grows=False),
             settings=SimpleNamespace(strategy="allreduce"),
             prepared=[],
+            held=HeldShare(),
             audits=AuditSchedule(),
             events=SimpleNamespace(
                 mark=lambda event, **fields: self.events.append((event, fields)), move=lambda *at: self.moved.append(at)
@@ -711,3 +714,81 @@ def test_before_a_planned_change_workers_wait_for_each_other() -> None:
     assert prepare(True, True, None) == [([], 1)] * 2
     assert prepare(False, False, [(0, 1)]) == [([], 0)] * 2
     assert prepare(False, False, None, size=1) == [([], 0)]
+
+
+class Shares:
+    """Stands for the new division of a state: what this worker moves from, and what it loads."""
+
+    def __init__(self) -> None:
+        self.owned: list[frozenset[str] | None] = []
+        self.loaded: list[list[str]] = []
+
+    def move(self, owned: frozenset[str] | None, _: str) -> None:
+        self.owned.append(owned)
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.loaded.append(sorted(tensors))
+
+
+def prepared(context: Any, moves: bool) -> Shares:
+    assert moves
+    context.prepared.append(made := Shares())
+    return made
+
+
+SHARDED = names_of("0."), names_of("1.")
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_divided_state_moves_before_old_shares_are_dropped(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is not told that all have their new shares, and keeps its old one. Rank 2 has joined, rank 3 is ahead."""
+    monkeypatch.setattr(state_shards.registry, "prepare", prepared)
+    done = StepResult(1.0, 0.5, 0.1)
+    ahead = Progress(6, owned=SHARDED[1], ahead=True, entered=6)
+    given = [Progress(7, owned=one, result=done, entered=7) for one in SHARDED] + [None, ahead]
+
+    def act(world: Any) -> tuple[Progress, Scene]:
+        scene, gather = Scene(world), world.gather
+        scene.context.settings.strategy = "sharded"
+        scene.context.held.add({"old"}, {"optimizer/old": torch.ones(1)})
+
+        def gathered(value: Any, what: str) -> list[Any]:
+            found = gather(value, what)
+            if world.rank == 1 and interrupted and scene.context.prepared and what == "re-forming":
+                raise WorkerLost("rank 4 was lost")
+            return list(found)
+
+        world.gather = gathered
+        scene.state.load = lambda tensors, state: scene.state.shares.load(tensors)  # type: ignore[method-assign]
+        return scene.of._same_state(given[world.rank]), scene
+
+    for rank, (progress, scene) in enumerate(run(4, act)):
+        (shares,) = scene.context.prepared
+        assert (progress.steps, progress.owned, progress.ahead) == (7, None, False)
+        assert shares.owned == [[*SHARDED, frozenset(), SHARDED[1]][rank]]
+        assert shares.loaded == [["buffer/count"] if rank in (2, 3) else []], "the rest comes whole"
+        keeps = rank == 1 and interrupted
+        assert scene.context.held.names == ({"old"} if keeps else set())
+        assert bool(scene.context.held.tensors) == keeps == (scene.of._interrupted is not None)
+        assert scene.state.shares is None
+
+
+def test_a_worker_that_keeps_its_old_share_joins_another_membership(launched: SimpleNamespace) -> None:
+    scene = changing([None, None], membership(1, 4), membership(2, 4))
+    released: list[int] = []
+
+    def release() -> frozenset[str]:
+        released.append(1)
+        return frozenset({"a"})
+
+    def same_state(progress: Progress) -> Progress:
+        scene.of._interrupted = None if released else WorkerLost("", ranks=(2,))
+        scene.context.prepared.append(SimpleNamespace(release=release))
+        return replace(progress, owned=None)
+
+    scene.of._same_state = same_state  # type: ignore[method-assign, assignment]
+    scene.of.re_form(Progress(3, owned=frozenset({"b"})))
+    assert scene.context.world.joined == [1, 2] and released == [1]
+    assert [asked[-1] for asked in scene.asked] == [(), [12]]

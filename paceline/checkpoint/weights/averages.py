@@ -46,6 +46,8 @@ class Averages:
     def __init__(self, settings: AverageSettings, optimizer: Optimizer) -> None:
         self.settings = settings
         self.chosen = False  # whether the script currently evaluates and exports the averages
+        # averages after the last update, if the optimizer has the state of slices of the parameters. None otherwise
+        self.gathered: dict[nn.Parameter, torch.Tensor] | None = None
         self._optimizer = optimizer
 
     @property
@@ -74,6 +76,8 @@ class Averages:
 
     def values(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the averages by parameter, without parameters that have none and are their own average."""
+        if self.gathered is not None:
+            return self.gathered
         held = ((value, self._optimizer.state.get(value, {}).get(KEY)) for value in self._parameters)
         return {value: average for value, average in held if average is not None}
 

@@ -12,7 +12,7 @@ owner is complete. One worker of each other machine needs the new weights of an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from paceline.environments import env
 from paceline.settings import Settings
@@ -40,6 +40,27 @@ def copies_of(settings: Settings, hosts: Sequence[Sequence[int]]) -> dict[int, l
             every = others if settings.shard_within == "machine" else []
             copies[rank] = sorted(every or (near if copied and size > 1 else []))
     return dict(sorted(copies.items()))
+
+
+def heirs_of(
+    holders: Sequence[Collection[int]], sizes: Sequence[int], leaving: Collection[int], workers: int
+) -> dict[int, int]:
+    """Return the ranks that inherit the slices which only leaving workers hold, by index of the slice.
+
+    Args:
+        holders: ranks that hold each slice.
+        sizes: number of elements of each slice.
+
+    >>> heirs_of([[0, 1], [1], [2], [1, 2]], [64, 64, 64, 64], [1, 2], 4)
+    {1: 0, 2: 3, 3: 0}
+    """
+    loads = {rank: 0 for rank in range(workers) if rank not in leaving}
+    heirs = {}
+    for index, held in enumerate(holders):
+        if not loads.keys() & held:
+            heirs[index] = min(loads, key=lambda rank: loads[rank])
+            loads[heirs[index]] += sizes[index]
+    return heirs
 
 
 def receivers_of(

@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from paceline.checkpoint.tensors import optimizer_state
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
-from paceline.schedule.slices import Slice
+from paceline.checkpoint.weights.deferred.model import materialize
+from paceline.schedule.slices import Slice, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import parameter_of
-from paceline.strategies.sharded.holders import copies_of, writer_of
+from paceline.step.divided.moves import move_shares
+from paceline.strategies.sharded.holders import copies_of, heirs_of, writer_of
 from paceline.strategies.sharded.shards import OptimizerShard, slices_of
 from paceline.strategies.sharded.shared_weights import share_weights
 
 
 class PreparedShards:
-    """Slices, shared weights and optimizer shard of a membership. See ``checkpoint.load.Shares``.
+    """Slices, shared weights and optimizer shard of a membership.
+
+    See ``checkpoint.load.Shares``, and ``step.divided.moves.NewShares`` after a change of the membership.
+
+    Args:
+        moves: whether the workers hold the state in other shares, which they move. By default all have its weights.
 
     Attributes:
         slices: slices of all workers.
         weights: weights in shared memory. None if each worker keeps its own.
         shard: this worker's shard of the optimizer.
+        of_parameter: slices of each parameter by name.
         is_loaded: whether the shard has the state of a checkpoint, so that no worker has the whole state.
     """
 
-    def __init__(self, context: TrainingContext) -> None:
-        self.generation = context.world.generation
+    def __init__(self, context: TrainingContext, moves: bool = False) -> None:
+        self.generation, self._held = context.world.generation, context.held
+        self._world, self._optimizer = context.world, context.update.optimizer
+        self._moved: dict[str, torch.Tensor] | None = {} if moves else None
         self._model, self._hosts = context.compute.model, context.world.hosts
         self.slices = slices_of(context, context.world.size)
         rank, self.copies = context.world.rank, copies_of(context.settings, context.world.hosts)
-        held = [index for index, one in enumerate(self.slices) if rank in self._holders(one)]
-        self.weights = share_weights(context, self.slices, held)
+        held = [index for index, one in enumerate(self.slices) if rank in self.holders(one)]
+        self.weights = share_weights(context, self.slices, held, not moves)
         self.shard = OptimizerShard(context, self.slices, held, self.weights.own if self.weights else None)
         self.is_loaded = False
         self.hashes: Mapping[str, str] | None = None
-        self._sizes = {name: value.numel() for name, value in self._model.named_parameters()}
+        self._parameters = dict(self._model.named_parameters())
+        self._sizes = {name: value.numel() for name, value in self._parameters.items()}
         names = list(context.update.parameters)
-        self._of: dict[str, list[Slice]] = {name: [] for name in names}
+        self.of_parameter: dict[str, list[Slice]] = {name: [] for name in names}
         for one in self.slices:
-            self._of[names[one.parameter]].append(one)
+            self.of_parameter[names[one.parameter]].append(one)
         self._frozen = {
-            name: number for number, name in enumerate(name for name in self._sizes if name not in self._of)
+            name: number for number, name in enumerate(name for name in self._sizes if name not in self.of_parameter)
         }
 
     def parts_of(self, name: str, shape: torch.Size, rank: int) -> list[slice]:
@@ -49,33 +61,99 @@ class PreparedShards:
         kind, everything = name.partition("/")[0], [slice(0, shape.numel())]
         parameter = parameter_of(name)
         if kind == "optimizer":
-            owned = [one for one in self._of.get(parameter, ()) if rank in self._holders(one)]
-            if shape.numel() == self._sizes.get(parameter):
-                return [slice(one.start, one.stop) for one in owned]
-            return everything if owned else []
+            return self.parts(
+                parameter, shape, [one for one in self.of_parameter.get(parameter, ()) if rank in self.holders(one)]
+            )
         if kind != "parameter" or self.weights is None:
             return everything
         ranks = next(ranks for ranks in self._hosts if rank in ranks)
         if parameter in self._frozen:
             return everything if ranks[self._frozen[parameter] % len(ranks)] == rank else []
-        return [slice(one.start, one.stop) for one in self._of[parameter] if writer_of(one.owner, ranks) == rank]
+        return [
+            slice(one.start, one.stop) for one in self.of_parameter[parameter] if writer_of(one.owner, ranks) == rank
+        ]
 
-    def _holders(self, one: Slice) -> tuple[int, ...]:
+    def parts(self, parameter: str, shape: torch.Size, slices: Sequence[Slice]) -> list[slice]:
+        """Return the parts of a tensor of the optimizer's state that belong to slices of its parameter."""
+        if shape.numel() == self._sizes.get(parameter):
+            return [slice(one.start, one.stop) for one in slices]
+        return [slice(0, shape.numel())] if slices else []
+
+    def shape_of(self, name: str) -> torch.Size:
+        """See ``NewShares``."""
+        return self._parameters[parameter_of(name)].shape
+
+    def target(self, name: str, part: slice, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """See ``NewShares``."""
+        parameter = self._parameters[parameter_of(name)]
+        if name.startswith("optimizer/"):
+            wanted = shape if part.stop - part.start == shape.numel() else (part.stop - part.start,)
+            return torch.empty(wanted, dtype=dtype, device=parameter.device if shape == parameter.shape else "cpu")
+        value = parameter.detach() if self.weights is None else self.weights.memory_of(parameter)
+        return value if part.stop - part.start == shape.numel() else value.view(-1)[part]
+
+    def move(self, owned: frozenset[str] | None, what: str) -> None:
+        """See ``checkpoint.load.Shares``."""
+        held = self._held.tensors
+        if owned is None:
+            materialize(self._model)
+            owned, held = frozenset(self._parameters), dict(optimizer_state(self._model, self._optimizer))
+        elif not owned:  # a worker that joins, or is behind
+            self._optimizer.state.clear()
+            held = {}
+        held = held | {
+            f"parameter/{name}": self._value_of(name) for name in owned if split_name(name)[0] in self._sizes
+        }
+        self._moved = move_shares(self._world, held, self, what)
+
+    def _value_of(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter, or of a slice, in the memory of this worker's model."""
+        full, part = split_name(name)
+        value = self._parameters[full].detach()
+        return value if part is None else value.view(-1)[part]
+
+    def holders(self, one: Slice) -> tuple[int, ...]:
+        """Return the ranks that update a slice."""
         return one.owner, *self.copies[one.owner]
 
     @torch.no_grad()
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See ``Shares``."""
+        """See ``Shares``. After :meth:`move`, ``tensors`` has buffers at most, and no worker waits for another one."""
         for name, value in self._model.named_buffers():
-            value.copy_(tensors.pop(f"buffer/{name}"))
-        if self.weights is not None:
-            self.weights.load(tensors, {id(value): name for name, value in self._model.named_parameters()})
+            value.copy_(tensors.pop(f"buffer/{name}", value))
+        if self._moved is not None:
+            self._enter()
+            tensors = self._moved
+        elif self.weights is not None:
+            self.weights.load(tensors, {id(value): name for name, value in self._parameters.items()})
         else:
-            for name, value in self._model.named_parameters():
+            for name, value in self._parameters.items():
                 value.copy_(tensors.pop(f"parameter/{name}"))
         self.shard.load(tensors)
-        self.is_loaded = True
+        self._moved, self.is_loaded = None, True
         FreedMemory().trim()
+
+    def _enter(self) -> None:
+        """Move the parameters into the shared weights, with the values of what this worker still holds."""
+        kept = {name: self._value_of(name).clone() for name in self._held.names}
+        if self.weights is not None:
+            self.weights.enter()
+        for name, value in kept.items():
+            self._value_of(name).copy_(value)
+        torch.autograd.graph.increment_version([*self._parameters.values()])
+
+    def hand_on(self, leaving: Collection[int], what: str) -> None:
+        """Give the optimizer state that only leaving workers hold to others. All workers call this together.
+
+        The weights are those that all workers see after a step.
+        """
+        sizes = [one.stop - one.start for one in self.slices]
+        found = heirs_of([*map(self.holders, self.slices)], sizes, leaving, self._world.size)
+        if found:
+            heirs = {self.slices[index]: rank for index, rank in found.items()}
+            moved = move_shares(self._world, self.shard.tensors(), _Inherited(self, heirs), what)
+            mine = [one for one, rank in heirs.items() if rank == self._world.rank]
+            self._held.add(map(self.shard.name_of, mine), moved)
 
     def settle(self) -> None:
         """Give all workers the weights that each of them has written into its parameters. All workers call this."""
@@ -90,17 +168,37 @@ class PreparedShards:
         Returns:
             names of the parameters, slices and buffers whose loaded values this worker has. None if none were loaded.
         """
-        buffers = (name for name, _ in self._model.named_buffers())
-        owned = self.shard.names.union(buffers, self._frozen) if self.is_loaded else None
-        self.shard.unite()
+        owned: frozenset[str] | None = None
+        if self.is_loaded:
+            buffers = (name for name, _ in self._model.named_buffers())
+            self._held.add(self.shard.names, self.shard.release())
+            owned = frozenset(self._held.names).union(buffers, self._frozen)
         self.weights = None
         self.shard.own.clear()
         return owned
 
 
-def prepare(context: TrainingContext) -> PreparedShards:
-    """Divide the state among the workers of this membership, before it is loaded. All workers call this together."""
-    context.prepared.append(made := PreparedShards(context))
+class _Inherited:
+    """Slices that workers inherit from those that leave. See ``step.divided.moves.NewShares``."""
+
+    def __init__(self, shares: PreparedShards, heirs: Mapping[Slice, int]) -> None:
+        self._heirs, self._of_parameter, self._parts = heirs, shares.of_parameter, shares.parts
+        self.shape_of, self.target = shares.shape_of, shares.target
+
+    def parts_of(self, name: str, shape: torch.Size, rank: int) -> list[slice]:
+        """See ``NewShares``."""
+        parameter = parameter_of(name)
+        mine = [one for one in self._of_parameter.get(parameter, ()) if self._heirs.get(one) == rank]
+        return self._parts(parameter, shape, mine)
+
+
+def prepare(context: TrainingContext, moves: bool = False) -> PreparedShards:
+    """Divide the state among the workers of this membership, before it is loaded. All workers call this together.
+
+    Args:
+        moves: see :class:`PreparedShards`.
+    """
+    context.prepared.append(made := PreparedShards(context, moves))
     return made
 
 

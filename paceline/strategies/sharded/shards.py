@@ -15,6 +15,7 @@ from paceline.errors import InputError
 from paceline.schedule import slices
 from paceline.schedule.slices import Slice, slice_name, split_name
 from paceline.step.context import TrainingContext
+from paceline.step.optimizer import OptimizerStep
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.slice_probe import updates_slices_alike
 
@@ -93,7 +94,7 @@ class OptimizerShard:
     @property
     def names(self) -> frozenset[str]:
         """Names of the held parameters and slices, see ``schedule.slices``."""
-        return frozenset(self._name(self._every[index]) for index in self.own)
+        return frozenset(self.name_of(self._every[index]) for index in self.own)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the state of the held parameters and slices by name, see ``schedule.slices``."""
@@ -108,7 +109,8 @@ class OptimizerShard:
                         found[slice_name(name, one.start, one.stop) if cut else name] = tensor
         return found
 
-    def _name(self, one: Slice) -> str:
+    def name_of(self, one: Slice) -> str:
+        """Return the name of a slice, see ``schedule.slices``."""
         name = self._names[one.parameter]
         return name if self._is_whole(one) else slice_name(name, one.start, one.stop)
 
@@ -178,21 +180,42 @@ class OptimizerShard:
                     own = _cut(entry, parameter, one) if part is None else entry
                     optimizer.state[value][key] = own if on_host else own.to(value.device)
 
-    def unite(self) -> None:
-        """Move the state of the held slices into states of whole parameters. All other elements are undefined."""
-        if not self.divided:
-            return
-        self.divided = False
+    def release(self) -> dict[str, torch.Tensor]:
+        """Remove the state of the held slices from the optimizer, and return it as :meth:`tensors` does."""
+        self.divide()
+        found, self.divided = self.tensors(), False
         while self._guards:
             self._guards.pop().remove()
         for optimizer in parts_of(self._optimizer):
-            for index, value in self.own.items():
-                one = self._every[index]
-                parameter = self._parameters[one.parameter]
-                if value is not parameter and value in optimizer.state:
-                    whole = optimizer.state[parameter]
-                    for key, entry in optimizer.state.pop(value).items():
-                        _put(whole, key, entry, parameter, one)
+            for value in self.own.values():
+                optimizer.state.pop(value, None)
+        return found
+
+
+def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
+    """Move the state of slices into states of whole parameters. All other elements are undefined.
+
+    Args:
+        tensors: state by name, as :meth:`OptimizerShard.tensors` returns it. Emptied.
+    """
+    states = {
+        parameter: optimizer.state
+        for optimizer in parts_of(update.optimizer)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    while tensors:
+        full, value = tensors.popitem()
+        name, part = split_name(full.removeprefix("optimizer/"))
+        name, _, key = name.rpartition("/")
+        parameter = update.parameters[name]
+        state = states[parameter][parameter]
+        if part is None:
+            state[key] = value
+        else:
+            if key not in state:
+                state[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
+            state[key].view(-1)[part] = value
 
 
 def _refuse(*_: object) -> None:
@@ -209,12 +232,3 @@ def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
         alike = entry.shape == parameter.shape
         return entry.reshape(-1)[one.start : one.stop].clone() if alike else entry.clone()
     return entry
-
-
-def _put(state: dict[str, Any], key: str, entry: Any, parameter: nn.Parameter, one: Slice) -> None:
-    if not isinstance(entry, torch.Tensor) or entry.shape != (one.stop - one.start,):
-        state[key] = entry
-        return
-    if key not in state:
-        state[key] = torch.zeros(parameter.shape, dtype=entry.dtype, device=entry.device)
-    state[key].view(-1)[one.start : one.stop] = entry

@@ -42,7 +42,9 @@ _OF_A_PARAMETER = 2
 
 
 class SharedWeights:
-    """Weights of a model in an in-memory file that this machine's workers share. Their values are equal on all workers.
+    """Weights of a model in an in-memory file that this machine's workers share.
+
+    The parameters lie elsewhere until :meth:`fill`, or until the workers have written the file and call :meth:`enter`.
 
     Args:
         context: training context.
@@ -80,28 +82,36 @@ class SharedWeights:
         frozen = [one for one in frozen if one.owner == memory.place]
         taken = [*(slices[index] for index in self.own if index in mine), *frozen]
         self._taken = [(part_of(stored[one.parameter], one), one) for one in taken]
-        with context.world.awaiting("to give the shared weights their values"):
-            self._fill(stored, kept)
+
+    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the memory of a parameter in the file."""
+        return next(stored for value, stored in zip(self._parameters, self._stored, strict=True) if value is parameter)
+
+    def enter(self) -> None:
+        """Move the parameters into the file, in which all values have been written."""
+        drop_pages(self._kept)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             move_into(parameter, view)
         FreedMemory().trim()  # the workers' own copies
 
-    def _fill(self, stored: Sequence[torch.Tensor], kept: memoryview) -> None:
-        """Write the values of all parameters into the file, each on one worker, and wait for each of the others.
+    def fill(self) -> None:
+        """Write the values of all parameters into the file, each on one worker, and move the parameters there.
 
-        A written page counts as this worker's memory until it is dropped, or until others read it.
+        The values are equal on all workers. A written page counts as this worker's memory until it is dropped, or until
+        others read it.
         """
         everyone = _divided([value.numel() for value in self._parameters], len(self._memory.ranks))
         freed, flag = FreedMemory(), self._memory.reserve(1)
         for number, index in enumerate(everyone[self._memory.place], 1):
-            write_values(self._parameters[index], stored[index])
-            freed.add(stored[index].nbytes)
-            drop_pages(kept)
+            write_values(self._parameters[index], self._stored[index])
+            freed.add(self._stored[index].nbytes)
+            drop_pages(self._kept)
             self._memory.announce(flag, number)
         most = max(map(len, everyone))
         self._memory.announce(flag, most)
         for number in range(1, most + 1):
             self._memory.wait(flag, number)
+        self.enter()
 
     def load(self, tensors: dict[str, torch.Tensor], names: Mapping[int, str]) -> None:
         """Write whole parameters and slices into the file, and remove them from ``tensors``. All workers call this.
@@ -191,8 +201,14 @@ def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
     return view_like(flat, 0, like)
 
 
-def share_weights(context: TrainingContext, every: Sequence[Slice], held: Collection[int]) -> SharedWeights | None:
-    """Return the weights in memory that the workers of a machine share. None if each worker keeps its own."""
+def share_weights(
+    context: TrainingContext, every: Sequence[Slice], held: Collection[int], filled: bool = True
+) -> SharedWeights | None:
+    """Return the weights in memory that the workers of a machine share. None if each worker keeps its own.
+
+    Args:
+        filled: whether all workers have the values of the parameters, and move them into the shared memory.
+    """
     memory, world = context.world.host_memory, context.world
     if context.settings.shard != "parameters":
         return None
@@ -202,8 +218,12 @@ def share_weights(context: TrainingContext, every: Sequence[Slice], held: Collec
         materialize(context.compute.model)
         return None
     assert memory is not None
+    if not filled:
+        return SharedWeights(context, memory, every, held)
     computed = len(world.hosts) > 1 and any(world.gather(has_records(context.compute.model), "start"))
     weights = SharedWeights(context, memory, every, held)
+    with world.awaiting("to give the shared weights their values"):
+        weights.fill()
     if computed:  # from equal records, but on machines that may round differently
         _compare_machines(context)
     return weights

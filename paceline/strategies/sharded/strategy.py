@@ -31,11 +31,14 @@ from typing import NamedTuple
 
 import torch
 
+from paceline.checkpoint.weights.averages import KEY
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
+from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
+from paceline.environments import env
 from paceline.errors import WorkerLost
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
@@ -47,6 +50,7 @@ from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.holders import receivers_of
 from paceline.strategies.sharded.prepared import prepared
+from paceline.strategies.sharded.shards import unite
 from paceline.strategies.sharded.shared_weights import part_of
 
 _log = logging.getLogger("paceline")
@@ -84,7 +88,7 @@ class Sharded(Strategy):
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         world, parameters = context.world, list(context.update.parameters.values())
-        state = prepared(context)
+        state = self._division = prepared(context)
         self._slices, self._weights, self._shard = state.slices, state.weights, state.shard
         copies, held = state.copies, [*self._shard.own]
         receivers = receivers_of(copies, world.hosts, shared=self._weights is not None)
@@ -130,8 +134,8 @@ class Sharded(Strategy):
             if self._first and result.applied and self._unfinished is None:
                 self._first = False
                 check_draws(self._context)
-            if result.notice and self._unfinished is None:  # a worker that leaves has the only copy of its shard
-                self.unite(step + 1)
+            if result.notice >= LEAVING and self._unfinished is None:
+                self.hand_on(step + 1)
         except WorkerLost as lost:  # the step is done
             self._unfinished = lost
         return result
@@ -178,6 +182,8 @@ class Sharded(Strategy):
     def _make(self, made: _Update, norm: torch.Tensor) -> float:
         """Update the held slices, and return the learning rate."""
         self._is_whole = False
+        self._context.update.averages.gathered = None
+        self._context.held.clear()
         if self._weights is None:
             self._follow()
         else:
@@ -233,11 +239,12 @@ class Sharded(Strategy):
         model, trained = self._context.compute.model, self._context.update.parameters
         buffers = (name for name, _ in model.named_buffers())
         frozen = (name for name, _ in model.named_parameters() if name not in trained)
-        return self._shard.names.union(buffers, frozen)
+        return self._shard.names.union(self._context.held.names, buffers, frozen)
 
     def synchronize(self, steps: int) -> None:
-        if self._context.update.averages.chosen:  # the evaluation needs the averages, which are divided, too
-            self.unite(steps)
+        averages, named = self._context.update.averages, self._context.update.parameters
+        if averages.chosen and averages.gathered is None and not self._is_whole:  # the evaluation needs all of them
+            averages.gathered = {named[name]: value for name, value in self._divided.gather(KEY).items()}
 
     @property
     def divided(self) -> DividedOptimizerState | None:
@@ -245,9 +252,19 @@ class Sharded(Strategy):
 
     def unite(self, steps: int) -> None:
         if not self._is_whole:
-            self._shard.unite()
+            unite(self._context.update, self._shard.release())
             consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))
             self._is_whole = True
+
+    def hand_on(self, steps: int) -> None:
+        world, launched = self._context.world, env.launch_info()
+        leaving = [rank for rank, leaves in enumerate(world.gather(world.leaving, "synchronizing")) if leaves]
+        if launched is None:  # the run ends with a save
+            return
+        if world.size - len(leaving) < max(1, launched.least or world.size):  # the same, but one worker saves alone
+            self.unite(steps)
+        elif not self._is_whole:
+            self._division.hand_on(leaving, "synchronizing")
 
     @property
     def undecided(self) -> bool:
@@ -278,7 +295,9 @@ class Sharded(Strategy):
         """
         if self._weights is not None and interrupted:
             self._weights.restore()
-        self._shard.unite()
-        self._parts, self._weights = [], None
+        self._context.update.averages.gathered = None
+        if not self._is_whole:
+            self._context.held.add(self._shard.names, self._shard.release())
+        self._parts, self._weights, self._division.weights = [], None, None
         self._shard.own.clear()
         self._reduction.close()

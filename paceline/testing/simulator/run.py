@@ -313,7 +313,7 @@ class Simulation:
         """Return the launch information of the running worker."""
         running = self._hub.running
         assert running is not None
-        return env.LaunchInfo("", int(running.name), False, self._most, True, running.name, b"")
+        return env.LaunchInfo("", int(running.name), False, self._most, 1, running.name, b"")
 
     def process_id(self) -> int:
         """Return the simulated process id of the running worker, or 1 if none runs."""

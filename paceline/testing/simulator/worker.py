@@ -20,7 +20,7 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.data.order import UNKNOWN
 from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.context import ProbeResults
+from paceline.step.context import HeldShare, ProbeResults
 from paceline.system import fault_points
 from paceline.testing.simulator import samples
 from paceline.testing.simulator.network import Link
@@ -73,7 +73,12 @@ class Checkpointer:
             share.end(steps)
         return "there"
 
-    begin_save = repeat_save = save
+    begin_save = save
+
+    def repeat_save(self, state: State, steps: int, begun: bool) -> None:
+        """See ``Checkpointer``."""
+        if begun:
+            self.save(state, steps)
 
     def finish(self) -> None:
         """Do nothing, because saves are synchronous."""
@@ -232,7 +237,7 @@ class Worker:
         return SimpleNamespace(
             world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(order), phases={},
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
-            events=EventLog(None, -1), warnings=[], prepared=[],
+            events=EventLog(None, -1), warnings=[], prepared=[], held=HeldShare(),
             compute=SimpleNamespace(buffers=buffers, model=model), state=state,
             update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
         )  # fmt: skip

@@ -44,7 +44,7 @@ from paceline.training.progress import (
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.standby import move_to_device, warm_up
-from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares
+from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares, move
 from paceline.training.recovery.state_transfer import StateBytes, share_samples, transfer
 
 _log = logging.getLogger("paceline")
@@ -72,6 +72,7 @@ class Recovery:
         self._beginning = beginning
         self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
         self._undo_warm_up: Callable[[], None] = lambda: None
+        self._interrupted: WorkerLost | None = None  # loss after which this worker still holds its old share, too
 
     def register(self, status: Callable[[], dict[str, Any]]) -> None:
         """Register this worker with the coordinator. A spare warms up first.
@@ -131,6 +132,7 @@ class Recovery:
                     progress = self._begin()
                 else:
                     progress = self._same_state(progress)
+                    self._settle()
                     self._share_findings()
                     joined = [rank for rank, member in enumerate(answer.members) if member.worker in answer.joined]
                     self._context.audits.look_at(progress.steps, joined)
@@ -183,7 +185,7 @@ class Recovery:
             everyone = self._gather(progress)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
-        if progress is not None and progress.owned is not None and is_replaced(everyone, self._context.world.rank):
+        if progress is not None and progress.owned is not None and is_replaced(self._context, everyone):
             progress.owned = frozenset()  # until the whole state has arrived, this worker's tensors are of two steps
         self._is_overwritten |= progress is None
         if not lacks_script(everyone) and assemble(self._context, everyone):
@@ -210,16 +212,42 @@ class Recovery:
         """Send the state of the most advanced workers to the others, and return this worker's progress."""
         plan, world, most = plan_catch_up(everyone), self._context.world, furthest_of(everyone).key
         behind = [one is None or one.key != most for one in everyone]
+        shares, received = move(self._context, everyone), None
         if any(behind):
-            state = None if behind[world.rank] else self._to_send(progress, plan.in_step)
+            state = None if behind[world.rank] else self._to_send(progress, plan.in_step, shares is not None)
             received = transfer(world, plan.senders, state)
-            if received is not None:
-                progress = self._take_over(received, -1 if progress is None else progress.entered)
+        if shares is not None:
+            self._drop_old_share()
+        if received is not None:
+            self._state.shares = shares
+            progress = self._take_over(received, -1 if progress is None else progress.entered)
+            self._state.shares = None
+        elif shares is not None:
+            shares.load({})
         assert progress is not None
         return progress
 
-    def _to_send(self, progress: Progress | None, in_step: bool) -> StateBytes:
-        """Return the state to send: the current one if ``in_step``, otherwise as of the return of the last step."""
+    def _drop_old_share(self) -> None:
+        """Drop this worker's old share of the state if all workers have their new ones, otherwise keep both."""
+        try:
+            self._context.world.gather(None, RE_FORMING)
+        except WorkerLost as lost:  # some may have dropped their old shares, and others lack new ones
+            self._interrupted = lost
+        else:
+            self._context.held.clear()
+
+    def _settle(self) -> None:
+        """Raise the loss that has interrupted :meth:`_drop_old_share`, when the progress is known."""
+        lost, self._interrupted = self._interrupted, None
+        if lost is not None:
+            raise lost
+
+    def _to_send(self, progress: Progress | None, in_step: bool, divided: bool) -> StateBytes:
+        """Return the state to send: the current one if ``in_step``, otherwise as of the return of the last step.
+
+        Args:
+            divided: whether each worker gets its share of parameters and of the optimizer's state by other means.
+        """
         assert progress is not None
         self._context.loop.now = in_step
         try:
@@ -227,8 +255,10 @@ class Recovery:
                 snapshot = self._state.snapshot(progress.steps, without=("data",) if self._context.order.grows else ())
         finally:
             self._context.loop.now = False
+        left_out = ("parameter/", "optimizer/") if divided else ()
+        tensors = {name: value for name, value in snapshot.tensors.items() if not name.startswith(left_out)}
         rest = snapshot.state, replace(progress.without_maps(), again=not in_step)
-        return StateBytes(snapshot.tensors, rest, progress.steps)
+        return StateBytes(tensors, rest, progress.steps)
 
     def _take_over(self, received: StateBytes, entered: int) -> Progress:
         progress: Progress

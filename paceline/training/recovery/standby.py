@@ -12,6 +12,7 @@ from paceline.checkpoint.training_state import TrainingState
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.exclusive import updating
 from paceline.step.optimizers.own_values import OwnValues
+from paceline.strategies import registry
 
 _log = logging.getLogger("paceline")
 
@@ -19,11 +20,15 @@ _log = logging.getLogger("paceline")
 def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None]:
     """Take a step and discard its result, so that other workers do not wait for one-time costs of this process.
 
+    If this worker will have a share of the state only, the optimizer updates the smallest parameter alone.
+
     Returns:
         a function that restores the optimizer's state, to be called if no worker has a state to send.
     """
     compute, parameters, optimizer = context.compute, context.update.parameters, context.update.optimizer
-    before = {name: value.detach().clone() for name, value in parameters.items()}
+    divided = registry.entry_of(context.settings.strategy).prepare is not None
+    updated = [min(parameters, key=lambda name: parameters[name].numel())] if divided else [*parameters]
+    before = {name: parameters[name].detach().clone() for name in updated}
     optimizer_state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
     own_values = OwnValues(optimizer, dict(compute.model.named_parameters()))
     kept = copy.deepcopy(own_values.state(0))
@@ -31,6 +36,8 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
     try:
         (group,) = context.feed.load(0, [range(1)])
         compute.forward_pass(group, 0).total.backward()
+        for name in parameters.keys() - before.keys():
+            parameters[name].grad = None
         with updating:
             optimizer.step()
     except Exception as error:  # noqa: BLE001 - the script's functions may use names defined after start() returns
@@ -38,9 +45,11 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
     compute.buffers.reset()
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(before[name])
+            if name in before:
+                parameter.copy_(before[name])
             parameter.grad = None
-    torch.zeros(state.snapshot(0).bytes, dtype=torch.uint8)  # the allocator keeps this memory for the received state
+    if not divided:
+        torch.zeros(state.snapshot(0).bytes, dtype=torch.uint8)  # the allocator keeps this memory for received state
 
     def undo() -> None:
         optimizer.state.clear()

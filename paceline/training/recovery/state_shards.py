@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.load import Shares
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
@@ -12,12 +13,16 @@ from paceline.schedule.slices import not_owned
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.strategies import registry
+from paceline.strategies.sharded.shards import unite
 from paceline.training.progress import Progress, furthest_of
+from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import resume
 
 
 def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
-    """Gather the whole state on all workers, if it is sharded. All workers call this together.
+    """Gather the whole state on all workers, if it is sharded, unless :func:`move` divides it among them again.
+
+    All workers call this together.
 
     Returns:
         whether the state is complete. False if a shard is lost, or if shards belong to different steps and the strategy
@@ -30,21 +35,52 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
         return False
     whole = _whole(everyone)
     if any(whole):
-        consolidate_state_dict(context, [None if one else frozenset() for one in whole])
+        _gather(context, [None if one else frozenset() for one in whole])
         return True
     if missing(context, everyone):
         return False
     settings = context.settings
     if len(steps) > 1 and registry.capabilities(settings, context.world.size).exact:
         return False
-    consolidate_state_dict(context, [frozenset() if one is None else one.owned for one in everyone])
+    _gather(context, [frozenset() if one is None else one.owned for one in everyone])
     return True
 
 
-def is_replaced(everyone: Sequence[Progress | None], rank: int) -> bool:
+def _gather(context: TrainingContext, owned: Sequence[frozenset[str] | None]) -> None:
+    if not loads_shares(context):
+        if context.held.names:  # the shares of a strategy whose last worker this is
+            unite(context.update, context.held.tensors)
+            context.held.clear()
+        consolidate_state_dict(context, owned)
+
+
+def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Shares | None:
+    """Move the parts that change hands to their new holders, if each worker gets a share of the state.
+
+    All workers call this together.
+
+    Returns:
+        new shares, for this worker to load. None if the workers have the whole state.
+
+    Raises:
+        WorkerLost: a worker was lost. What this worker holds has not been changed.
+    """
+    most = furthest_of(everyone)
+    if not loads_shares(context) or all(
+        one is not None and one.owned is None and one.key == most.key for one in everyone
+    ):
+        return None
+    shares, own = registry.prepare(context, moves=True), everyone[context.world.rank]
+    assert shares is not None
+    has_newest = own is not None and own.steps + own.ahead == most.steps
+    shares.move(own.owned if own is not None and has_newest else frozenset(), RE_FORMING)
+    return shares
+
+
+def is_replaced(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
     """Return whether :func:`assemble` replaces what this worker owns by the state of a worker that has all of it."""
     whole = _whole(everyone)
-    return any(whole) and not whole[rank]
+    return any(whole) and not whole[context.world.rank] and not loads_shares(context)
 
 
 def _whole(everyone: Sequence[Progress | None]) -> list[bool]:
@@ -72,6 +108,7 @@ def go_back(
     context: TrainingContext, checkpointer: Checkpointer, state: TrainingState, everyone: Sequence[Progress | None]
 ) -> int:
     """Load the newest checkpoint on all workers and return its number of steps."""
+    context.held.clear()
     modes, trained = training_flags(context.compute.model), requires_grad_flags(context.compute.model.parameters())
     with (
         modes.set_to(modes.current()),
