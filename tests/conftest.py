@@ -15,8 +15,8 @@ from typing import Any
 
 import failures
 import pytest
-from fork_server import ForkServer, adopt_orphans
-from launching import Ran, Run, check_nothing_is_left, launch
+from fork_server import PACELINE, Command, ForkServer, adopt_orphans
+from launching import Ran, Result, Run, check_nothing_is_left, environment_in, launch
 
 from paceline.testing import ranks as processes
 from paceline.testing.faults import Plan
@@ -28,7 +28,7 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the
 
 Ranks = Callable[..., list[processes.Ended]]
 _SECONDS_TO_END = 30.0
-_TURNS, _ENGINE_TURNS = 3, 2
+_TURNS = 3
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 """Set when torch is first asked to look for its compiler."""
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
@@ -92,8 +92,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what ``sampled`` and ``crossed`` make slow.
 
-    Where ``TESTS_TURN`` is set to a number, take a third of the cases of each slow test in turn, and half of the tests
-    of engines.
+    Where ``TESTS_TURN`` is set to a number, take a third of the cases of each slow test in turn, or as few as its mark
+    tells, and a third of the tests of engines.
     """
     for item in _slow_by_sample(items):
         item.add_marker(pytest.mark.slow)
@@ -139,17 +139,18 @@ def _not_in_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
 
     At least one case of each slow test is left, and one test of each file about an engine.
     """
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("place"):
-            cases.setdefault((item.path, "place"), []).append(item)
-        elif item.get_closest_marker("slow"):
-            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+            cases.setdefault((item.path, "place", _TURNS), []).append(item)
+        elif slow := item.get_closest_marker("slow"):
+            turns = slow.kwargs.get("turns", _TURNS)
+            cases.setdefault((item.path, item.name.partition("[")[0], turns), []).append(item)
     return [
         item
-        for (_, kind), found in cases.items()
+        for (_, _, turns), found in cases.items()
         for number, item in enumerate(found)
-        if (number - turn) % min(_ENGINE_TURNS if kind == "place" else _TURNS, len(found))
+        if (number - turn) % min(turns, len(found))
     ]
 
 
@@ -209,6 +210,17 @@ def printed(ranks: Ranks) -> Callable[..., list[dict[str, Any]]]:
     return start
 
 
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> Callable[[str], set[str]]:
+    """The values of a parameter, as text, in the tests of the file that are to run."""
+
+    def of(name: str) -> set[str]:
+        items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+        return {str(item.callspec.params[name]) for item in items if name in item.callspec.params}
+
+    return of
+
+
 @pytest.fixture
 def run(fork_server: ForkServer, tmp_path: Path) -> Iterator[Run]:
     """Run a script with ``paceline run``; nothing of it may be left when the test ends."""
@@ -233,6 +245,18 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Iterator[Run]:
 
     yield start
     check_nothing_is_left(tmp_path)
+
+
+@pytest.fixture
+def forked_paceline(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Result]:
+    """Run a ``paceline`` command in a process whose workers are forked, with tmp_path as the current directory."""
+
+    def start(*words: object) -> Result:
+        out, err = tmp_path / "command.out", tmp_path / "command.err"
+        command = Command((*PACELINE, *map(str, words)), environment_in(tmp_path), out, err, tmp_path)
+        return Result(fork_server.run(command, 120.0), out.read_text(), err.read_text())
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +33,7 @@ from paceline.launchers.base import Launch, WorkerSpec
 from paceline.launchers.local import become
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.local.launcher import LocalLauncher, kill_group
+from paceline.testing import ranks
 from paceline.testing.ranks import Worker
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by torch when it is imported, which is after this
@@ -54,6 +55,7 @@ SHOW_THREADS = signal.SIGUSR2
 """Makes a forked process print where its threads are."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNET = 0x40000000
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -66,10 +68,14 @@ class Command:
     out: Path
     err: Path
     directory: Path | None = None
+    network: str = ""
+    """The name of a network namespace, as ``ip netns`` knows it."""
 
 
 class ForkServer:
-    """The process that has imported torch; used as a context. What is started together must end before the next."""
+    """The process that has imported torch; used as a context."""
+
+    used: ForkServer | None = None
 
     def __enter__(self) -> ForkServer:
         environment = os.environ | {"PYTHONPATH": ":".join(map(str, PATHS)), "OMP_NUM_THREADS": "1"}
@@ -77,10 +83,13 @@ class ForkServer:
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self._read = b""
+        self.codes: dict[int, int] = {}  # of the processes that have ended, by their id
         assert self.line() == "ready"
+        ForkServer.used = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        ForkServer.used = None
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.close()
         self._server.wait()
@@ -95,6 +104,7 @@ class ForkServer:
                 "out": str(command.out),
                 "err": str(command.err),
                 "directory": str(command.directory or ""),
+                "network": command.network,
             }
             for command in commands
         ]
@@ -108,8 +118,20 @@ class ForkServer:
                 left = left[self._server.stdin.write(left) :]
         except BrokenPipeError:
             raise AssertionError(self._ended()) from None
-        codes: dict[int, int] = {}
-        return [Forked(self, int(self.line()), codes) for _ in commands]
+        started: list[Forked] = []
+        while len(started) < len(commands):
+            if pid := self.take_line():
+                started.append(Forked(self, pid))
+        return started
+
+    def take_line(self, seconds: float | None = None) -> int | None:
+        """Take the next line; gives the id of a process that has started, and keeps the code of one that has ended."""
+        pid, *code = map(int, self.line(seconds).split())
+        if code:
+            self.codes[pid] = code[0]
+            return None
+        self.codes.pop(pid, None)
+        return pid
 
     def start_workers(self, workers: list[Worker]) -> list[Forked]:
         """For :func:`paceline.testing.ranks.run`."""
@@ -147,9 +169,9 @@ class ForkServer:
 class Forked:
     """A process that the server has started, in the manner of ``subprocess.Popen``."""
 
-    def __init__(self, server: ForkServer, pid: int, codes: dict[int, int]) -> None:
+    def __init__(self, server: ForkServer, pid: int) -> None:
         self._server = server
-        self._codes = codes  # of all that were started together, by their id
+        self._code: int | None = None
         self.pid = pid
 
     def poll(self) -> int | None:
@@ -162,15 +184,23 @@ class Forked:
     def wait(self, seconds: float | None = None) -> int:
         """Wait until it has ended; gives the exit code."""
         until = None if seconds is None else time.monotonic() + seconds
-        while self.pid not in self._codes:
-            pid, code = self._server.line(None if until is None else max(0.0, until - time.monotonic())).split()
-            self._codes[int(pid)] = int(code)
-        return self._codes[self.pid]
+        while self._code is None:
+            if self.pid in self._server.codes:
+                self._code = self._server.codes[self.pid]
+            else:
+                self._server.take_line(None if until is None else max(0.0, until - time.monotonic()))
+        return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal to it."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def forked(workers: list[Worker]) -> list[Forked]:
+    """Start the processes of ``processes(start=forked)``, in a test that uses the fixture ``fork_server``."""
+    assert ForkServer.used is not None
+    return ForkServer.used.start_workers(workers)
 
 
 def adopt_orphans() -> None:
@@ -180,33 +210,55 @@ def adopt_orphans() -> None:
 
 
 def serve() -> None:
-    """Fork what each line of JSON asks for; print the ids, then each id with its exit code."""
+    """Fork what each line of JSON asks for; print the ids, and each id with its exit code when it has ended."""
     adopt_orphans()
     for name in MODULES:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # no fork visits, and so copies, what is there already
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     print("ready", flush=True)
-    for line in iter(sys.stdin.readline, ""):
-        running = set()
-        for command in json.loads(line):
-            pid = os.fork()
-            if pid == 0:
-                _become(command)
-            running.add(pid)
-            print(pid, flush=True)
-        while running:
-            pid, status = os.wait()
-            if pid in running:
-                running.remove(pid)
-                print(pid, os.waitstatus_to_exitcode(status), flush=True)
+    running, asked = set[int](), True
+    while asked or running:
+        ready = select.select([ended, *([sys.stdin] if asked else [])], [], [])[0]
+        if ended in ready:
+            os.read(ended, 4096)
+            for pid, code in _reaped():
+                if pid in running:
+                    running.remove(pid)
+                    print(pid, code, flush=True)
+        if sys.stdin in ready:
+            line = sys.stdin.readline()
+            asked = bool(line)
+            for command in json.loads(line or "[]"):
+                pid = os.fork()
+                if pid == 0:
+                    _become(command, (ended, wake))
+                running.add(pid)
+                print(pid, flush=True)
 
 
-def _become(command: dict[str, Any]) -> NoReturn:
+def _reaped() -> Iterator[tuple[int, int]]:
+    """The processes that have ended, orphans among them, with their exit codes."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
+def _become(command: dict[str, Any], opened: tuple[int, int]) -> NoReturn:
     """Be the process that was asked for."""
     code = 1
     try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in opened:
+            os.close(number)
         os.setsid()
+        if command["network"]:
+            _enter(command["network"])
         if command["directory"]:
             os.chdir(command["directory"])
         _take(command["environment"], *(os.open(command[name], os.O_WRONLY | os.O_APPEND) for name in ("out", "err")))
@@ -214,6 +266,12 @@ def _become(command: dict[str, Any]) -> NoReturn:
         code = _run_paceline(words[2:]) if words[:2] == PACELINE else _run_script(words)
     finally:
         _end(code)
+
+
+def _enter(network: str) -> None:
+    namespace = os.open(f"/run/netns/{network}", os.O_RDONLY)
+    assert ctypes.CDLL(None).setns(namespace, _CLONE_NEWNET) == 0
+    os.close(namespace)
 
 
 def _take(environment: Mapping[str, str], out: int, err: int) -> None:
@@ -315,6 +373,10 @@ class ForkedWorker:
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
+    def wait(self) -> None:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -324,6 +386,22 @@ class ForkedWorker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         kill_group(self.pid)
+
+
+def fork_workers() -> None:
+    """Have this process fork what it starts with ``paceline.launch`` and ``paceline.testing.run``."""
+    registry.register("local", ForkLauncher)
+    ranks.start_new = _fork_each
+
+
+def _fork_each(workers: list[Worker]) -> list[ForkedWorker]:
+    started = []
+    for worker in workers:
+        with worker.out.open("wb") as out, worker.err.open("wb") as err:
+            command = (sys.executable, "-u", str(worker.script))
+            spec = WorkerSpec(worker.rank, command, worker.environment)
+            started.append(ForkedWorker(spec, out.fileno(), err.fileno()))
+    return started
 
 
 def _be_worker(worker: WorkerSpec, launcher: int, out: int, err: int) -> NoReturn:

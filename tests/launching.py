@@ -35,6 +35,15 @@ def processes_in(directory: Path) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
 class Ran:
     """What a run left: the exit code, what the launcher printed, its directory."""
 

@@ -1,12 +1,14 @@
 """Some of the runs of ``bench/fingerprints`` still end with the bits of the list that is kept there."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from fork_server import PACELINE, Command, ForkServer
 
 from paceline.step.numerics import canary
 
@@ -26,11 +28,21 @@ def fingerprints(*options: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_bits_are_those_of_the_list() -> None:
+def test_the_bits_are_those_of_the_list(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every strategy for three workers: all-reduce, stealing, backup, averaging, servers, pipelines."""
-    ended = fingerprints("--only", "transformer, 3 workers, strategy")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert len(ended.stdout.splitlines()) > 20
+    monkeypatch.syspath_prepend(FOLDER)
+    bench = runpy.run_path(str(FOLDER / "__main__.py"))
+
+    def launched(workers: int, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+        out, err = folder / "out", folder / "err"
+        words = (*PACELINE, "run", "-n", str(workers), "--quiet", "--runs-dir", str(folder), *command)
+        code = fork_server.run(Command(words, bench["environment"](), out, err), 280.0)
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+
+    bench["trained"].__globals__["launched"] = launched
+    everything = list(bench["all_trained"](["transformer, 3 workers, strategy"]))
+    assert [line for found in everything for line in bench["compared"](found, KEPT["values"], complete=False)] == []
+    assert sum(len(found.values) for found in everything) > 20
 
 
 def test_other_bits_are_named(tmp_path: Path) -> None:

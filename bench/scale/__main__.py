@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,17 @@ DEADLINE = 900.0
 PORT = 29517
 
 
-def run(machines: int, workers: int, folder: Path) -> float:
-    """Run it; returns the seconds."""
+def started(namespace: str, words: list[str], output: Path) -> subprocess.Popen[bytes]:
+    """A Python with these words in a namespace."""
+    command = ["ip", "netns", "exec", namespace, sys.executable, *words]
+    with output.open("w") as file:
+        return subprocess.Popen(
+            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def run(machines: int, workers: int, folder: Path, start: Callable[[str, list[str], Path], Any] = started) -> float:
+    """Run it; returns the seconds. ``start`` starts an agent."""
     size = machines * workers
     secret = folder / "secret"
     secret.write_text("5c" * 32)
@@ -50,25 +60,8 @@ def run(machines: int, workers: int, folder: Path) -> float:
                 str(secret),
             ]
             script = [str(HERE / "worker.py"), str(folder), str(size)]
-            counted = str(folder / f"agent-{place}.json")
-            output = stack.enter_context((folder / f"output-{place}").open("w"))
-            process = subprocess.Popen(
-                [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    sys.executable,
-                    str(HERE / "agent.py"),
-                    counted,
-                    "run",
-                    *options,
-                    *script,
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            words = [str(HERE / "agent.py"), str(folder / f"agent-{place}.json"), "run", *options, *script]
+            process = start(name, words, folder / f"output-{place}")
             stack.callback(process.wait)
             stack.callback(process.send_signal, signal.SIGTERM)
             running.append(process)

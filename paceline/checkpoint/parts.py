@@ -92,7 +92,7 @@ def write(
             return None
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-    create = partial(save.storage.create, save.step, begun)
+    create = partial(save.storage.create_part, save.step, begun)
     part = files.write_part(create, f"__{number}_0.distcp", tensors, {})
     fault_points.reach("writing a part", step_of(save.step))
     with create(_description(number)) as file:
@@ -101,7 +101,7 @@ def write(
 
 
 def collect(save: Save, writer: Writer, number: int, names: list[str], deadline: float) -> CheckpointShard | None:
-    """Wait for the description of a shard. Return None after ``deadline`` (of ``time.monotonic``)."""
+    """Wait for a shard and its description. Return None after ``deadline`` (of ``time.monotonic``)."""
     while True:
         part = _read(save, writer, number)
         if part is not None and part.name == f"__{number}_0.distcp" and set(part.offsets) == set(names):
@@ -143,10 +143,12 @@ def _sealed(save: Save, writer: Writer, text: bytes) -> bytes:
 
 def _read(save: Save, writer: Writer, number: int) -> CheckpointShard | None:
     """Read the description of a shard. Return None if it is not complete yet or not authentic."""
-    found = save.storage.read_begun(save.step, writer, _description(number), _LARGEST)
+    found = save.storage.read_part(save.step, writer, _description(number), _LARGEST)
     if found is None or not hmac.compare_digest(_sealed(save, writer, found[_SEAL:]), found):
         return None
     try:
-        return _PART.validate_json(found[_SEAL:])
+        part = _PART.validate_json(found[_SEAL:])
     except ValidationError:
         return None
+    # The shard is missing if rank 0 began the save again, after an error, before the rank wrote the description.
+    return part if save.storage.read_part(save.step, writer, part.name, 0) is not None else None

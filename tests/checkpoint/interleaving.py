@@ -23,6 +23,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from paceline.checkpoint import parts
 from paceline.checkpoint.manifest import name_of
 from paceline.checkpoint.parts import Save
 from paceline.checkpoint.save import save
@@ -96,7 +97,8 @@ class Interleaving:
             for name in OF_STORES:
                 patch.setattr(kind, name, self._stepped(name, getattr(kind, name)))
         self._own = threading.get_ident()
-        patch.setattr(retry, "time", SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep))
+        for module in (retry, parts):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=self._monotonic, sleep=self._sleep))
 
     def run(
         self,

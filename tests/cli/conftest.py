@@ -1,22 +1,12 @@
 import math
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from launching import Result
 
 from paceline.cli.main import main
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
 
 Command = Callable[..., Result]
 

@@ -53,9 +53,11 @@ def operations(page: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_run_is_drawn(paceline: Paceline, script: Script, tmp_path: Path, schedule: str) -> None:
+def test_a_run_is_drawn(
+    paceline: Paceline, forked_paceline: Paceline, script: Script, tmp_path: Path, schedule: str
+) -> None:
     settings = "--set", f"pipeline.schedule={schedule}", "--quiet", "--name", schedule
-    assert paceline("run", "-n", 2, *settings, script(TRAINS)).code == 0
+    assert forked_paceline("run", "-n", 2, *settings, script(TRAINS)).code == 0
     result = paceline("timeline")
     assert (result.code, result.err) == (0, "")
     page = Path("runs") / schedule / "timeline.html"
@@ -76,9 +78,11 @@ def test_a_run_is_drawn(paceline: Paceline, script: Script, tmp_path: Path, sche
 
 
 @pytest.mark.slow
-def test_a_step_a_file_and_no_torch(paceline: Paceline, script: Script, tmp_path: Path) -> None:
+def test_a_step_a_file_and_no_torch(
+    paceline: Paceline, forked_paceline: Paceline, script: Script, tmp_path: Path
+) -> None:
     given = "--set", 'pipeline.cut=["1"]', "--quiet", "--name", "mine", "--runs-dir", "all my runs"
-    assert paceline("run", "-n", 2, *given, script(TRAINS)).code == 0
+    assert forked_paceline("run", "-n", 2, *given, script(TRAINS)).code == 0
     folder = tmp_path / "all my runs" / "mine"
     words = ["timeline", str(folder), "--step", "1", "--output", str(tmp_path / "page.html")]
     ended = subprocess.run(

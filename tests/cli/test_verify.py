@@ -54,8 +54,8 @@ for batch in session.batches(epochs=1):
 
 
 @pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
-def test_a_state_that_the_workers_divide(paceline: Paceline, script: Script, strategy: str) -> None:
-    result = paceline("verify", script(DIVIDED), "--workers", "1,2", "--steps", 2, "--", strategy)
+def test_a_state_that_the_workers_divide(forked_paceline: Paceline, script: Script, strategy: str) -> None:
+    result = forked_paceline("verify", script(DIVIDED), "--workers", "1,2", "--steps", 2, "--", strategy)
     assert results(result.out) == ["1 reference", "2 identical"], result.out
     assert result.code == 0
 

@@ -60,17 +60,24 @@ def test_loss_and_gradients_are_those_of_plain_torch(name: str) -> None:
         torch.testing.assert_close(before.detach() - now.detach(), gradient, rtol=1e-4, atol=1e-6, msg=key)
 
 
+@pytest.fixture(scope="module")
+def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process finds for each loss."""
+    (found,) = printed(TRAIN, 1, tmp_path_factory.mktemp("alone"), environment={"STRATEGIES": "allreduce"})
+    assert len(found) == len(LOSSES) == len({str(one) for one in found.values()})
+    return {key.partition(" ")[2]: trained for key, trained in found.items()}
+
+
 @pytest.mark.slow
-def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path) -> None:
-    alone: dict[str, Any] = {}
-    for workers in range(1, 9):
-        more = {2: " sharded/parameters auto", 3: " stealing sharded", 8: " stealing"}.get(workers, "")
-        strategies = "allreduce" + more
-        everyone = printed(TRAIN, workers, tmp_path / str(workers), environment={"STRATEGIES": strategies})
-        for one in everyone:
-            for key, trained in one.items():
-                assert trained == alone.setdefault(key.partition(" ")[2], trained), f"{key} on {workers} workers"
-    assert len(alone) == len(LOSSES) == len({str(one) for one in alone.values()})
+@pytest.mark.parametrize("workers", range(2, 9))
+def test_the_bits_are_those_of_one_process(
+    printed: Printed, tmp_path: Path, alone: dict[str, Any], workers: int
+) -> None:
+    more = {2: " sharded/parameters auto", 3: " stealing sharded", 8: " stealing"}.get(workers, "")
+    for one in printed(TRAIN, workers, tmp_path, environment={"STRATEGIES": "allreduce" + more}):
+        assert {key.partition(" ")[2] for key in one} == alone.keys()
+        for key, trained in one.items():
+            assert trained == alone[key.partition(" ")[2]], key
 
 
 def test_two_workers_and_one_give_the_same(printed: Printed, tmp_path: Path) -> None:

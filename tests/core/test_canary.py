@@ -1,13 +1,11 @@
 """Processors that compute other bits, under the same name of instruction set: refused with ``exact``."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import forked
 
 from paceline.testing.ranks import Process, Worker, run, start_new
 
@@ -34,22 +32,18 @@ for batch in session.batches(steps=4):
 """
 
 
+def second_is_other(workers: list[Worker]) -> Sequence[Process]:
+    """Only a new process has other bits: torch looks at these variables when it is imported."""
+    workers[1].environment.update(OTHER_BITS)
+    return [*forked(workers[:1]), *start_new(workers[1:])]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def there_are_other_bits() -> None:
+def there_are_other_bits(fork_server: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Some processors have no other kernels to choose."""
-    shown = [
-        subprocess.run(
-            [sys.executable, "-c", SHOW], env={**os.environ, **more}, check=True, capture_output=True, text=True
-        ).stdout.split()
-        for more in ({}, OTHER_BITS)
-    ]
+    shown = [one.out.split() for one in run(SHOW, 2, tmp_path_factory.mktemp("shown"), start=second_is_other)]
     if shown[0][0] != shown[1][0] or shown[0][1] == shown[1][1]:
         pytest.skip(f"these variables change no bits here: {shown}")
-
-
-def second_is_other(workers: list[Worker]) -> Sequence[Process]:
-    workers[1].environment.update(OTHER_BITS)
-    return start_new(workers)
 
 
 @pytest.mark.slow
@@ -70,11 +64,11 @@ def test_among_workers(tmp_path: Path, exact: str) -> None:
 def test_on_resume(tmp_path: Path) -> None:
     script = SCRIPT.replace('"saved"', repr(str(tmp_path / "saved")))
 
-    def alone(**more: str) -> Any:
-        (one,) = run(script, 1, tmp_path, environment={"EXACT": "1", **more})
+    def alone(start: Any = start_new, **more: str) -> Any:
+        (one,) = run(script, 1, tmp_path, environment={"EXACT": "1", **more}, start=start)
         return one
 
-    assert alone().code == 0
+    assert alone(forked).code == 0
     again = alone(**OTHER_BITS)
     assert again.code != 0 and "cannot be resumed with the same bits: canary was" in again.err
     assert alone().code == 0

@@ -16,45 +16,33 @@ for name, arguments in CASES.items():
 """
 
 Printed = Callable[..., list[dict[str, Any]]]
-WAYS = [("allreduce", 5, False)]
-MORE = [("allreduce", workers, True) for workers in range(1, 9)] + [("allreduce", 2, False)]
+WAYS = [(5, False), *((workers, True) for workers in range(1, 9)), (2, False)]
 
 
 @pytest.fixture(scope="module")
-def results(
-    printed: Printed, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int, bool], list[dict[str, Any]]]:
-    """What each worker found for all cases, for a strategy and a number of workers; each computed once."""
-    known: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
-
-    def of(strategy: str, workers: int, one_machine: bool) -> list[dict[str, Any]]:
-        way = strategy, workers, one_machine
-        if way not in known:
-            directory = tmp_path_factory.mktemp("exact")
-            known[way] = printed(
-                SCRIPT, workers, directory, one_machine=one_machine, environment={"STRATEGY": strategy}, deadline=200
-            )
-        return known[way]
-
-    return of
+def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found for all cases."""
+    (found,) = printed(SCRIPT, 1, tmp_path_factory.mktemp("alone"), environment={"STRATEGY": "single"}, deadline=200)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "way",
-    [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in MORE)],
-    ids=lambda way: f"{way[1]}{'' if way[2] else ' over the network'}",
+    ("workers", "one_machine"),
+    WAYS,
+    ids=[f"{workers}{'' if shared else ' over the network'}" for workers, shared in WAYS],
 )
-def test_the_bits_do_not_depend_on_the_workers(way: tuple[str, int, bool], case: str, results: Any) -> None:
-    (alone,) = results("single", 1, True)
-    everyone = results(*way)
-    assert len(everyone) == way[1]
-    assert [one[case]["shared"] for one in everyone] == [way[2] and way[1] > 1] * way[1]
-    for one in everyone:
-        assert one[case]["steps"] == steps_of(case)
-        assert one[case]["losses"] == alone[case]["losses"]
-        assert one[case]["fingerprint"] == alone[case]["fingerprint"]
+def test_the_bits_do_not_depend_on_the_workers(
+    workers: int, one_machine: bool, alone: dict[str, Any], printed: Printed, tmp_path: Path
+) -> None:
+    environment = {"STRATEGY": "allreduce"}
+    everyone = printed(SCRIPT, workers, tmp_path, one_machine=one_machine, environment=environment, deadline=200)
+    for case in CASES:
+        assert [one[case]["shared"] for one in everyone] == [one_machine and workers > 1] * workers, case
+        for one in everyone:
+            assert one[case]["steps"] == steps_of(case), case
+            assert one[case]["losses"] == alone[case]["losses"], case
+            assert one[case]["fingerprint"] == alone[case]["fingerprint"], case
 
 
 RECOMPUTED = """

@@ -17,11 +17,10 @@ for name, arguments in CASES.items():
     given = {"exact": "fixed-point", **eval(os.environ["GIVEN"])}
     tell(**{name: train(arguments() | given, steps_of(name))})
 """
-ALONE: dict[str, Any] = {"strategy": "single"}
 COLLECTIVE: dict[str, Any] = {"reduction": "collective", "bucket_megabytes": 0.002}
 STEALING: dict[str, Any] = {"strategy": "stealing"}
-WAYS = [((2, 2), COLLECTIVE)]
-MORE = [
+WAYS = [
+    ((2, 2), COLLECTIVE),
     ((4,), STEALING),
     *(((workers,), {}) for workers in (2, 3, 4, 5, 6, 7, 8)),
     ((1, 1, 1), {}),
@@ -40,32 +39,31 @@ def _named(way: Way) -> str:
     return " ".join(["+".join(map(str, machines)), *(str(value) for value in given.values() if isinstance(value, str))])
 
 
+def run(printed: Printed, way: Way, directory: Path) -> list[dict[str, Any]]:
+    """What each worker found for all cases."""
+    machines, given = way
+    return printed(
+        SCRIPT, sum(machines), directory, machines=machines, environment={"GIVEN": repr(given)}, deadline=200
+    )
+
+
 @pytest.fixture(scope="module")
-def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Way], list[dict[str, Any]]]:
-    """What each worker found for all cases; each way is run once."""
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def of(way: Way) -> list[dict[str, Any]]:
-        machines, given = way
-        if _named(way) not in known:
-            directory = tmp_path_factory.mktemp("ways")
-            known[_named(way)] = printed(
-                SCRIPT, sum(machines), directory, machines=machines, environment={"GIVEN": repr(given)}, deadline=200
-            )
-        return known[_named(way)]
-
-    return of
+def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found for all cases."""
+    (found,) = run(printed, ((1,), {"strategy": "single"}), tmp_path_factory.mktemp("alone"))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in MORE)], ids=_named)
-def test_the_bits_do_not_depend_on_who_adds_up(way: Way, case: str, results: Any) -> None:
-    (alone,) = results(((1,), ALONE))
-    for one in results(way):
-        assert one[case]["steps"] == steps_of(case)
-        assert one[case]["losses"] == alone[case]["losses"]
-        assert one[case]["fingerprint"] == alone[case]["fingerprint"]
+@pytest.mark.parametrize("way", WAYS, ids=_named)
+def test_the_bits_do_not_depend_on_who_adds_up(
+    way: Way, alone: dict[str, Any], printed: Printed, tmp_path: Path
+) -> None:
+    for one in run(printed, way, tmp_path):
+        for case in CASES:
+            assert one[case]["steps"] == steps_of(case), case
+            assert one[case]["losses"] == alone[case]["losses"], case
+            assert one[case]["fingerprint"] == alone[case]["fingerprint"], case
 
 
 # A gradient grows by far more than is foreseen at step 4, of one microbatch only.

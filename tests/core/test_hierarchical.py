@@ -21,31 +21,23 @@ MACHINES = [(2, 2), (3, 1), (1, 2, 2)]
 
 
 @pytest.fixture(scope="module")
-def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """What each worker found for all cases; each computed once."""
-    known: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-
-    def of(*machines: int) -> list[dict[str, Any]]:
-        if machines not in known:
-            strategy = "single" if machines == (1,) else "allreduce"
-            directory = tmp_path_factory.mktemp("machines")
-            known[machines] = printed(
-                SCRIPT, sum(machines), directory, machines=machines, environment={"STRATEGY": strategy}, deadline=200
-            )
-        return known[machines]
-
-    return of
+def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found for all cases."""
+    (found,) = printed(SCRIPT, 1, tmp_path_factory.mktemp("alone"), environment={"STRATEGY": "single"}, deadline=200)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("machines", MACHINES, ids=lambda machines: "+".join(map(str, machines)))
-def test_the_bits_do_not_depend_on_the_machines(machines: tuple[int, ...], case: str, results: Any) -> None:
-    (alone,) = results(1)
-    for one in results(*machines):
-        assert one[case]["steps"] == steps_of(case)
-        assert one[case]["losses"] == alone[case]["losses"]
-        assert one[case]["fingerprint"] == alone[case]["fingerprint"]
+def test_the_bits_do_not_depend_on_the_machines(
+    machines: tuple[int, ...], alone: dict[str, Any], printed: Printed, tmp_path: Path
+) -> None:
+    environment = {"STRATEGY": "allreduce"}
+    for one in printed(SCRIPT, sum(machines), tmp_path, machines=machines, environment=environment, deadline=200):
+        for case in CASES:
+            assert one[case]["steps"] == steps_of(case), case
+            assert one[case]["losses"] == alone[case]["losses"], case
+            assert one[case]["fingerprint"] == alone[case]["fingerprint"], case
 
 
 UNEQUAL = """
@@ -63,9 +55,8 @@ choice.measure_links = unequal
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1, 2), (1, 1, 1, 1)], ids=str)
 def test_the_bits_do_not_depend_on_the_links(
-    printed: Printed, tmp_path: Path, machines: tuple[int, ...], results: Any
+    printed: Printed, tmp_path: Path, machines: tuple[int, ...], alone: dict[str, Any]
 ) -> None:
-    (alone,) = results(1)
     environment = {"STRATEGY": "allreduce"}
     told = printed(UNEQUAL + SCRIPT, sum(machines), tmp_path, machines=machines, environment=environment, deadline=200)
     for one in told:

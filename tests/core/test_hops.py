@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import forked
 
 import paceline
 from paceline.testing import processes
 
+pytestmark = pytest.mark.usefixtures("fork_server")
 ROOT = Path(paceline.__file__).parent
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "all-reduce": ({}, 8),
@@ -44,7 +46,7 @@ class Stack:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@processes(2)
+@processes(2, start=forked)
 def test_files_between_the_script_and_shared_memory(worker: Any, name: str) -> None:
     settings, most = CASES[name]
     files = _deepest(settings)
@@ -54,7 +56,7 @@ def test_files_between_the_script_and_shared_memory(worker: Any, name: str) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@processes(2, one_machine=False)
+@processes(2, one_machine=False, start=forked)
 def test_files_between_the_script_and_the_network(worker: Any, name: str) -> None:
     settings, most = CASES[name]
     files = _deepest(settings)

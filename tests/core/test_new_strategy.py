@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from fork_server import forked
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -101,7 +102,8 @@ def pipedream_reference(ranks: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@processes(WORKERS, deadline=180)
+@pytest.mark.usefixtures("fork_server")
+@processes(WORKERS, deadline=180, start=forked)
 def test_every_second_workers_share(worker: Worker) -> None:
     register("every-second", Entry(EverySecond, capabilities=capabilities))
     model = nn.Linear(4, 1, bias=False, dtype=torch.float64)

@@ -139,9 +139,7 @@ CASES = {
         late=1,
     ),
 }
-NETWORK = ["an update after each microbatch", "2bw", "two workers for the first stage", "tied weights"]
-QUICK = [*CASES][::4]
-MORE_NETWORK = [name for name, case in CASES.items() if case.workers == 3 and name not in NETWORK]
+NETWORK = [name for name, case in CASES.items() if case.workers == 3]
 SCRIPT = """
 import json, os
 import pipedream_reference
@@ -181,17 +179,16 @@ for name, case in json.loads(os.environ["CASES"]).items():
 
 @pytest.fixture(scope="module")
 def results(
-    printed: Printed, tmp_path_factory: pytest.TempPathFactory
+    chosen: Callable[[str], set[str]], printed: Printed, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
     known: dict[tuple[str, ...], tuple[list[dict[str, Any]], Path]] = {}
     failed: set[tuple[str, ...]] = set()
 
     def of(name: str, one_machine: bool = True) -> tuple[list[dict[str, Any]], Path]:
-        """All cases with as many workers run at once."""
+        """All cases with as many workers run at once; over the network, the chosen ones."""
         workers = CASES[name].workers
-        quick = name in QUICK
-        alike = [other for other, case in CASES.items() if case.workers == workers and (other in QUICK) == quick]
-        together = alike if one_machine else NETWORK if name in NETWORK else MORE_NETWORK
+        alike = [other for other, case in CASES.items() if case.workers == workers]
+        together = alike if one_machine else [other for other in NETWORK if other in chosen("name")]
         key = *together, str(one_machine)
         assert key not in failed, f"see the first test with {workers} workers"
         if key not in known:
@@ -209,8 +206,8 @@ def results(
 @pytest.mark.parametrize(
     ("name", "one_machine"),
     [
-        *(pytest.param(name, True, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in [*NETWORK, *MORE_NETWORK]),
+        *((name, True) for name in CASES),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in NETWORK),
     ],
 )
 def test_each_stage_uses_the_weights_of_the_forward_pass(results: Any, name: str, one_machine: bool) -> None:

@@ -115,8 +115,10 @@ for place, (case, settings, exact) in json.loads(os.environ["WAYS"]):
 
 
 @pytest.fixture(scope="module")
-def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """What all workers found in some way; all ways of its kind with as many workers are tried at once."""
+def results(
+    chosen: Callable[[str], set[str]], printed: Printed, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[dict[str, Any]]]:
+    """What all workers found in some way; all chosen ways of its kind with as many workers are tried at once."""
     known: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
     failed: set[tuple[str, int, bool]] = set()
 
@@ -127,7 +129,7 @@ def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Calla
         wanted = {
             _key(one, exact, workers): (one.case, one.settings if workers > 1 else {}, exact)
             for one, exact in every
-            if workers in (1, one.workers)
+            if workers in (1, one.workers) and str(one) in chosen("one")
         }
         assert run not in failed, f"see the first test with {workers} workers"
         if run not in known:

@@ -15,6 +15,7 @@ from typing import Any
 
 import peers
 import pytest
+from fork_server import forked
 
 from paceline.errors import ConfigError
 from paceline.testing import Worker, decorator, faults, forks, processes, ranks, worker_main
@@ -201,7 +202,8 @@ def test_what_cannot_be_run() -> None:
 
 
 @pytest.mark.slow
-@processes(3, one_machine=False, faults=faults.kill(rank=1, step=2), ends={1: "SIGKILL"}, deadline=120)
+@pytest.mark.usefixtures("fork_server")
+@processes(3, one_machine=False, faults=faults.kill(rank=1, step=2), ends={1: "SIGKILL"}, deadline=120, start=forked)
 def test_the_others_notice_that_one_was_killed(worker: Worker, tmp_path: Path) -> None:
     """Each of them stays until the other one has noticed it, else that one has lost two."""
     import torch

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import Result
 from torch import nn
 from torch.nn import functional
 
-from paceline.cli.main import main
 from paceline.partition.cut import layers_of
 from paceline.partition.profile import measure
 from paceline.schedule.balance import Cluster, LayerCost, StageCosts, balance
@@ -108,14 +107,7 @@ def test_a_model_in_one_class_is_measured_and_stays_as_it_was() -> None:
         assert torch.equal(value, before[name]), name
 
 
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-
-Command = Callable[..., Result]
+Profile = Callable[..., Result]
 
 SCRIPT = """
 from functools import partial
@@ -141,26 +133,20 @@ CASES = {
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def profile(forked_paceline: Callable[..., Result], tmp_path: Path) -> Profile:
     """``paceline profile`` with a script of one of the cases."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}")
 
     def run(case: str, *arguments: object) -> Result:
         path = tmp_path / "train.py"
         path.write_text(SCRIPT.format(arguments=CASES[case]))
-        with pytest.raises(SystemExit) as ended:
-            main(["profile", str(path), *map(str, arguments)])
-        code = ended.value.code
-        assert code is None or isinstance(code, int)
-        return Result(code or 0, *capsys.readouterr())
+        return forked_paceline("profile", path, *arguments)
 
     return run
 
 
 @pytest.mark.slow
-def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
-    shown = command("list", "-n", 2, "--stages", 2, "--output", "plan.toml", "--", "--size", "a b")
+def test_a_plan_is_written(profile: Profile, tmp_path: Path) -> None:
+    shown = profile("list", "-n", 2, "--stages", 2, "--output", "plan.toml", "--", "--size", "a b")
     assert shown.code == 0, shown.err
     first = shown.out.splitlines()[0]
     assert first.startswith("Sequential, microbatches of 4 samples; link ")
@@ -176,8 +162,8 @@ def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_cuts_of_a_model_in_one_class(command: Command) -> None:
-    shown = command("one class")
+def test_the_best_cuts_of_a_model_in_one_class(profile: Profile) -> None:
+    shown = profile("one class")
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
     assert lines[0] == "Transformer, microbatches of 4 samples"
@@ -188,24 +174,24 @@ def test_the_best_cuts_of_a_model_in_one_class(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_profiled(command: Command) -> None:
-    shown = command("no loss")
+def test_what_cannot_be_profiled(profile: Profile) -> None:
+    shown = profile("no loss")
     assert shown.code == 2
     assert "the script gives forward(model, microbatch)" in shown.err
-    shown = command("list", "--output", "plan.toml")
+    shown = profile("list", "--output", "plan.toml")
     assert shown.code == 2
     assert "set the number of stages with --stages" in shown.err
-    shown = command("list", "--stages", 0)
+    shown = profile("list", "--stages", 0)
     assert (shown.code, shown.out) == (2, "")
     assert "--stages 0" in shown.err and "at least 1" in shown.err
-    shown = command("penalty")
+    shown = profile("penalty")
     assert shown.code == 2
     assert "The loss uses the parameter '0.weight'" in shown.err
 
 
 @pytest.mark.slow
-def test_a_model_with_one_layer(command: Command) -> None:
-    shown = command("one layer")
+def test_a_model_with_one_layer(profile: Profile) -> None:
+    shown = profile("one layer")
     assert shown.code == 2
     assert shown.out.splitlines()[2].startswith("layer ") and "to the next" in shown.out
     assert "stages" not in shown.out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 Printed = Callable[..., list[dict[str, Any]]]
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.slow(turns=9)
 ELSEWHERE = [1, 1, 1], [4], [2, 1], [2, 2]
 SIZES = "held", "later"
 DIVIDED = (

@@ -80,8 +80,11 @@ def _with_snippets() -> list[object]:
 
 @pytest.mark.parametrize("page", _with_snippets())
 def test_snippets_run(page: Path, fork_server: ForkServer, tmp_path: Path) -> None:
-    """All of a page in one process and in one namespace, in the lines in which they stand on the page."""
-    lines = [""] * len(page.read_text().splitlines())
+    """All of a page in one process and in one namespace, in the lines in which they stand on the page.
+
+    The workers that it starts are forked.
+    """
+    lines = ["import fork_server; fork_server.fork_workers()", *[""] * (len(page.read_text().splitlines()) - 1)]
     for before, source in snippets(page):
         lines[before : before + len(source.splitlines())] = source.splitlines()
     script, output = tmp_path / f"{page.stem}.py", tmp_path / "output"

@@ -1,10 +1,8 @@
 """A launcher that is written in one file and registered: nothing else has to know of it."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from spawn_launcher import SpawnLauncher
@@ -52,14 +50,14 @@ def run(script: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("spawn")
-def test_two_workers_train_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_two_workers_train_the_bits_of_one_process(ranks: Any, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    alone = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, env=os.environ)
+    (alone,) = ranks(script, 1, tmp_path)
     assert run(script) == 0
     workers, fingerprint = (tmp_path / "it" / "output" / "rank-0.log").read_text().split()
     assert workers == "2"
-    assert alone.stdout.split() == ["1", fingerprint]
+    assert alone.out.split() == ["1", fingerprint]
 
 
 @pytest.mark.usefixtures("spawn")

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 from ray_cluster import RayCluster
 from ray_cluster import missing as ray_is_missing
 from slurm_cluster import SlurmCluster, missing
@@ -18,6 +19,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.place)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks_one_process(fork_server: ForkServer) -> None:
+    """The run of one process, with which tests compare, is forked (``training.alone``)."""
 
 
 @pytest.fixture

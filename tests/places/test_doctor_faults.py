@@ -136,7 +136,8 @@ def test_nothing_is_wrong(hosts: TwoHosts, tmp_path: Path) -> None:
     script.write_text("import paceline\n")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "one").write_text("1")
-    found = hosts.both("--data", str(tmp_path / "data"), "--checkpoints", str(tmp_path / "shared"), str(script))
+    options = "--data", str(tmp_path / "data"), "--checkpoints", str(tmp_path / "shared"), str(script)
+    found = hosts.both(*options, torch=True)
     assert found.wrong() <= OF_THIS_MACHINE, found.findings
     assert found.code == 0 or found.wrong()
     assert not list((tmp_path / "shared").iterdir())
@@ -162,9 +163,9 @@ def unlike(network: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Itera
     network.names("h2", h2="127.0.1.1")
     network.run("h2", "ip", "link", "set", "eth0", "mtu", "1400")
     try:
-        first = network.start("h1", *options)
+        first = network.start("h1", *options, torch=True)
         variables = {"PYTHONPATH": str(other), "ATEN_CPU_CAPABILITY": "default", "GLOO_SOCKET_IFNAME": "lo"}
-        second = network.start("h2", *options, setup=f"mount -t tmpfs tmpfs {shared}", **variables)
+        second = network.start("h2", *options, setup=f"mount -t tmpfs tmpfs {shared}", torch=True, **variables)
         found = ended(first)
         assert ended(second).code == found.code == 1, found.said
         yield found

@@ -1,11 +1,12 @@
 """The script that the engines start, and the fingerprint that all of them must end with."""
 
+import os
 import re
-import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from fork_server import Command, ForkServer
 
 SCRIPT = r"""
 import os, signal
@@ -67,12 +68,13 @@ def alone(script: Path) -> str:
 
 @cache
 def _fingerprint_of(text: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "train.py")
-        script.write_text(text)
-        words = [sys.executable, script.name]
-        ended = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120, cwd=folder)
-    return fingerprints(ended.stdout)[0]
+    assert ForkServer.used is not None
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "train.py").write_text(text)
+        command = Command(("train.py",), os.environ, folder / "out", folder / "err", folder)
+        assert ForkServer.used.run(command, 120.0) == 0, (folder / "err").read_text()
+        return fingerprints((folder / "out").read_text())[0]
 
 
 def waiting_script(folder: Path, count: int) -> tuple[Path, str]:

@@ -15,6 +15,13 @@ from typing import Any
 
 PACELINE = str(Path(sys.executable).with_name("paceline"))
 PORT = 29518
+WITHOUT_TORCH = """
+import json, os, sys
+if "paceline.diagnostics.doctor.torch_facts" in sys.orig_argv:
+    print(json.dumps({"torch": "2", "CUDA": None, "instructions": "", "canary": "", "gpus": []}), flush=True)
+    os._exit(0)
+"""
+"""The facts about torch of two machines that are alike in it, without the seconds of its import."""
 ETC = Path("/etc/netns")
 SECONDS = 240.0
 
@@ -80,6 +87,7 @@ class TwoHosts:
         self.spaces = {name: f"pd{self.mark}{name}" for name in ("h1", "h2")}
         (self.folder / "secret").touch(mode=0o600)
         (self.folder / "secret").write_text(32 * "x")
+        (self.folder / "sitecustomize.py").write_text(WITHOUT_TORCH)
 
     def up(self) -> None:
         first, second = self.spaces.values()
@@ -134,9 +142,11 @@ class TwoHosts:
             self.names(name)
 
     def start(
-        self, where: str, *options: str, setup: str = "", patience: float = 120.0, **variables: str
+        self, where: str, *options: str, setup: str = "", patience: float = 120.0, torch: bool = False, **variables: str
     ) -> subprocess.Popen[str]:
-        """``paceline doctor`` on a machine, in a folder of its own."""
+        """``paceline doctor`` on a machine, in a folder of its own; ``torch``: it looks at torch, too."""
+        if not torch:
+            variables["PYTHONPATH"] = str(self.folder)
         folder = self.folder / where
         folder.mkdir(exist_ok=True)
         shared = ["--nodes", "2", "--rendezvous", f"h1:{PORT}", "--patience", f"{patience}"]
@@ -147,9 +157,9 @@ class TwoHosts:
         self.running.append(process)
         return process
 
-    def both(self, *options: str) -> Doctor:
+    def both(self, *options: str, torch: bool = False) -> Doctor:
         """The report of two machines that are started alike."""
-        first, second = self.start("h1", *options), self.start("h2", *options)
+        first, second = (self.start(name, *options, torch=torch) for name in self.spaces)
         report, other = ended(first), ended(second)
         assert report.code == other.code, other.said
         return report

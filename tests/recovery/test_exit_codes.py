@@ -243,8 +243,9 @@ while not list(pathlib.Path().glob("runs*/*/launch-*.json")) and time.monotonic(
     time.sleep(0.01)  # else the run may be over before the second one has come
 """
 TORCHRUN = """
-import os, sys
-os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *sys.argv[1:], "train.py"])
+import sys
+from torch.distributed.run import main
+main([*sys.argv[1:], "train.py"])
 """
 
 

@@ -73,8 +73,9 @@ def test_an_error_of_the_script_alone_is_not_explained(run: Run) -> None:
 
 
 TORCHRUN = """
-import os, sys
-os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *sys.argv[1:], "train.py"])
+import sys
+from torch.distributed.run import main
+main([*sys.argv[1:], "train.py"])
 """
 
 

@@ -62,7 +62,7 @@ def test_another_user_of_this_machine(run: Run, undisturbed: Callable[..., dict[
 @pytest.mark.slow
 @needs_root
 def test_another_machine(hosts: Hosts, tmp_path: Path) -> None:  # noqa: F811
-    machines = [hosts.start(place, 200, "--nodes", "1:2", *(["--name", "job"] * (not place))) for place in (0, 1)]
+    machines = [hosts.start(place, 80, "--nodes", "1:2", *(["--name", "job"] * (not place))) for place in (0, 1)]
     until(lambda: any(event["event"] == "membership" and len(event["workers"]) == 2 for event in hosts.events()))
     before = [event for event in hosts.events() if event["event"] in ("lost", "membership")]
     attack = ["ip", "netns", "exec", hosts.names[2], sys.executable, str(ATTACK), hosts.address(0), str(PORT), "3"]
@@ -70,12 +70,12 @@ def test_another_machine(hosts: Hosts, tmp_path: Path) -> None:  # noqa: F811
     assert attacked.stdout.splitlines()[1] == "words ['1', 'paceline', 'refused']"
     (tmp_path / "secret").rename(tmp_path / "right")
     secrets.read_or_make(tmp_path / "secret")  # that of another run
-    other = hosts.start(2, 200, "--nodes", "1:2")
+    other = hosts.start(2, 80, "--nodes", "1:2")
     assert other.wait(60) == 3
     assert "does not accept the secret of this machine" in hosts.said(2)
     hosts.go.touch()
     assert [machine.wait(90) for machine in machines] == [0, 0]
-    assert hosts.fingerprints() == {alone(tmp_path, 200)}
+    assert hosts.fingerprints() == {alone(tmp_path, 80)}
     refused = [event for event in hosts.events() if event["event"] == "refused"]
     assert {event["address"] for event in refused} == {hosts.address(2)}
     assert [event for event in hosts.events() if event["event"] in ("lost", "membership")] == before

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import PACELINE, Command, Forked, ForkServer
 
-PACELINE = str(Path(sys.executable).with_name("paceline"))
+PROGRAM = str(Path(sys.executable).with_name("paceline"))
 PORT = 29517
+STEPS = 200
 SCRIPT = """
 import os, time
 from pathlib import Path
@@ -38,7 +40,7 @@ print("pid", os.getpid(), "at", session.position, flush=True)
 for batch in session.batches(steps=STEPS):
     session.step(batch)
     if not Path("GO").exists():  # what the test does takes its time; until it has done it, so does a step
-        time.sleep(0.1)
+        time.sleep(0.25)
 print("fingerprint", session.fingerprint(), flush=True)
 """
 able = os.getuid() == 0 and shutil.which("ip") is not None
@@ -48,13 +50,14 @@ needs_root = pytest.mark.skipif(not able, reason="needs root and the command ip,
 class Hosts:
     """Three machines on one network, and the commands that run on them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: ForkServer) -> None:
         self.folder = folder
+        self._server = server
         self.workers = 1  # of each
         self.script = SCRIPT
         self.go = folder / "go"
         self._mark = f"{os.getpid() % 10000}"
-        self._running: list[subprocess.Popen[bytes]] = []
+        self._running: list[Forked] = []
         self.names = [f"pl{self._mark}{place}" for place in range(3)]
         self.net = os.getpid() % 200 + 20
 
@@ -75,8 +78,7 @@ class Hosts:
 
     def down(self) -> None:
         for process in self._running:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
+            process.send_signal(signal.SIGKILL)
             process.wait()
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
@@ -93,16 +95,16 @@ class Hosts:
     def pull_cable(self, place: int) -> None:
         _ip(f"link set {self.names[place]}c down")
 
-    def start(self, place: int, steps: int, *options: str, arguments: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def start(self, place: int, steps: int, *options: str, arguments: tuple[str, ...] = ()) -> Forked:
         """``paceline run`` on one of them; its runs are in a folder of its own."""
         folder = self.folder / str(place)
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text(self.script.replace("STEPS", str(steps)).replace("GO", str(self.go)))
-        command = ["ip", "netns", "exec", self.names[place], PACELINE, "run", "-n", str(self.workers), "--quiet"]
-        command += ["--rendezvous", f"{self.address(0)}:{PORT}", "--secret-file", str(self.folder / "secret")]
-        command += [*options, "train.py", *arguments]
-        with (folder / "said").open("ab") as said:
-            process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        words = [*PACELINE, "run", "-n", str(self.workers), "--quiet"]
+        words += ["--rendezvous", f"{self.address(0)}:{PORT}", "--secret-file", str(self.folder / "secret")]
+        words += [*options, "train.py", *arguments]
+        said = folder / "said"
+        (process,) = self._server.start([Command(tuple(words), os.environ, said, said, folder, self.names[place])])
         self._running.append(process)
         return process
 
@@ -150,8 +152,8 @@ def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    lab = Hosts(tmp_path)
+def hosts(fork_server: ForkServer, tmp_path: Path) -> Iterator[Hosts]:
+    lab = Hosts(tmp_path, fork_server)
     try:
         lab.up()
         yield lab
@@ -166,10 +168,17 @@ def steps_done(hosts: Hosts) -> int:
 
 def alone(folder: Path, steps: int) -> str:
     """The fingerprint of one process that nobody disturbs."""
-    script = folder / "alone.py"
-    script.write_text(SCRIPT.replace("STEPS", str(steps)).replace("GO", str(folder)))
-    ended = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True, timeout=120)
-    return ended.stdout.splitlines()[-1]
+    return last_line_of(folder, SCRIPT.replace("STEPS", str(steps)).replace("GO", str(folder)))
+
+
+def last_line_of(folder: Path, script: str, *arguments: str) -> str:
+    """What one process prints at its end."""
+    assert ForkServer.used is not None
+    path, out, err = (folder / f"alone.{name}" for name in ("py", "out", "err"))
+    path.write_text(script)
+    command = Command((str(path), *arguments), os.environ, out, err)
+    assert ForkServer.used.run(command, 120.0) == 0, err.read_text()
+    return out.read_text().splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -179,9 +188,9 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path, worker
     hosts.workers = workers
     nodes = ["--nodes", "1:3"]
     agents = [
-        hosts.start(0, 500, *nodes, "--name", "job"),
-        hosts.start(1, 500, *nodes),
-        hosts.start(2, 500, *nodes),
+        hosts.start(0, STEPS, *nodes, "--name", "job"),
+        hosts.start(1, STEPS, *nodes),
+        hosts.start(2, STEPS, *nodes),
     ]
     until(lambda: any(len(members) == 3 * workers for members in memberships(hosts)))
     until(lambda: steps_done(hosts) > 5)
@@ -192,12 +201,12 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path, worker
     hosts.pull_cable(2)
     hosts.go.touch()
     assert [agents[place].wait(90) for place in (0, 1)] == [0, 0]
-    assert hosts.fingerprints() == {alone(tmp_path, 500)}
+    assert hosts.fingerprints() == {alone(tmp_path, STEPS)}
     lost = [event["reason"] for event in hosts.events() if event["event"] == "lost"]
     told = "cannot be reached", "killed by signal 9"  # its connection has ended, and its agent says so: which is first?
     assert any(text in reason for text in told for reason in lost), lost
     steps = [event for event in hosts.events("*") if event["event"] == "step"]
-    assert {event["step"] for event in steps} == set(range(500))
+    assert {event["step"] for event in steps} == set(range(STEPS))
     first = [event["step"] for event in steps if event["rank"] == 0]  # the killed worker's last events may be missing
     assert len(first) == len(set(first))
 
@@ -212,18 +221,18 @@ def memberships(hosts: Hosts) -> list[list[int]]:
 def test_the_machine_of_the_coordinator_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     shared = ["--nodes", "1:2", "--set", f"checkpoint.directory={tmp_path / 'saved'}", "--set", "checkpoint.every=10"]
     shared += ["--resume", "auto"]
-    first = hosts.start(0, 200, "--name", "job", *shared)
-    other = hosts.start(1, 200, *shared)
+    first = hosts.start(0, 80, "--name", "job", *shared)
+    other = hosts.start(1, 80, *shared)
     until(lambda: any(event["event"] == "membership" and len(event["workers"]) == 2 for event in hosts.events()))
     until(lambda: (tmp_path / "saved" / "latest").exists())
     first.send_signal(signal.SIGKILL)  # `ip netns exec` has become the command itself
     first.wait()
     hosts.go.touch()
     until(lambda: "waiting for it to come back" in hosts.said(1))
-    again = hosts.start(0, 200, "--name", "job", *shared)
+    again = hosts.start(0, 80, "--name", "job", *shared)
     assert again.wait(90) == 0
     assert other.wait(90) == 0
-    assert hosts.fingerprints() == {alone(tmp_path, 200)}
+    assert hosts.fingerprints() == {alone(tmp_path, 80)}
 
 
 def secret_in(folder: Path) -> Path:
@@ -236,7 +245,7 @@ def secret_in(folder: Path) -> Path:
 def refused(tmp_path: Path, *options: str) -> tuple[int, str]:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('it should not start')")
-    command = [PACELINE, "run", *options, str(script)]
+    command = [PROGRAM, "run", *options, str(script)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     return ended.returncode, ended.stderr
 

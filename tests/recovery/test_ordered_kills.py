@@ -66,25 +66,24 @@ def pipeline(schedule: str, workers: int) -> dict[str, Any]:
 
 TREE = {"reduction": "tree"}
 STREAMED = {"exact": False}
-SLOW = pytest.mark.slow
 ALONG: list[Any] = [
     pytest.param(3, TREE, id="tree"),
-    pytest.param(3, {"exact": "fixed-point"}, id="fixed point", marks=SLOW),
-    pytest.param(3, {"strategy": "stealing"}, id="stealing", marks=SLOW),
+    pytest.param(3, {"exact": "fixed-point"}, id="fixed point"),
+    pytest.param(3, {"strategy": "stealing"}, id="stealing"),
     *(
-        pytest.param(workers, pipeline(schedule, workers), id=f"{schedule} on {workers}", marks=SLOW)
+        pytest.param(workers, pipeline(schedule, workers), id=f"{schedule} on {workers}")
         for schedule in ("layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
         for workers in (2, 4)
     ),
 ]
 """With the bits of one process."""
 ALIKE: list[Any] = [
-    pytest.param(3, {"reduction": "collective"}, id="collective", marks=SLOW),
-    pytest.param(3, TREE, id="running sums", marks=SLOW),
-    pytest.param(3, {"strategy": "backup"}, id="backup workers", marks=SLOW),
-    pytest.param(3, {"strategy": "local-sgd", "local": {"every": 2}}, id="local-sgd", marks=SLOW),
+    pytest.param(3, {"reduction": "collective"}, id="collective"),
+    pytest.param(3, TREE, id="running sums"),
+    pytest.param(3, {"strategy": "backup"}, id="backup workers"),
+    pytest.param(3, {"strategy": "local-sgd", "local": {"every": 2}}, id="local-sgd"),
     *(
-        pytest.param(workers, pipeline(schedule, workers), id=f"{schedule} on {workers}", marks=SLOW)
+        pytest.param(workers, pipeline(schedule, workers), id=f"{schedule} on {workers}")
         for schedule in ("pipedream", "2bw")
         for workers in (2, 4)
     ),
@@ -130,7 +129,7 @@ def test_the_kills_are_at_every_point() -> None:
     assert {point for *_, point in KILLS} == set(POINTS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(("workers", "given"), ALONG)
 def test_the_bits_are_those_of_one_process(
     run: Run, undisturbed: Any, tmp_path: Path, workers: int, given: dict[str, Any]
@@ -143,6 +142,7 @@ def test_the_bits_are_those_of_one_process(
         assert one["values"] in (alone["values"], [])
 
 
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(("workers", "given"), ALIKE)
 def test_the_survivors_are_alike(run: Run, tmp_path: Path, workers: int, given: dict[str, Any]) -> None:
     may_miss = 0 if given.get("strategy") is None else 8  # they take joiners in between some steps only

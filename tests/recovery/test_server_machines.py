@@ -10,7 +10,7 @@ from test_machines import Hosts, alone, hosts, needs_root, secret_in, steps_done
 
 from paceline.observe import ledger
 
-STEPS = 900
+STEPS = 360
 
 
 def records(hosts: Hosts) -> ledger.Records:  # noqa: F811

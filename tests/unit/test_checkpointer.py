@@ -1,7 +1,6 @@
 """When checkpoints are written and how they are read, in one process and on a world that is made up."""
 
 import errno
-import itertools
 import logging
 import threading
 import time
@@ -302,20 +301,29 @@ def test_what_one_worker_cannot_read_no_worker_takes(
     assert reasons == (["rank 1: the disk is gone"] if rank == 0 else [])
 
 
-def test_the_interval_follows_the_measured_times(tmp_path: Path) -> None:
+def test_the_interval_follows_the_measured_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a second, and a save in the background three."""
+    now, write = [0.0], files.write_part
+
+    def slow(*arguments: Any) -> files.CheckpointShard:
+        now[0] += 3.0
+        return write(*arguments)
+
+    monkeypatch.setattr(files, "write_part", slow)
+    monkeypatch.setattr(checkpointer, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     one = Made(tmp_path, every="auto")
-    one.checkpointer._interval = Interval(
-        1.0, partial(next, itertools.count())
-    )  # a step takes seconds, a save almost none
+    one.checkpointer._interval = Interval(1.0, lambda: now[0])
     due = []
-    for step in range(1, 15):
+    for step in range(1, 18):
+        now[0] += 1.0
         if one.checkpointer.due(step):
             due.append(step)
             one.begin_save(step)
             one.checkpointer.finish()
-    assert due == [10, 11, 12, 13, 14]
+    assert due == [10, 13, 16]
     (told,) = one.events.named("checkpoint-interval")
-    assert told["steps"] == 1 and told["text"].startswith("checkpoint every 1 step (1 s): a save stalls training for")
+    assert (told["steps"], told["stall"], told["total"]) == (3, 0.0, 3.0)
+    assert told["text"].startswith("checkpoint every 3 steps (3 s): a save stalls training for 0 s")
 
 
 def test_the_others_leave_the_interval_to_rank_0(tmp_path: Path) -> None:

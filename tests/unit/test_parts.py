@@ -4,12 +4,13 @@ import doctest
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paceline.checkpoint import load, parts, save
+from paceline.checkpoint import files, load, parts, save
 from paceline.checkpoint.parts import Save, divide
 from paceline.checkpoint.storage.base import Writer
 from paceline.checkpoint.storage.folder import Folder
@@ -71,8 +72,8 @@ def test_each_rank_writes_its_part(tmp_path: Path, workers: int, key: bytes | No
     place = saved(about, workers)
     for thread in threads:
         thread.join()
-    files = {f"__{rank}_0.distcp" for rank in range(workers)} | {".metadata", "manifest.json"}
-    assert {path.name for path in place.iterdir()} == files
+    expected = {f"__{rank}_0.distcp" for rank in range(workers)} | {".metadata", "manifest.json"}
+    assert {path.name for path in place.iterdir()} == expected
     content = load.read(place, lambda *_: None)
     content.manifest.check_signature(key, place)
     assert content.manifest.fingerprint == fingerprint(STATE) == fingerprint(content.tensors)
@@ -93,8 +94,8 @@ def test_other_programs_read_the_parts(tmp_path: Path) -> None:
 def test_rank_0_writes_what_nobody_writes(tmp_path: Path) -> None:
     about = save_in(tmp_path, over=True)
     place = saved(about, 3)
-    files = {"__0_0.distcp", "__1_1.distcp", "__2_1.distcp", ".metadata", "manifest.json"}
-    assert {path.name for path in place.iterdir()} == files
+    expected = {"__0_0.distcp", "__1_1.distcp", "__2_1.distcp", ".metadata", "manifest.json"}
+    assert {path.name for path in place.iterdir()} == expected
     assert about.absent == {1, 2}
     assert load.read(place, lambda *_: None).manifest.fingerprint == fingerprint(STATE)
 
@@ -106,16 +107,32 @@ def test_a_description_that_is_not_of_this_save_is_not_taken(tmp_path: Path, wha
     names = divide(STATE, 2)[1]
     other = Save(about.storage, about.step, b"other" if what == "another key" else b"key", about.over)
     assert parts.write(other, (1, 0), 1, {name: STATE[name] for name in names}) is not None
-    (path,) = tmp_path.glob(".partial-*/.part-1")
+    (path,) = tmp_path.glob(".partial-*/parts/.part-1")
     if what == "cut":
         path.write_bytes(path.read_bytes()[:-1])
     writer = WRITER
     if what == "another step":
         writer = Writer(1, 0, "22222222")
-        path.parent.rename(tmp_path / f".partial-step-000004-{writer}")
+        path.parents[1].rename(tmp_path / f".partial-step-000004-{writer}")
     if what == "another part":
         names = names[:-1]
     assert parts.collect(about, writer, 1, names, deadline=0.0) is None
+
+
+def test_a_description_without_its_file_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 begins again, after an error, when another rank has written its part but not the description."""
+    about, names, write = save_in(tmp_path), divide(STATE, 2)[1], files.write_part
+    about.storage.begin("step-000004", WRITER, 0)
+
+    def then_again(*arguments: Any) -> files.CheckpointShard:
+        part = write(*arguments)
+        about.storage.begin("step-000004", WRITER, 0)
+        return part
+
+    monkeypatch.setattr(files, "write_part", then_again)
+    assert parts.write(about, (1, 0), 1, {name: STATE[name] for name in names}) is not None
+    assert about.storage.read_part("step-000004", WRITER, ".part-1", 1) is not None
+    assert parts.collect(about, WRITER, 1, names, deadline=0.0) is None
 
 
 def test_a_rank_gives_up_where_rank_0_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,13 +121,17 @@ class Storage(ABC):
         """
         return None
 
-    def read_begun(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
-        """Read at most ``most`` bytes of a file in an unfinished checkpoint. Return None if it does not exist."""
+    def create_part(self, step: str, writer: Writer, file: str) -> AbstractContextManager[BinaryIO]:
+        """Create a file of an unfinished checkpoint on another rank. Only :meth:`commit` can keep it."""
+        raise NotImplementedError
+
+    def read_part(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
+        """Read at most ``most`` bytes of a file that another rank has created. Return None if it does not exist."""
         return None
 
     @abstractmethod
     def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
-        """Complete the checkpoint that was begun. It consists of the files in ``keep`` and the manifest.
+        """Complete the checkpoint that was begun. It consists of the files in ``keep``, of any rank, and the manifest.
 
         Raises:
             FencedError: a later writer is active.

@@ -15,6 +15,7 @@ from paceline.checkpoint.storage.base import LATEST, Storage, Writer, free_name,
 from paceline.system.regular_files import open_regular
 
 _PARTIAL = ".partial-"
+_PARTS = "parts"
 _TRASH = ".trash-"
 _NOTE = f".{LATEST}-"
 
@@ -23,7 +24,9 @@ class Folder(Storage):
     """Checkpoint storage in a folder. Requires that renaming a directory is atomic and fails if the target has files.
 
     A save writes to ``.partial-<step>-<writer>``, which becomes ``<step>/<writer>`` by one rename. Removal renames a
-    directory to ``.trash-...`` first, so a late writer finds all of its files or none.
+    directory to ``.trash-...`` first, so a late writer finds all of its files or none. Ranks other than 0 write to the
+    directory ``parts`` in it. The save moves the shards that it needs out of ``parts`` and removes ``parts`` before the
+    checkpoint is complete, so a late rank adds no file to a complete checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,6 +59,7 @@ class Folder(Storage):
         self._discard(partial)
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial.mkdir(mode=0o700)
+        (partial / _PARTS).mkdir(mode=0o700)
         self.check_fence(writer)
         for path, other in self._partials():
             if path != partial and writer.may_remove(other):
@@ -79,25 +83,30 @@ class Folder(Storage):
     def begun(self, step: str, launch: int, generation: int) -> Writer | None:
         for path, writer in self._partials():
             if (writer.launch, writer.generation) == (launch, generation) and path == self._partial(step, writer):
-                return writer
+                return writer if (path / _PARTS).is_dir() else None
         return None
 
-    def read_begun(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
+    @contextlib.contextmanager
+    def create_part(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
+        with _created(self._partial(step, writer) / _PARTS / file) as opened:
+            yield opened
+
+    def read_part(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
         try:
-            with self.open(self._partial(step, writer).name, file) as opened:
+            with self.open(f"{self._partial(step, writer).name}/{_PARTS}", file) as opened:
                 return opened.read(most)
         except FileNotFoundError:
             return None
 
     def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
         partial, final = self._partial(step, writer), self._path / step / str(writer)
-        for name in self.files_of(partial.name):
-            if name not in keep:
-                (partial / name).unlink(missing_ok=True)
+        for name in set(keep).difference(self.files_of(partial.name)):
+            _rename(partial / _PARTS / name, partial / name)
+        self._discard(partial / _PARTS)
         _write_synced(partial / FILE, manifest)
         _sync_directory(partial)
         self.check_fence(writer)
-        self._rename(partial, final)
+        self._publish(partial, final)
         _sync_directory(final.parent)
         _sync_directory(self._path)
         self._note_latest(writer)
@@ -136,16 +145,13 @@ class Folder(Storage):
                 found.append((self._path / name, writer))
         return found
 
-    def _rename(self, partial: Path, final: Path) -> None:
+    def _publish(self, partial: Path, final: Path) -> None:
         """Complete a checkpoint. The step's directory may vanish when another checkpoint in it is removed."""
         while True:
             final.parent.mkdir(mode=0o700, exist_ok=True)
             try:
-                partial.rename(final)
-                return
+                return _rename(partial, final)
             except FileNotFoundError:
-                if (final / FILE).exists():  # a network folder did the rename, but the reply was lost
-                    return
                 if not partial.exists():
                     raise
 
@@ -170,6 +176,14 @@ class Folder(Storage):
             _write_synced(beside, (split(found[0])[0] if found else "none") + "\n")
             beside.replace(self._path / LATEST)
         _sync_directory(self._path)
+
+
+def _rename(path: Path, target: Path) -> None:
+    try:
+        path.rename(target)
+    except FileNotFoundError:
+        if not target.exists():  # a network folder did the rename, but the reply was lost
+            raise
 
 
 def _write_synced(path: Path, text: str) -> None:
