@@ -275,8 +275,8 @@ class Coordinator:
             machine = self._agents.get(number // BLOCK)
             if machine is not None and number in machine.exits:
                 self._handle_exit(machine.exits.pop(number))
-            elif number >= BLOCK and not (machine is not None and self.membership.workers[number].ending):
-                self._cut_off(number)  # otherwise its agent will report the exit code of its script
+            elif number >= BLOCK and not (self.membership.workers[number].ending and self._reports_exit(number)):
+                self._cut_off(number)
         if agent := self._agent(peer):
             del self._agents[agent.number]
             self._record("agent-left", agent=agent.number)
@@ -284,6 +284,10 @@ class Coordinator:
                 if number not in self._workers:
                     self._cut_off(number)
             self._count_machines()
+
+    def _reports_exit(self, number: int) -> bool:
+        """Return whether the agent of its machine will report the exit code of a worker whose script has ended."""
+        return number // BLOCK in self._agents
 
     def _cut_off(self, number: int) -> None:
         """Drop a worker of another machine that cannot be reached. Its process may still run."""

@@ -238,6 +238,6 @@ class Worker:
             world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(order), phases={},
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
             events=EventLog(None, -1), warnings=[], prepared=[], held=HeldShare(),
-            compute=SimpleNamespace(buffers=buffers, model=model), state=state,
+            compute=SimpleNamespace(buffers=buffers, model=model, batch_loss=None), state=state,
             update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
         )  # fmt: skip
