@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from launching import Run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "replay.py"
@@ -15,6 +16,7 @@ runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_replay_buffer_grows_on_any_number_of_workers(run: Run) -> None:
     given, found = ("--iterations", 5, "--save", "weights.pt"), []
     for workers in (1, 3):

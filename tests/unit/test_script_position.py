@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from paceline.data.growing.order import Additions, GrowingOrder
+from paceline.data.growing.samples import Growing
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.data.order import UNKNOWN, Order
 from paceline.errors import ConfigError
@@ -270,6 +273,29 @@ def test_calls_are_counted_at_each_position_of_the_script() -> None:
             assert scene.position.count("evaluate") == ((batch.step + 1, epoch, 1), 0)
         assert scene.position.count("evaluate") == ((2, epoch, 0), 0)
         assert scene.position.count("predict") == ((2, epoch, 0), 0)
+
+
+def test_a_call_that_raises_does_not_count() -> None:
+    scene, found = Scene(), []
+    for fails in (True, False, True, True, False):
+        with suppress(LookupError), scene.position.counting("extend") as (_, number):
+            found.append(number)
+            if fails:
+                raise LookupError
+    assert found == [0, 0, 1, 1, 1] and scene.position.count("extend")[1] == 2
+
+
+def test_an_epoch_that_may_become_longer_is_not_loaded_before_it_begins() -> None:
+    order = GrowingOrder(Growing(range(8)), 4, 2, seed=3, drop_last=False)
+    scene, seen = Scene(ahead=True, order=order), []
+    for batch in scene.of.batches(epochs=3):
+        if batch.step == 1:
+            order.add_result("extend", (1, -1, 1), Additions([b"more"], steps=1, begun=2))
+        scene.step(batch)
+        seen.append((batch.step, batch.epoch, batch.samples))
+    assert seen == [(0, 0, 4), (1, 0, 4), (2, 1, 4), (3, 1, 4), (4, 1, 1), (5, 2, 4), (6, 2, 4), (7, 2, 1)]
+    assert scene.loads == [(0, 2), (2, 5), (5, 8)]
+    assert scene.loop.context.audits.last is None, "a worker that joins would expect another last step"
 
 
 def test_a_resumed_script_has_asked_for_nothing_beyond_its_loop() -> None:
