@@ -32,7 +32,11 @@ class CheckpointSettings(BaseModel):
     keep_hours: PositiveFloat | None = Field(
         None, description="remove checkpoints older than this, except the newest; none: keep them at any age"
     )
-    background: bool = Field(True, description="save in the background; false: training waits for each save")
+    background: bool | None = Field(
+        None,
+        description="save in the background; false: training waits for each save; none: unless workers have shares "
+        "of the state, which rank 0 would have to copy",
+    )
     retry_seconds: Seconds = Field(
         300.0, description="how long to try again while the disk, network folder or object store fails"
     )

@@ -114,13 +114,15 @@ class Checkpointer:
     def begin_save(self, state: TrainingState, step: int) -> None:
         """Copy the state to host memory on rank 0, and write it in the background.
 
-        Waits for a save that is still running. Saves in the foreground if ``checkpoint.background`` is off.
+        Waits for a save that is still running. Saves in the foreground if ``checkpoint.background`` is off, or if it is
+        not set and the workers have the state in shares, so that no worker needs memory for all shares.
 
         Raises:
             CheckpointError: no directory is set, or the last save failed.
             WorkerLost: the workers have the state in shares, and one was lost.
         """
-        if not self._settings.background:
+        share, background = state.divided(), self._settings.background
+        if not (share is None if background is None else background):
             self.save(state, step)
             return
         storage = self._require_storage()
@@ -134,7 +136,7 @@ class Checkpointer:
             self._interval.reset(step)
             return
         self.finish()
-        if (share := state.divided()) is not None:
+        if share is not None:
             share.send()
         elif self._divided:
             self._write_part(storage, state.snapshot(step))

@@ -138,8 +138,8 @@ class MemoryBudget:
             f"It fits with {', or '.join(found)}."
             if found
             else (
-                "No smaller microbatches and no number of workers make it fit: give more memory, or use "
-                'strategy="pipeline", which divides the weights among the workers.'
+                "No smaller microbatches and no number of workers make it fit: give more memory"
+                + ("." if run.stage == 3 else ', or use strategy="pipeline", which divides the weights.')
             )
         )
         return (

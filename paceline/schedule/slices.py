@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 BLOCK = 64
@@ -75,6 +75,27 @@ Slice(parameter=1, start=0, stop=64, owner=1)]
             slices += [one for one in found if one.start < one.stop] or found[:1]
             before += sizes[index]
     return slices
+
+
+def large(sizes: Sequence[int], workers: int) -> list[int]:
+    """Return the indices of the parameters that are larger than an equal share of all.
+
+    >>> large([50, 40, 30], 3)
+    [0]
+    """
+    return [index for index, size in enumerate(sizes) if size * workers > sum(sizes)]
+
+
+def partly_cut(sizes: Sequence[int], cut: Collection[int], workers: int) -> list[Slice]:
+    """Cut some parameters into a part for each worker, and give each other parameter to one worker.
+
+    >>> partly_cut([128, 8, 6], [0], 2)
+    [Slice(parameter=0, start=0, stop=64, owner=0), Slice(parameter=0, start=64, stop=128, owner=1), \
+Slice(parameter=1, start=0, stop=8, owner=0), Slice(parameter=2, start=0, stop=6, owner=1)]
+    """
+    parts = {index: even(sizes, [[index]], workers) for index in cut}
+    rest = whole([0 if index in parts else size for index, size in enumerate(sizes)], workers)
+    return [part for one in rest for part in parts.get(one.parameter, [one])]
 
 
 def _block(at: int, size: int) -> int:

@@ -88,7 +88,9 @@ _ENTRIES: dict[str, Entry] = {
         validate=pipeline.validate,
         supports=pipeline.supports,
     ),
-    "sharded": Entry(sharded.Sharded, capabilities=sharded.capabilities, prepare=prepare_shards),
+    "sharded": Entry(
+        sharded.Sharded, capabilities=sharded.capabilities, prepare=prepare_shards, validate=sharded.validate
+    ),
     "single": Entry(Single, capabilities=single.capabilities, validate=single.validate),
     "stealing": Entry(work_stealing.WorkStealing, capabilities=work_stealing.capabilities),
 }

@@ -111,7 +111,7 @@ def build_context(
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
         ask_for_determinism()
-    keep_freed_pages()
+    keep_freed_pages(large=not capabilities.divides_state)
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
     initial = _move(
         given.model, world.device, later=capabilities.shares_weights and world.transport.capabilities.same_host

@@ -52,7 +52,8 @@ class Exports:
         def copy() -> None:
             found.clear()
             if everywhere or self._context.world.rank == 0:
-                found.update(self._complete())
+                with self._context.update.evaluating():
+                    found.update(self._complete())
 
         if not self._together("copying the weights", copy) and everywhere:
             try:
@@ -72,16 +73,17 @@ class Exports:
 
         def act() -> None:
             if self._context.world.rank == 0:
-                write(location, self._complete(dtype))
+                with self._context.update.evaluating():
+                    write(location, self._complete(dtype, copied=False))
 
         if not self._together("exporting the weights", act) and self._context.world.rank == 0:
             _log.info("%s is not written again: training has gone on since", location)
         return location
 
-    def _complete(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def _complete(self, dtype: torch.dtype | None = None, copied: bool = True) -> dict[str, Any]:
         averages = self._context.update.averages
-        with self._context.update.evaluating():
-            return complete_weights(self._context.compute.model, dtype, averages.values() if averages.chosen else None)
+        instead = averages.values() if averages.chosen else None
+        return complete_weights(self._context.compute.model, dtype, instead, copied)
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
         """Call ``act`` on all workers together. Return False if a resumed or joined worker's run is already past it."""

@@ -10,6 +10,9 @@ from paceline.environments import env
 from paceline.environments.start import Identity, threads_of
 from paceline.settings import Settings
 
+_LARGE = 1 << 19
+"""Number of bytes of a tensor that has its own mapping if large tensors are not kept."""
+
 
 def threads(settings: Settings, who: Identity) -> int:
     """Return the number of threads. With ``exact`` it ignores the number of workers, because it affects the bits."""
@@ -29,11 +32,15 @@ def _cores(process: int) -> int:
         return 1
 
 
-def keep_freed_pages() -> None:
+def keep_freed_pages(large: bool = True) -> None:
     """Configure glibc to keep freed memory.
 
     By default each large tensor has its own mapping, which is returned to the kernel when freed. Every gradient of
     every step then causes page faults again, which cost a tenth of a step on the CPU.
+
+    Args:
+        large: whether to keep the memory of large tensors. An aligned tensor rarely fits into a gap of the heap, so
+            gradients that are freed during the backward pass would leave as much memory as if all had been kept.
     """
     if sys.platform != "linux":
         return
@@ -43,4 +50,4 @@ def keep_freed_pages() -> None:
         return
     trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
     mallopt(trim_threshold, largest)
-    mallopt(mmap_threshold, largest)
+    mallopt(mmap_threshold, largest if large else _LARGE)

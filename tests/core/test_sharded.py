@@ -14,7 +14,18 @@ SLOW = pytest.mark.slow(turns=9)
 ELSEWHERE = [1, 1, 1], [4], [2, 1], [2, 2]
 SIZES = "held", "later"
 DIVIDED = (
-    *("AdamW", "Muon", "Lamb", "clipped", "skipped", "changed by the loop", "partly frozen", "empty", "averaged"),
+    *(
+        "AdamW",
+        "Muon",
+        "Lamb",
+        "clipped",
+        "clipped, large",
+        "skipped",
+        "changed by the loop",
+        "partly frozen",
+        "empty",
+        "averaged",
+    ),
     *("size", "moved", "not divisible, small buckets", "small buckets, gradients"),
 )
 
@@ -176,6 +187,17 @@ def between():
 def elements(optimizer):
     return sum(value.numel() for state in optimizer.state.values() for key, value in state.items() if key == "exp_avg")
 
+def clipped():
+    # a parameter that is larger than a share is cut, also if gradients are clipped by the norm of all
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 500), nn.ReLU(), nn.Linear(500, 4), nn.Linear(4, 4))
+    session = start(model=model, clip_norm=0.1)
+    for batch in session.batches(steps=4):
+        norm = session.step(batch).gradient_norm
+        share = elements(session._context.update.optimizer) / sum(value.numel() for value in model.parameters())
+    assert share < (0.7 if strategy == "sharded" else 2)
+    return [session.fingerprint(), norm.hex()]
+
 def size():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(12, 300), nn.ReLU(), nn.Linear(300, 70), nn.Linear(70, 4))
@@ -213,6 +235,7 @@ ways = {
     "Muon": lambda: steps(start(optimizer=muon_and_adamw)),
     "Lamb": lambda: steps(start(optimizer=Lamb)),
     "clipped": lambda: steps(start(clip_norm=0.1)),
+    "clipped, large": clipped,
     "average": lambda: steps(start(average={"kind": "ema", "decay": 0.9})),
     "float16": lambda: steps(start(autocast="float16")),
     "bfloat16 weights": lambda: steps(start(model=mlp(12, 4).bfloat16(), data=classes(200, dtype=torch.bfloat16))),
@@ -254,8 +277,19 @@ def by_hand(act):
         session.step(batch)
         act(kept[0])
 
+def converted():
+    model = mlp(12, 4)
+    session = start(model=model, loss=None, forward=lambda model, rows: functional.cross_entropy(
+        model(rows[0].to(next(model.parameters()).dtype)).float(), rows[1]))
+    for batch in session.batches(steps=2):
+        session.step(batch)
+        model.bfloat16()
+
 if "REFUSED" in os.environ:
     ways = {
+        "contradicting": lambda: steps(start(shard_copy=False, shard_within="machine")),
+        "converted": converted,
+        "copied": lambda: start(shard_copy=True)._context.probe_results.warnings,
         "state_dict": lambda: by_hand(lambda optimizer: optimizer.state_dict()),
         "load_state_dict": lambda: by_hand(lambda optimizer: optimizer.load_state_dict({})),
         "Normed": lambda: steps(start(optimizer=partial(Normed, lr=0.1))),
@@ -337,6 +371,9 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert "Noisy draws random numbers" in found["Noisy"] and "'allreduce'" in found["Noisy"]
         assert "LBFGS" in found["LBFGS"] and "allreduce" in found["LBFGS"]
         assert found["fixed"].startswith("ConfigError: strategy 'sharded' cannot add up gradients in fixed point")
+        assert found["contradicting"].startswith("ConfigError: shard_copy = False contradicts shard_within")
+        assert "this run ends when a worker is lost" in found["copied"][-1]
+        assert "torch.float32 with strides (12, 1) to torch.bfloat16" in found["converted"]
         for call in ("state_dict", "load_state_dict"):
             assert found[call].startswith("InputError: This worker has only a part of the optimizer's state")
 

@@ -63,9 +63,9 @@ def check(directory: Path, whole: Mapping[str, torch.Tensor], wanted: str) -> No
     assert all(torch.equal(content.tensors[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, True, None])
 def test_a_save_has_the_bytes_of_the_whole_state(
-    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, background: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(divided_tensors, "ROUND_BYTES", 1000)
 
@@ -73,6 +73,7 @@ def test_a_save_has_the_bytes_of_the_whole_state(
         one = Held(world, tmp_path / "saved", background=background)
         one.checkpointer.begin_save(one.state, 3)
         one.checkpointer.finish()
+        assert bool(one.checkpointer._buffers._buffers) == (bool(background) and world.rank == 0)
         with pytest.raises(InputError, match="have not hashed it since the last step"):
             one.state.fingerprint()
         one.share.hash()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.comm.shm.mapping import drop_pages, map_private, map_shared
+from paceline.comm.shm import mapping
+from paceline.comm.shm.mapping import drop_changes, drop_pages, map_pages, map_private, map_shared
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -50,6 +51,27 @@ def test_what_is_written_stays_private_until_it_is_dropped() -> None:
     assert (shared[1], private[0], private[PAGE]) == (0, 1, 4)  # the first page is this mapping's own now
     drop_pages(private)
     assert (private[0], private[1], private[PAGE]) == (3, 0, 4)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_only_what_was_written_is_dropped(monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """Without /proc/self/pagemap all pages are dropped."""
+    file = os.memfd_create("mapped")
+    os.ftruncate(file, 4 * PAGE)
+    shared, private = map_shared(file, 4 * PAGE), map_private(file, 4 * PAGE)
+    os.close(file)
+    shared[0] = shared[2 * PAGE] = 1
+    map_pages(private)
+    dropped: list[int] = []
+    monkeypatch.setattr(mapping, "drop_pages", lambda block: (dropped.append(len(block)), drop_pages(block)))
+    if not told:
+        monkeypatch.setattr(mapping, "_PAGEMAP", "/proc/self/missing")
+    drop_changes(private)
+    private[2 * PAGE + 5] = 9
+    shared[2 * PAGE] = 3
+    drop_changes(private)
+    assert (private[0], private[2 * PAGE], private[2 * PAGE + 5]) == (1, 3, 0)
+    assert dropped == ([PAGE] if told else [4 * PAGE] * 2)
 
 
 def test_what_cannot_be_mapped() -> None:

@@ -130,7 +130,8 @@ def _separate(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     separate = {}
     for name, value in weights.items():
-        shared = value.numel() > 0 and value.data_ptr() in seen
-        seen.add(value.data_ptr())
+        storage = value.untyped_storage().data_ptr()
+        shared = value.numel() > 0 and storage in seen
+        seen.add(storage)
         separate[name] = value.clone() if shared else value
     return separate

@@ -11,12 +11,18 @@ import mmap
 import os
 import weakref
 
+import numpy
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
+_MADV_POPULATE_READ = 22
+_PAGEMAP = "/proc/self/pagemap"
+_IN_USE, _OF_FILE = numpy.uint64(3 << 62), numpy.uint64(1 << 61)
+"""Bits of a page in ``/proc/self/pagemap``: in memory or swapped out, and with content of the file."""
 
 
 def map_shared(file: int, size: int, offset: int = 0) -> memoryview:
@@ -46,6 +52,35 @@ def drop_pages(block: memoryview) -> None:
     The file keeps what was written through :func:`map_shared`. A block of :func:`map_private` shows the file again.
     """
     _LIBC.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), block.nbytes, mmap.MADV_DONTNEED)
+
+
+def drop_changes(block: memoryview) -> None:
+    """Show the file again where this process has written to a block of :func:`map_private`.
+
+    Only the pages from the first to the last changed one are dropped, and mapped again. All other pages stay mapped,
+    because a page counts in equal parts for the processes that have mapped it.
+    """
+    address, count = ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), -(-block.nbytes // mmap.PAGESIZE)
+    try:
+        with open(_PAGEMAP, "rb", buffering=0) as file:
+            file.seek(address // mmap.PAGESIZE * 8)
+            entries = numpy.frombuffer(file.read(8 * count), numpy.uint64)
+    except OSError:  # a kernel without this file
+        entries = numpy.full(count, _IN_USE)
+    changed = numpy.flatnonzero((entries & _IN_USE != 0) & (entries & _OF_FILE == 0))
+    if len(changed):
+        part = block[int(changed[0]) * mmap.PAGESIZE : (int(changed[-1]) + 1) * mmap.PAGESIZE]
+        drop_pages(part)
+        map_pages(part)
+
+
+def map_pages(block: memoryview) -> None:
+    """Map all pages of a block for reading now. Without effect before Linux 5.14, where reading a page maps it.
+
+    A page of a file counts in equal parts for all processes that have mapped it, so a worker that is the first to read
+    shared weights would count as if it had a copy of them.
+    """
+    _LIBC.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), block.nbytes, _MADV_POPULATE_READ)
 
 
 def _map(file: int, size: int, offset: int, flags: int) -> memoryview:

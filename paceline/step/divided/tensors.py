@@ -20,7 +20,7 @@ from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 from paceline.schedule.slices import split_name
 
-ROUND_BYTES = 1 << 25
+ROUND_BYTES = 1 << 23
 """Bytes that a round moves at most, unless a single tensor has more."""
 _TAG = (1 << 26) - 1
 
@@ -92,6 +92,7 @@ class Division:
             for name in group:
                 if rank in wanted[name]:
                     yield name, self._whole(name, received)
+            received.clear()  # before the next round
 
     def _rounds(self, names: Sequence[str]) -> Iterator[list[str]]:
         group: list[str] = []

@@ -35,7 +35,7 @@ from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
 from paceline.step.probes.digests import DATA, TOLERANCE, TOLERANCE_LOW, Digests, Found, difference
-from paceline.step.probes.probe import warn, without_trace
+from paceline.step.probes.probe import taking_gradients, warn, without_trace
 from paceline.step.probes.repeatability import CURE, what_changes
 from paceline.step.replicas import compare
 
@@ -190,7 +190,8 @@ class Audit:
             if not (halves and self._compute_halves(group, recorder)):
                 self._clear_gradients()
                 context.compute.recorder = recorder
-                context.compute.forward_pass(group, self._step).total.backward()
+                with taking_gradients(context.update.parameters, lambda *_: None):  # the recorder has digests of them
+                    context.compute.forward_pass(group, self._step).total.backward()
                 recorder.close()
         seconds = time.perf_counter() - begin
         context.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,26 @@ def without_trace(context: TrainingContext) -> Iterator[Probe]:
             compute.carried.set_following(following)
         for value, gradient in zip(parameters, gradients, strict=True):
             value.grad = gradient
+
+
+@contextmanager
+def taking_gradients(
+    parameters: Mapping[str, torch.nn.Parameter], take: Callable[[str, torch.Tensor], None]
+) -> Iterator[None]:
+    """Pass each gradient of a backward pass to ``take``, and free it, so that all gradients never exist together."""
+
+    def arrive(name: str, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:  # else a hook of the script has taken it
+            take(name, parameter.grad)
+            parameter.grad = None
+
+    trained = [(name, value) for name, value in parameters.items() if value.requires_grad]
+    hooks = [value.register_post_accumulate_grad_hook(partial(arrive, name)) for name, value in trained]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _hooks_of(parameters: Sequence[torch.Tensor]) -> list[Any]:

@@ -11,14 +11,12 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
-from paceline.step.probes.digests import TOLERANCE
-from paceline.step.probes.probe import Probe, warn, without_trace
+from paceline.step.probes.digests import Digests, Found, difference
+from paceline.step.probes.probe import Probe, taking_gradients, warn, without_trace
 from paceline.system.torch_internals import version_of
 
 _log = logging.getLogger("paceline")
@@ -83,12 +81,12 @@ def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple
     """Return a message about what is wrong, and the name of a growing container. Both are empty if all is well."""
     with without_trace(context) as probe:
         first, between, second, after = _twice(context, group, step, probe)
-        alike = same if context.settings.exact else _close
-        different = [key for key, value in first.items() if not alike(value, second[key])]
+        once = [name for name in first | second if name not in first or name not in second]
+        different = next(iter(once), "") or difference([(0, first), (1, second)])[0]
         changed = moved(probe.before, between, after)
         grows = _growing(probe.before, between, after)
     if different:
-        return _differing(different[0], changed), ""
+        return _differing(different, changed), ""
     named = ", ".join(changed[:3])
     text = f"The forward pass changes {named} each time, which is no buffer of the model" if changed else ""
     return text, next(iter(grows), "")
@@ -112,8 +110,8 @@ def _differing(what: str, changed: list[str]) -> str:
 
 def _twice(
     context: TrainingContext, group: MicrobatchGroup, step: int, probe: Probe
-) -> tuple[dict[str, Any], Attributes, dict[str, Any], Attributes]:
-    """Return a microbatch's results and the attributes after it, then both again for a second pass."""
+) -> tuple[Found, Attributes, Found, Attributes]:
+    """Return digests of a microbatch's results and the attributes after it, then both again for a second pass."""
     with context.loop.noting_forward():
         first = _computed(context, group, step)
     between = probe.attributes()
@@ -132,38 +130,31 @@ def what_changes(context: TrainingContext, group: MicrobatchGroup, step: int) ->
         return []
 
 
-def _computed(context: TrainingContext, group: MicrobatchGroup, step: int) -> dict[str, Any]:
-    """Return the loss of a microbatch, the buffers after it, and its gradients."""
+def _computed(context: TrainingContext, group: MicrobatchGroup, step: int) -> Found:
+    """Return digests of the loss of a microbatch, of the buffers after it, and of its gradients."""
     for one in context.compute.model.parameters():
         one.grad = None
     result = context.compute.forward_pass(replace(group, data=copy.deepcopy(group.data)), step)  # it may change data
-    found: dict[str, Any] = {"the loss": result.pair}
+    digests = Digests(bool(context.settings.exact))
+    digests.add("the loss", result.pair)
     for name, value in zip(context.compute.buffers.names, result.buffers, strict=True):
-        found[f"the buffer {name!r}"] = value
-    versions = {name: version_of(parameter) for name, parameter in context.update.parameters.items()}
-    for name, parameter in context.update.parameters.items():
+        digests.add(f"the buffer {name!r}", value)
+    parameters = context.update.parameters
+    versions = {name: version_of(parameter) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
         if parameter.grad is not None:
             raise _Refused(_OWN_BACKWARD.format(name=name))
     try:
-        result.total.backward()
+        with taking_gradients(parameters, lambda name, value: digests.add(f"the gradient of {name!r}", value)):
+            result.total.backward()
     except RuntimeError as error:
         if "backward through the graph a second time" in str(error):
             raise _Refused(_KEPT_GRAPH) from None
         raise
-    for name, parameter in context.update.parameters.items():
+    for name, parameter in parameters.items():
         if version_of(parameter) != versions[name]:
             raise _Refused(_CHANGED.format(name=name, microbatches=context.order.microbatches))
-    for name, parameter in context.update.parameters.items():
-        found[f"the gradient of {name!r}"] = parameter.grad
-    return found
-
-
-def _close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Return whether two values are equal up to rounding, which atomic additions on a GPU may change."""
-    if left is None or right is None or left.is_sparse or left.shape != right.shape:
-        return left is right or same(left, right)
-    difference, size = (left.double() - right.double()).norm(), left.double().norm()
-    return same(left, right) or bool(difference <= TOLERANCE * size)
+    return digests.found()
 
 
 def moved(before: Attributes, between: Attributes, after: Attributes) -> list[str]:

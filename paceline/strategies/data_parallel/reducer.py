@@ -360,18 +360,16 @@ class Reducer:
             own: names of the parameters whose ``.grad`` this worker contributes. No two workers share a name.
         """
         parameters = self._context.update.parameters
-        given = {
-            place: parameter.grad
-            for place, (name, parameter) in enumerate(parameters.items())
-            if name in own and parameter.grad is not None
-        }
-        return self.norm_of(given, [value.dtype for value in parameters.values()])
+        named = enumerate(parameters.items())
+        given = {place: one.grad for place, (name, one) in named if name in own and one.grad is not None}
+        norms = dict(zip(given, foreach_norm([*given.values()]), strict=True)) if given else {}
+        return self.norm_of(norms, [value.dtype for value in parameters.values()])
 
     def norm_of(self, own: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
         """Return the global norm of tensors that are spread over the workers, from the norm of each tensor.
 
         Args:
-            own: tensors that this worker contributes, by index. No two workers contribute the same index.
+            own: norms that this worker contributes, by index. No two workers contribute the same index.
             dtypes: type of the tensor at each index.
         """
         world = self._context.world
@@ -379,7 +377,7 @@ class Reducer:
             self._norms = AllGather(world, NORMS_TAG, 8 * len(dtypes))
         here = torch.full((len(dtypes),), _NOT_HERE, dtype=torch.float64)
         if own:
-            here[[*own]] = torch.stack([*foreach_norm([*own.values()])]).double().cpu()
+            here[[*own]] = torch.stack([*own.values()]).double().cpu()
         everyone = self._norms.start(here.to(world.device)).wait().cpu().amax(0)
         known = everyone != _NOT_HERE
         if not known.any():

@@ -23,16 +23,19 @@ from paceline.step.probes.slice_probe import updates_slices_alike
 def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     """Return the slices of the trained parameters, last parameter first, each with its owner.
 
-    A parameter is cut only if that does not change the bits of its update: the optimizer works element by element, and
-    no norm of the whole gradient is needed.
+    A parameter is cut only if that does not change the bits of its update: the optimizer works element by element. If
+    the norm of each gradient is needed to clip, only parameters that are larger than a share are cut, because such a
+    norm takes the whole gradient on one worker.
     """
     update, settings = context.update, context.settings
     parameters: list[torch.Tensor] = [*update.parameters.values()]  # whose values may not be computed yet
     sizes = [value.numel() for value in parameters]
-    alike = settings.clip_norm is None and not update.names
-    able = alike and all(map(_can_be_cut, parameters)) and updates_slices_alike(update.optimizer)
-    if not all(context.world.gather(able, "start")):
-        return slices.whole(sizes, workers)[::-1]
+    cut = [*range(len(sizes))] if settings.clip_norm is None else slices.large(sizes, workers)
+    able = not update.names and all(_can_be_cut(parameters[index]) for index in cut)
+    if not all(context.world.gather(able and updates_slices_alike(update.optimizer), "start")):
+        cut = []
+    if len(cut) < len(sizes):
+        return slices.partly_cut(sizes, cut, workers)[::-1]
     last = len(parameters) - 1
     runs = split(parameters[::-1], full(workers))
     return slices.even(sizes, [[last - place for place in run] for run in runs], workers)
@@ -110,7 +113,7 @@ class OptimizerShard:
         return found
 
     def name_of(self, one: Slice) -> str:
-        """Return the name of a slice, see ``schedule.slices``."""
+        """Return the name of a slice or of a parameter that is not cut, see ``schedule.slices``."""
         name = self._names[one.parameter]
         return name if self._is_whole(one) else slice_name(name, one.start, one.stop)
 

@@ -29,9 +29,9 @@ from paceline.checkpoint.weights.deferred.tensors import deferred_in
 from paceline.comm.collectives.agreement import compare
 from paceline.comm.reduction.buckets import view_like
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.shm.mapping import drop_pages, map_private, map_shared
+from paceline.comm.shm.mapping import drop_changes, drop_pages, map_pages, map_private, map_shared
 from paceline.comm.shm.tensors import aligned
-from paceline.errors import InputError
+from paceline.errors import InputError, StartError
 from paceline.schedule.slices import Slice, split_name, whole
 from paceline.step.context import TrainingContext
 from paceline.strategies.sharded.holders import writer_of
@@ -69,6 +69,12 @@ class SharedWeights:
         file = memory.new_file(size := max(starts[-1], 1))
         try:
             self._seen, kept = map_private(file, size), map_shared(file, size)
+        except OSError as error:
+            raise StartError(
+                f"The weights cannot be mapped into this worker: {error}. All {size:,} bytes count towards a limit of "
+                f"its data (RLIMIT_DATA, ulimit -d), although a page takes memory only if the script changes it. Raise "
+                f"that limit, or limit the memory of the workers by a cgroup, which counts each page once."
+            ) from error
         finally:
             os.close(file)
         self._views = [_view(self._seen, *pair) for pair in zip(starts, self._parameters, strict=False)]
@@ -93,6 +99,7 @@ class SharedWeights:
         for parameter, view in zip(self._parameters, self._views, strict=True):
             move_into(parameter, view)
         FreedMemory().trim()  # the workers' own copies
+        map_pages(self._seen)
 
     def fill(self) -> None:
         """Write the values of all parameters into the file, each on one worker, and move the parameters there.
@@ -120,7 +127,7 @@ class SharedWeights:
             tensors: values by name (``schedule.slices``). Together the workers of a machine have all of them.
             names: name of each parameter by ``id``.
         """
-        drop_pages(self._seen)
+        drop_changes(self._seen)
         of = {names[id(value)]: stored for value, stored in zip(self._parameters, self._stored, strict=True)}
         for full in [name for name in tensors if name.startswith("parameter/")]:
             name, part = split_name(full.removeprefix("parameter/"))
@@ -134,11 +141,10 @@ class SharedWeights:
         """Look at what the script has changed since the last update, before any worker makes the next one."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():  # the script has replaced ``.data``
-                if parameter.stride() != view.stride():
+                if (was := _kind(view)) != (now := _kind(parameter)):
                     raise InputError(
-                        f"The script has changed the strides of a parameter of shape {list(view.shape)} from "
-                        f"{view.stride()} to {parameter.stride()}, as model.to(memory_format=...) does, while strategy "
-                        f"'sharded' trains it. Do so before paceline.start, or use strategy 'allreduce'."
+                        f"The script has changed a parameter of shape {list(view.shape)} from {was} to {now}, as "
+                        f"model.to(...) does, while strategy 'sharded' trains it. Do so before paceline.start."
                     )
                 view.copy_(parameter.detach())
                 parameter.data = view
@@ -149,7 +155,7 @@ class SharedWeights:
         """Copy changes that the script has made to the slices that this worker writes into the file."""
         for part, one in self._taken:
             part.copy_(part_of(self._views[one.parameter], one))
-        drop_pages(self._seen)
+        drop_changes(self._seen)
 
     def restore(self) -> None:
         """Put the copied slices into this worker's own view of the weights, if their owner may be lost in an update."""
@@ -192,6 +198,10 @@ def part_of(value: torch.Tensor, one: Slice) -> torch.Tensor:
 def _frozen(context: TrainingContext) -> list[nn.Parameter]:
     trained = set(map(id, context.update.parameters.values()))
     return [value for value in context.compute.model.parameters() if id(value) not in trained]
+
+
+def _kind(value: torch.Tensor) -> str:
+    return f"{value.dtype} with strides {value.stride()}"
 
 
 def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:

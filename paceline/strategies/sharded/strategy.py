@@ -30,6 +30,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from paceline.checkpoint.weights.averages import KEY
 from paceline.comm.reduction.direct import DirectExchange
@@ -38,20 +39,24 @@ from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
+from paceline.data.order import BatchOrder
 from paceline.environments import env
-from paceline.errors import WorkerLost
+from paceline.errors import ConfigError, WorkerLost
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.step.divided.optimizer_state import DividedOptimizerState
+from paceline.step.divided.tensors import Division
 from paceline.step.probes.optimizer_probe import check_draws
-from paceline.strategies.base import Capabilities, Strategy
+from paceline.step.probes.probe import warn
+from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.holders import receivers_of
 from paceline.strategies.sharded.prepared import prepared
 from paceline.strategies.sharded.shards import unite
 from paceline.strategies.sharded.shared_weights import part_of
+from paceline.system.torch_internals import foreach_norm
 
 _log = logging.getLogger("paceline")
 _TAGS = 1 << 12
@@ -72,6 +77,16 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         scales_loss=True,
         reads=("bucket_megabytes", "shard", "shard_copy", "shard_within"),
     )
+
+
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
+    """Raise ConfigError for settings that contradict each other, or a batch that cannot be shared."""
+    check_shares(settings, order, workers, largest)
+    if settings.shard_copy is False and settings.shard_within is not None:
+        raise ConfigError(
+            "shard_copy = False contradicts shard_within = 'machine', which keeps a copy of each slice on every other "
+            "machine: leave out one of them."
+        )
 
 
 class _Update(NamedTuple):
@@ -116,8 +131,17 @@ class Sharded(Strategy):
 
     def _tell_copies(self, held: Collection[int]) -> None:
         copied = sum(self._parts[one].numel() for one in held if self._slices[one].owner != self._context.world.rank)
-        if copied:
-            self._context.events.mark("copies", parameters=copied)
+        if not copied:
+            return
+        self._context.events.mark("copies", parameters=copied)
+        launched = env.launch_info()
+        if self._context.settings.shard_copy and not (launched is not None and (launched.elastic or launched.ulfm)):
+            warn(
+                self._context,
+                "shard_copy = True keeps and updates copies for the loss of a worker, but this run ends when a worker "
+                "is lost. Start it with paceline run --elastic, or leave out shard_copy to save memory and time.",
+            )
+        else:
             _log.info(
                 "rank %d also keeps the optimizer's state of %s parameters that others own, and updates them, so that "
                 "no state is lost with a worker; shard_copy=false saves this memory",
@@ -223,16 +247,23 @@ class Sharded(Strategy):
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the global norm of the gradients, after all workers have reduced their slices.
 
-        The norm has the bits of one process if no parameter is cut, because norms are then combined in the same order.
+        With ``clip_norm`` it has the bits of one process: the norms of whole parameters, combined in the same order.
         """
-        last = len(self._slices) - 1
-        dtypes = [part.dtype for part in self._parts][::-1]
-        if len({one.parameter for one in self._slices}) == len(self._slices):
-            of = {index: self._slices[index].parameter for index in gradients}
-            dtypes = [value.dtype for value in self._context.update.parameters.values()]
-        else:
-            of = {index: last - index for index in gradients}
-        return self._reducer.norm_of({of[index]: value for index, value in gradients.items()}, dtypes)
+        parameters, last = self._context.update.parameters, len(self._slices) - 1
+        if self._context.settings.clip_norm is None or last + 1 == len(parameters):
+            norms = zip(gradients, foreach_norm([*gradients.values()]) if gradients else (), strict=True)
+            dtypes = [part.dtype for part in self._parts][::-1]
+            return self._reducer.norm_of({last - index: norm for index, norm in norms}, dtypes)
+        return self._reducer.norm_of(self._norms_of_whole(gradients), [one.dtype for one in parameters.values()])
+
+    def _norms_of_whole(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return norms of the gradients of whole parameters. One worker puts the slices of a parameter together."""
+        parameters = self._context.update.parameters
+        mine = {self._shard.name_of(self._slices[index]): value for index, value in gradients.items()}
+        division = Division(self._context.world, mine, lambda name: parameters[name].shape, "clipping")
+        whole = division.put_together([*division.parts], lambda name: (division.owner_of(name),))
+        places = {name: place for place, name in enumerate(parameters)}
+        return {places[name]: foreach_norm([value])[0] for name, value in whole}
 
     @property
     def _owned(self) -> frozenset[str]:

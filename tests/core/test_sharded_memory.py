@@ -1,0 +1,66 @@
+"""A worker of sharded training needs memory for its share only, from the start to the exported file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os, re, threading
+from functools import partial
+import torch
+from torch import nn
+import paceline
+from subjects import tell
+
+WIDTH, LAYERS, workers = 1024, 16, int(os.environ["WORLD_SIZE"])
+torch.optim.AdamW(nn.Linear(1, 1).parameters())  # imports 70 MB
+data = torch.utils.data.TensorDataset(torch.ones(32, WIDTH), torch.ones(32, WIDTH))
+resume = "auto" if os.path.exists(os.environ["SAVED"]) else None
+
+def megabytes():
+    return int(re.search(r"Pss: +(\\d+)", open("/proc/self/smaps_rollup").read())[1]) / 1e3
+
+before, most, ended, phase = megabytes(), {}, threading.Event(), ["start"]
+
+def watch():
+    while not ended.wait(0.003):
+        now = phase[0]
+        most[now] = max(most.get(now, 0.0), megabytes() - before)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+torch.manual_seed(0)
+with paceline.deferred():
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+session = paceline.start(
+    model=model, optimizer=partial(torch.optim.AdamW, lr=1e-4), loss=nn.functional.mse_loss, data=data,
+    batch=4 * workers, microbatches=workers, strategy="sharded", exact=True, timeout_seconds=60,
+    checkpoint={"directory": os.environ["SAVED"], "every": 2}, resume=resume,
+)
+phase[0] = "steps and saves"
+for batch in session.batches(steps=4 if resume else 2):
+    session.step(batch)
+phase[0] = "evaluation"
+session.evaluate(data)
+phase[0] = "export"
+session.export(os.environ["SAVED"] + "/weights.safetensors")
+ended.set()
+watcher.join()
+tell(most=most, fingerprint=session.fingerprint())
+"""
+PARAMETERS = 16 * (1024 * 1024 + 1024)
+
+
+@pytest.mark.slow
+def test_no_phase_holds_more_than_a_share(printed: Printed, tmp_path: Path) -> None:
+    share = 16 * PARAMETERS / 4 / 1e6
+    sums, process = 16, 50  # three buckets, and what a process needs for a tiny model and for rounds of a save
+    for _ in ("started", "resumed"):
+        for one in printed(SCRIPT, 4, tmp_path, environment={"SAVED": str(tmp_path / "saved")}):
+            assert max(one["most"].values()) < 1.1 * share + sums + process, one["most"]
