@@ -1,6 +1,7 @@
 """What others rely on: the public names, the settings, the options. Change these lists with care."""
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -317,12 +318,17 @@ OF_OTHERS = {
     "_get_file_writer",  # TensorBoard
 }
 """Private names of Python and of other libraries than torch."""
-TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 SOURCES = (
     *("distributed/distributed_c10d", "overrides", "optim/optimizer", "optim/sgd", "optim/lr_scheduler", "_ops"),
     *("autograd/grad_mode", "nn/modules/batchnorm", "utils/data/dataloader", "utils/_python_dispatch"),
 )
 PRIVATE = re.compile(r"_(_?[A-Za-z]\w*)(?<!__)")
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The files of the package, which take seconds to parse."""
+    return {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def _imports(tree: ast.AST) -> dict[str, str]:
@@ -365,9 +371,9 @@ def _texts(tree: ast.AST) -> set[str]:
 
 def _names_of_torch() -> set[str]:
     """The private names in the file that may use them."""
-    nodes = [*ast.walk(TREES[INTERNALS])]
+    nodes = [*ast.walk(trees()[INTERNALS])]
     names = {one.attr for one in nodes if isinstance(one, ast.Attribute)}
-    names |= _texts(TREES[INTERNALS]) | {one.name for one in nodes if isinstance(one, ast.FunctionDef)}
+    names |= _texts(trees()[INTERNALS]) | {one.name for one in nodes if isinstance(one, ast.FunctionDef)}
     return {*filter(PRIVATE.fullmatch, names)} - {one.id for one in nodes if isinstance(one, ast.Name)}
 
 
@@ -389,8 +395,8 @@ def _misused(tree: ast.AST, of_torch: set[str], known: set[str]) -> set[str]:
 
 
 def test_one_file_uses_private_names_of_torch() -> None:
-    of_torch, known = _names_of_torch(), set().union(*map(_defined, TREES.values()), OF_OTHERS)
-    others = {path: _misused(tree, of_torch, known) for path, tree in TREES.items() if path != INTERNALS}
+    of_torch, known = _names_of_torch(), set().union(*map(_defined, trees().values()), OF_OTHERS)
+    others = {path: _misused(tree, of_torch, known) for path, tree in trees().items() if path != INTERNALS}
     assert {path: names for path, names in others.items() if names} == {}
 
 
@@ -429,12 +435,12 @@ def test_patches_are_listed() -> None:
     """Assignments to what is imported from other libraries, and to classes of objects or their dictionaries."""
     listed = re.findall(r"^([\w/]+\.py)$", str(patches.__doc__), re.MULTILINE)
     found = set()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         foreign = {name for name, whole in _imports(tree).items() if whole.partition(".")[0] != "paceline"}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
                 target = ast.unparse(node)
                 is_foreign = target.partition(".")[0] in foreign and not re.search(r"\(|^os.environ", target)
                 found |= {path} if is_foreign or "__dict__" in target or "__class__" in target else set()
-    assert found <= set(listed) <= set(TREES)
+    assert found <= set(listed) <= set(trees())
     assert listed == sorted(listed)

@@ -1,13 +1,13 @@
 """The metrics of torchmetrics, alone and in a collection: on any number of workers what one process computes."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torchmetrics")
-
+pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="torchmetrics is not installed")
 Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
