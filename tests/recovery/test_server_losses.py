@@ -95,4 +95,4 @@ def test_both_holders_are_lost(run: Run, way: str, saved: bool) -> None:
         assert {one["step"] for one in ran.events() if one["event"] == "went back"} == {4}, ran.report()
     else:
         assert ran.code == 4, ran.report()
-        assert "were held by lost workers only" in ran.said, ran.report()
+        assert "held by lost workers only, and there is no checkpoint" in ran.said, ran.report()
