@@ -63,6 +63,9 @@ class Checkpointer:
         self._token = os.urandom(4).hex()
         # location and step of the newest valid checkpoint that this worker wrote or resumed from
         self.last: tuple[Path | str, int] | None = None
+        self.made = -1  # step of the newest save that this worker took part in, or has loaded
+        # the same of any worker when this membership was formed. None before the first change of the membership
+        self.saved_before: int | None = None
         # number of this launch in the names of checkpoints, the same for all its workers
         self.launch: int | None = None
         self._key = None if settings.key_file is None else key_in(settings.key_file)
@@ -89,26 +92,36 @@ class Checkpointer:
         self._update_interval()
         return self._world.rank == 0 and self._interval.due(step)
 
+    def lacks(self, state: TrainingState, step: int) -> bool:
+        """Return whether a save needs the shares of all workers, and was not made before the membership changed."""
+        return state.divided() is not None and self.saved_before is not None and self.saved_before < step
+
+    def _has(self, state: TrainingState, step: int) -> bool:
+        """Return whether a save was made before the membership changed, but a loss may have interrupted this worker."""
+        return state.divided() is not None and self.saved_before is not None and self.saved_before >= step
+
     def save(self, state: TrainingState, step: int) -> Path | str:
         """Write a checkpoint and return its location. It is complete on return on rank 0; other ranks do not wait.
+
+        Does nothing if the workers have shares of the state, and any of them made this save before a loss.
 
         Raises:
             CheckpointError: no directory is set, or this save or the last background save failed.
             WorkerLost: the workers have the state in shares, and one was lost.
         """
         storage = self._require_storage()
+        if self._has(state, step):
+            self.finish()
+            return storage.location(manifest.name_of(step))
         begin = time.perf_counter()
         if self._world.rank == 0:
             with state.collecting():  # also ends the wait of the others if an earlier save has failed
                 self.finish()
                 self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
             self._interval.reset(step)
-            return storage.location(manifest.name_of(step))
-        self.finish()
-        if (share := state.divided()) is not None:
-            share.send()
-        elif self._divided:
-            self._write_part(storage, state.snapshot(step))
+        else:
+            self._send(storage, state, step)
+        self.made = step
         return storage.location(manifest.name_of(step))
 
     def begin_save(self, state: TrainingState, step: int) -> None:
@@ -126,6 +139,8 @@ class Checkpointer:
             self.save(state, step)
             return
         storage = self._require_storage()
+        if self._has(state, step):
+            return
         begin = time.perf_counter()
         if self._world.rank == 0:
             with state.collecting():
@@ -134,7 +149,12 @@ class Checkpointer:
             stall = time.perf_counter() - begin
             self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
             self._interval.reset(step)
-            return
+        else:
+            self._send(storage, state, step)
+        self.made = step
+
+    def _send(self, storage: Storage, state: TrainingState, step: int) -> None:
+        """Send this worker's share to rank 0, or write a shard of the state that all workers have."""
         self.finish()
         if share is not None:
             share.send()
@@ -160,7 +180,9 @@ class Checkpointer:
         if divided:
             is_there = self._world.gather(is_there, "saving a checkpoint")[0]
         if not is_there:
+            self.saved_before = None
             self.begin_save(state, step)
+        self.saved_before = step
 
     def finish(self) -> None:
         """Wait for the background save. Raises CheckpointError if the save failed. Raised on rank 0 only."""
@@ -258,6 +280,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint cannot be used, or ``source`` is None and the directory holds checkpoints.
         """
+        self.made, self.saved_before = -1, None
         self.finish()
         join_all()  # another session of this process may still be writing the checkpoint
         seconds = self._settings.retry_seconds
@@ -307,7 +330,7 @@ class Checkpointer:
 
     def _restore(self, state: TrainingState, location: Path | str, content: Content) -> int:
         step = state.restore(location, content)
-        self.last = location, step
+        self.last, self.made = (location, step), step
         self._interval.reset(step)
         _log.info("resumed from %s at step %d", location, step)
         self._events.mark("resume", step=step, path=str(location))

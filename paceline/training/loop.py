@@ -140,7 +140,8 @@ class TrainingLoop:
     def _conclude(self, others_did: bool = False) -> None:
         """Save a checkpoint if one is due and others have not saved it, then act on the notice of the step."""
         steps = self.position.steps
-        if steps == self.progress.steps and not others_did and self._due(steps):
+        saves = not others_did or self._checkpointer.lacks(self._state, steps)  # else others have saved it
+        if steps == self.progress.steps and saves and self._due(steps):
             self._begun = -1
             self._together(lambda: self._meet_and_save(steps))
         notice, self._notice = self._notice, 0

@@ -151,6 +151,7 @@ class Saver:
     """Stands for ``Checkpointer``."""
 
     launch: int | None = None
+    made = -1
 
     def __init__(self, newest: int = 0, enabled: bool = True) -> None:
         self.newest, self.enabled = newest, enabled

@@ -51,7 +51,11 @@ class Disk:
 class Checkpointer:
     """Checkpointer for the disk that all workers share, in place of ``checkpoint.checkpointer.Checkpointer``."""
 
-    enabled, launch, last = True, None, None
+    enabled, launch, last, made, saved_before = True, None, None, -1, None
+
+    def lacks(self, state: State, steps: int) -> bool:
+        """See ``Checkpointer``."""
+        return False
 
     def __init__(self, world: SimulatedWorld, disk: Disk) -> None:
         self._world, self._disk = world, disk

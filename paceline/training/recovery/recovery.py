@@ -290,7 +290,7 @@ class Recovery:
     def _share_findings(self) -> None:
         """Share the probe results of the first step, on which communication depends, so that all workers have the same.
 
-        Also share the launch number that checkpoint names contain.
+        Also share the launch number that checkpoint names contain, and which step was saved last.
         """
         compute = self._context.compute
         buffers = compute.buffers
@@ -301,6 +301,7 @@ class Recovery:
         everyone = self._context.world.gather(found, RE_FORMING)
         probe_results.fusible = next((fusible for fusible, *_ in everyone if fusible is not None), None)
         probe_results.repeatable = any(repeatable for _, repeatable, *_ in everyone)
+        self._checkpointer.saved_before = max(self._context.world.gather(self._checkpointer.made, RE_FORMING))
         self._checkpointer.launch = max((launch for *_, launch, _ in everyone if launch is not None), default=None)
         buffers.added.update(name for *_, names in everyone for name in names)
         known = [changing for _, _, changing, *_ in everyone if changing is not None]
