@@ -193,13 +193,43 @@ def test_a_copy_replaces_a_lost_shard(run: Run, undisturbed: Any, path: str, vic
 
 @pytest.mark.slow
 @PATHS
-def test_a_worker_joins_at_once_when_another_one_is_lost(run: Run, undisturbed: Any, path: str) -> None:
-    """It sends its new share for the checkpoint of the step before, too, if that is begun again."""
+@pytest.mark.parametrize(("step", "point"), [(6, "before forward"), (5, "after update")])
+def test_a_worker_joins_at_once_when_another_one_is_lost(
+    run: Run, undisturbed: Any, path: str, step: int, point: Any
+) -> None:
+    """It sends its new share for the checkpoint of the step before, too, if that is begun again, or not yet begun."""
     script = DIVIDED + (PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN)
     given = "-n", 3, "--elastic", "3:3", "--standby", 1, *EVERY_3
-    ran = run(script, *given, faults=faults.kill(rank=0, step=6), GIVEN=COPIED)
+    ran = run(script, *given, faults=faults.kill(rank=0, step=step, point=point), GIVEN=COPIED)
     check(ran, undisturbed(PLAIN), 3)
     assert ran.memberships()[:2] == [[0, 1, 2], [1, 2, 3]] and not went_back(ran), ran.report()
+
+
+# When rank 0 has saved step 5, worker 2 is killed, and worker 1 is interrupted before it knows.
+SAVED = """
+import os, signal, time
+from paceline.errors import WorkerLost
+from paceline.step.divided.optimizer_state import DividedOptimizerState
+
+send, calls = DividedOptimizerState.send, []
+def sent(divided):
+    send(divided)
+    calls.append(divided)
+    if len(calls) == 5 and os.environ["PACELINE_WORKER"] == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if len(calls) == 5 and os.environ["PACELINE_WORKER"] == "1":
+        while not divided._world.alarmed:
+            time.sleep(0.01)
+        raise WorkerLost("another worker was lost", (2,))
+DividedOptimizerState.send = sent
+"""
+
+
+def test_a_save_that_rank_0_has_made_is_not_made_again(run: Run, undisturbed: Any) -> None:
+    script = PLAIN.replace("scripted.end(", "    if 'ALONE' not in os.environ:\n        session.save()\nscripted.end(")
+    ran = run(SAVED + script, *ELASTIC, GIVEN=COPIED)
+    check(ran, undisturbed(PLAIN), 2)
+    assert not went_back(ran), ran.report()
 
 
 # Worker 3 is killed when all have their new shares, which worker 0 does not know.
