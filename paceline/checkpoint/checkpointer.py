@@ -134,8 +134,8 @@ class Checkpointer:
             CheckpointError: no directory is set, or the last save failed.
             WorkerLost: the workers have the state in shares, and one was lost.
         """
-        share, background = state.divided(), self._settings.background
-        if not (share is None if background is None else background):
+        background = self._settings.background
+        if not (state.divided() is None if background is None else background):
             self.save(state, step)
             return
         storage = self._require_storage()
@@ -156,7 +156,7 @@ class Checkpointer:
     def _send(self, storage: Storage, state: TrainingState, step: int) -> None:
         """Send this worker's share to rank 0, or write a shard of the state that all workers have."""
         self.finish()
-        if share is not None:
+        if (share := state.divided()) is not None:
             share.send()
         elif self._divided:
             self._write_part(storage, state.snapshot(step))

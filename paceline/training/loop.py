@@ -365,10 +365,9 @@ class TrainingLoop:
                 begun = lost is not None and self._begun == self.progress.steps >= self.progress.repeat_until
                 begun = begun and not self.context.loop.lacks_copies
                 self._checkpointer.repeat_save(self._state, self.progress.steps, begun)
+                return
             except WorkerLost as again:
                 planned, lost = False, again
-            else:
-                return
 
     def _take_over(self, progress: Progress) -> None:
         self._progress = progress
