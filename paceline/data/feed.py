@@ -133,8 +133,11 @@ class Feed:
         On a device other than the CPU, the groups of the next step are copied to the device during a step.
         """
         asked: dict[int, list[range]] = {}  # groups_of may return other groups after the loader got its requests
+        oldest = start  # of the steps in ``asked``
 
         def groups_asked(step: int) -> list[range]:
+            if step < oldest:  # it had no groups, so the loader comes to it only with the next request
+                return []
             return asked.setdefault(step, groups_of(step))
 
         self._requests.make = lambda: self._requests_of(start, stop, groups_asked)
@@ -153,6 +156,7 @@ class Feed:
             if step >= start + ahead:
                 yield [one.group() for one in loaded.popleft()]
                 del asked[step - ahead]
+                oldest += 1
 
     def _check_length(self, step: int) -> None:
         if self._length is not None and len(self._given) != self._length:

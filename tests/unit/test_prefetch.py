@@ -48,6 +48,18 @@ def test_the_next_step_is_loaded_before_a_step_is_given(device: str, ahead: int)
     assert next(steps, None) is None
 
 
+@pytest.mark.parametrize(("device", "ahead"), [("cpu", 0), ("meta", 1)])
+def test_steps_without_groups_are_not_loaded_later(device: str, ahead: int) -> None:
+    """A strategy that loads during the step, such as stealing, gives way to one that has its groups loaded."""
+    data, groups = Read(), list[range]()
+    steps = Feed(data, ORDER, torch.device(device)).steps(0, 5, lambda step: groups.copy())
+    assert [next(steps), next(steps)] == [[], []]
+    groups += own(0)
+    assert [len(loaded) for loaded in steps] == [0] * ahead + [2] * (3 - ahead)
+    wanted = [ORDER.microbatches_of(step) for step in range(2 + ahead, 5)]
+    assert data.asked == [one for parts in wanted for part in parts for one in part]
+
+
 def test_data_on_the_device_are_not_copied() -> None:
     value = torch.zeros(3, device="meta")
     data, text = Upload((value, "text"), torch.device("meta")).wait()
