@@ -297,11 +297,12 @@ class Recovery:
         changing = list(buffers.agreed) if buffers.fixed else None
         launch = self._checkpointer.launch
         probe_results = self._context.probe_results
-        found = probe_results.fusible, probe_results.repeatable, changing, launch, sorted(buffers.added)
+        made = self._checkpointer.made
+        found = probe_results.fusible, probe_results.repeatable, changing, made, launch, sorted(buffers.added)
         everyone = self._context.world.gather(found, RE_FORMING)
         probe_results.fusible = next((fusible for fusible, *_ in everyone if fusible is not None), None)
         probe_results.repeatable = any(repeatable for _, repeatable, *_ in everyone)
-        self._checkpointer.saved_before = max(self._context.world.gather(self._checkpointer.made, RE_FORMING))
+        self._checkpointer.saved_before = max(made for *_, made, _, _ in everyone)
         self._checkpointer.launch = max((launch for *_, launch, _ in everyone if launch is not None), default=None)
         buffers.added.update(name for *_, names in everyone for name in names)
         known = [changing for _, _, changing, *_ in everyone if changing is not None]
