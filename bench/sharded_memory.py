@@ -8,7 +8,7 @@ the same script needs for a tiny model: libraries, activations and buffers of th
 
     python bench/sharded_memory.py --megabytes 400 --workers 4
     python bench/sharded_memory.py --megabytes 100 --workers 4 --set exact=true
-    python bench/sharded_memory.py --megabytes 100 --workers 4 --limit 300      # RLIMIT_DATA of a worker, in MB
+    python bench/sharded_memory.py --megabytes 100 --workers 4 --limit 280      # RLIMIT_DATA, see --help
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ before, most, ended = megabytes(), {{}}, threading.Event()
 phase = ["build"]
 given = json.loads(os.environ["GIVEN"])
 if given["limit"]:
-    resource.setrlimit(resource.RLIMIT_DATA, (int(given["limit"] * 1e6),) * 2)
+    data = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (data + int(given["limit"] * 1e6),) * 2)
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from models import CHARACTERS, GPT
 
@@ -105,7 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--megabytes", type=float, default=100, help="size of the weights")
-    parser.add_argument("--limit", type=float, default=0, help="RLIMIT_DATA of each worker in MB")
+    parser.add_argument(
+        "--limit", type=float, default=0, help="MB that RLIMIT_DATA leaves to each worker after the imports"
+    )
     parser.add_argument("--plain", action="store_true", help="build the model as usual")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="settings, such as exact=true")
     options = parser.parse_args()
