@@ -157,10 +157,10 @@ class Storage(ABC):
             ValueError: the manifest is too long or not text.
         """
         with self.open(name, FILE) as file:
-            text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise ValueError(f"it has more than {LARGEST:,} bytes")
-        return text.decode()
+            if (size := file.seek(0, 2)) > LARGEST:
+                raise ValueError(f"it has more than {LARGEST:,} bytes")
+            file.seek(0)
+            return file.read(size).decode()  # a buffer of the largest size would count towards RLIMIT_DATA
 
     def complete(self) -> list[str]:
         """Return the names of the complete checkpoints, newest first.

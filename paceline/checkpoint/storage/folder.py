@@ -94,7 +94,9 @@ class Folder(Storage):
     def read_part(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
         try:
             with self.open(f"{self._partial(step, writer).name}/{_PARTS}", file) as opened:
-                return opened.read(most)
+                size = opened.seek(0, 2)
+                opened.seek(0)
+                return opened.read(min(size, most))
         except FileNotFoundError:
             return None
 
