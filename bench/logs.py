@@ -60,7 +60,6 @@ def main() -> None:
         index.update()
         seconds = time.perf_counter() - begin
         size = (Path(folder) / "logs.sqlite").stat().st_size / 1e6
-        print(f"{time.process_time():.1f} s of CPU")
         print(f"{given.megabytes:.0f} MB, {count:,} records: indexed in {seconds:.1f} s, into {size:.0f} MB")
         begin = time.perf_counter()
         index.update()

@@ -76,7 +76,7 @@ given = {"forward": loss, "data": samples, "batch": SAMPLES // 8, "sampler": pas
 session = paceline.start(model=model, optimizer=lambda p: Adam(p, lr=3e-3), **given)
 for iteration in session.epochs(args.iterations):
     rollouts, falls = zip(*session.map(rollout, range(GROUPS)), strict=True)
-    session.print(f"iteration {iteration}  mean return {SAMPLES / max(1, sum(falls)):.0f}")
+    session.print(f"iteration {iteration}  {SAMPLES} steps, {sum(falls)} poles fell")
     for old, new in zip(samples.tensors, map(torch.cat, zip(*rollouts, strict=True)), strict=True):
         old.copy_(new)
     advantages = samples.tensors[3]

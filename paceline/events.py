@@ -78,7 +78,7 @@ class EventLog:
         self.rank, self.generation = rank, generation
 
     def mark(self, event: str, **fields: object) -> None:
-        """Add a record of an event, with the current time."""
+        """Add a record of an event, with the current time. ``step=None`` marks an event that is about no step."""
         if self._thread is None and self._listener is None:
             return
         record = self._record(event, fields)
@@ -88,9 +88,11 @@ class EventLog:
             self._listener.offer(record)
 
     def _record(self, event: str, fields: dict[str, object]) -> dict[str, object]:
-        step = {} if self.step is None else {"step": self.step}
-        common = {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation, **step}
-        return common | fields
+        common = {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation}
+        record = common | {"step": self.step} | fields
+        if record["step"] is None:
+            del record["step"]
+        return record
 
     @contextmanager
     def span(self, event: str, **fields: object) -> Iterator[None]:

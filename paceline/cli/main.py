@@ -21,7 +21,7 @@ COMMANDS = {
     "export": "Write the weights in a checkpoint as a file for inference.",
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
     "why": "Say where the time of a run went, and what to change.",
-    "trace": "Write a trace of a run for Perfetto: who did what, when, and waited for whom.",
+    "trace": "Write a trace of a run for Perfetto: what each worker did, and when.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }

@@ -14,6 +14,7 @@ finished is read later, or never if the worker was killed.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -111,7 +112,8 @@ class RecordIndex:
             self._base.execute("BEGIN IMMEDIATE")
             paths = [path.resolve() for folder in self._folders for path in sorted((folder / "events").glob("*.jsonl"))]
             known = dict(self._base.execute("SELECT path, size FROM files"))
-            if any(size > _size(Path(path)) for path, size in known.items()):  # other files are in the place of these
+            other = not known.keys() <= {str(path) for path in paths}  # another search has read other folders, too
+            if other or any(size > _size(Path(path)) for path, size in known.items()):  # or these are other files
                 self._base.execute("DELETE FROM files")
                 self._base.execute("DELETE FROM records")
                 self._base.execute("INSERT INTO texts(texts) VALUES ('delete-all')")
@@ -152,7 +154,7 @@ class RecordIndex:
     def _add(self, lines: list[bytes]) -> int:
         """Add the records in some lines. Return the number of lines that are not records."""
         texts = (line.decode(errors="replace") for line in lines)
-        known = [(record, text) for text in texts if (record := checked(text)) is not None]
+        known = [(record, _valid(text, record)) for text in texts if (record := checked(text)) is not None]
         first = self._base.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM records").fetchone()[0]
         rows = ((first + place, *columns_of(record), text) for place, (record, text) in enumerate(known))
         self._base.executemany("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
@@ -213,6 +215,19 @@ def columns_of(record: Record) -> tuple[Any, ...]:
     seconds = number(record.get("seconds"))
     rank = record["rank"] if isinstance(record["rank"], int) else encodable(record["rank"])
     return record["time"], rank, record["generation"], encodable(record["event"]), step, seconds, size
+
+
+def _valid(text: str, record: Record) -> str:
+    """Return the text of a record as valid JSON: null in place of NaN and infinities, which SQLite does not read."""
+    return json.dumps(_finite(record)) if "NaN" in text or "Infinity" in text else text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [*map(_finite, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(record: Record) -> str:

@@ -27,9 +27,9 @@ _LEAST_SHARE = 0.02
 """Smallest share of the time that is worth a sentence."""
 _QUERY = """
 SELECT rank, generation, step, time, seconds, json_extract(record, '$.waited'), json_extract(record, '$.awaited')
-FROM records WHERE event = 'step' ORDER BY time
+FROM records WHERE event IN ('step', 'start') ORDER BY time
 """
-_PAUSES = {"checkpoint": "stall", "evaluate": "seconds"}
+_PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
 
 
@@ -51,7 +51,7 @@ class Times(NamedTuple):
 class Culprit:
     """Part of the time that would be saved if the rank or the part of a step took no longer than it has to."""
 
-    kind: str  # "compute", "load" or "script" of a rank; else "exchange", "load", "checkpoint", "evaluate", "script"
+    kind: str  # "compute", "load" or "script" of a rank; else "exchange", "load", "script" or a pause
     share: float  # of the time of the run
     rank: int | None = None
     host: str | None = None
@@ -105,12 +105,14 @@ def find(index: RecordIndex) -> Findings:
 def _steps(rows: Iterable[Sequence[Any]]) -> list[dict[int, Times]]:
     """Return the durations of each step by rank."""
     found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
-    ended: dict[int, float] = {}
+    ended: dict[tuple[int, int], float] = {}  # times by rank and generation; what a recovery takes is of no step
     for rank, generation, step, time, seconds, load, awaited in rows:
+        if seconds is None:  # a start, maybe of a resumed run
+            ended.clear()
         if not all(isinstance(one, int | float) for one in (rank, step, seconds, load, awaited)):
             continue
-        between = max(0.0, time - seconds - ended.get(rank, time - seconds))
-        ended[rank] = time
+        between = max(0.0, time - seconds - ended.get((rank, generation), time - seconds))
+        ended[rank, generation] = time
         within = min(awaited, max(0.0, seconds - load))  # of waits between steps only the sum with these is known
         beside = min(awaited - within, between)
         found[generation, step][rank] = Times(between - beside, load, max(0.0, seconds - load - within), awaited)
@@ -124,7 +126,7 @@ def explain(
     pauses: Mapping[str, float] | None = None,
     strategy: str = "",
 ) -> Findings:
-    """Return who and what takes the time of some steps.
+    """Return which workers and parts of a step take the time of some steps.
 
     Args:
         steps: durations of each step by rank.
@@ -161,16 +163,21 @@ def explain(
         if seconds >= _LEAST_SHARE * total
     ]
     culprits.sort(key=lambda one: -one.share)
-    return Findings(len(steps), total, culprits, _advice(culprits, strategy, len(steps[-1])))
+    fixed = not pauses.get("map") and not pauses.get("extend")
+    return Findings(len(steps), total, culprits, _advice(culprits, strategy, len(steps[-1]), fixed))
 
 
-def _advice(culprits: Sequence[Culprit], strategy: str, workers: int) -> list[Advice]:
-    """Return settings that would save time, with the shares that they save."""
+def _advice(culprits: Sequence[Culprit], strategy: str, workers: int, fixed: bool) -> list[Advice]:
+    """Return settings that would save time, with the shares that they save.
+
+    Args:
+        fixed: whether the data set stays the same. If not, loader processes would not see the changes.
+    """
     gains: dict[str, float] = defaultdict(float)
     for one in culprits:
         if one.kind == "compute" and strategy == "allreduce":
             gains["strategy=stealing"] += one.share * (1 - 1 / workers)  # the rest is shared out among all
-        elif one.kind == "load":
+        elif one.kind == "load" and fixed:
             gains["workers_per_loader=2"] += one.share
         elif one.kind == "exchange" and strategy in ("allreduce", "stealing"):
             gains["wire=bfloat16"] += one.share / 2
@@ -185,18 +192,17 @@ _OF_RANK = {
     "script": "rank {rank}{where} takes longer between steps than the others",
 }
 _OF_ALL = {
-    "exchange": "all wait for the exchange of data, which even the slowest worker awaits",
-    "load": "all wait for their data",
+    "exchange": "all workers wait for the exchange of data",
+    "load": "all workers wait for their data",
     "checkpoint": "training waits for checkpoints",
     "evaluate": "the model is evaluated",
+    "map": "session.map computes",
     "script": "the script runs between steps",
 }
 
 
 def sentences(findings: Findings) -> list[str]:
     """Return the findings as text, the largest first."""
-    if not findings.steps:
-        return ["there is no record of a step that tells how long its worker waited for others"]
     if not findings.culprits:
         least = f"{_LEAST_SHARE:.0%}"
         return [f"all workers compute nearly all of the time: nothing else takes {least} of {findings.steps} steps"]

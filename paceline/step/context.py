@@ -45,11 +45,13 @@ class HeldShare:
     """Share of a divided state that this worker holds between two memberships, until all workers have their new shares.
 
     ``names``: parameters and slices of parameters (``schedule.slices``). Their values are in the parameters.
-    ``tensors``: their optimizer state by name.
+    ``tensors``: their optimizer state by name. ``is_handed_on``: whether this worker, which leaves, has given others
+    what only it had.
     """
 
     names: set[str] = field(default_factory=set)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    is_handed_on: bool = False
 
     def add(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Add parameters and slices with their optimizer state."""
@@ -60,6 +62,7 @@ class HeldShare:
         """Drop the share."""
         self.names.clear()
         self.tensors.clear()
+        self.is_handed_on = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from paceline.data.growing.agreement import agree, encoded
 from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.nested import map_tensors
 from paceline.errors import ConfigError, InputError
+from paceline.evaluation.gathering import attempt, share_failure
 from paceline.evaluation.mapping import map_items
 from paceline.evaluation.measure import Measure, evaluate, evaluate_alone
 from paceline.step.loss import described
@@ -149,7 +150,9 @@ class Evaluations:
                     f"session.extend after step {call[0] - 1}: the run is at step {loop.progress.steps} and has no "
                     f"such call, so the script was another one before. Start a new run."
                 )
-            given = encoded(samples)
+            given, error = attempt(lambda: encoded(samples))
+            share_failure(self._context, error, "extend")
+            assert given is not None
             notice = agree(self._context.world, given)
             begun = max(loop.position.steps, loop.position.given + 1)
             return Additions(given, loop.progress.steps, begun), notice

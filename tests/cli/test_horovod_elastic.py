@@ -325,7 +325,7 @@ def _await(true: Callable[[], bool]) -> None:
 def test_a_script_that_wants_fewer_for_a_moment_starts_no_more() -> None:
     coordinator, discovery = MagicMock(over=None, waiting=False), SimpleNamespace(slots=4)
     request = SimpleNamespace(
-        workers=2, nodes=None, least=2, most=8, elastic=True, patience_seconds=0.0, standby=0, discovery=None
+        workers=2, nodes=None, smallest=2, most=8, elastic=True, patience_seconds=0.0, standby=0, discovery=None
     )
     agent: Any = CoordinatorAgent(MagicMock(), request, coordinator, discovery)  # type: ignore[arg-type]
     for number in range(2):

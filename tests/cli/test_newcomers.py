@@ -235,7 +235,7 @@ for epoch in session.epochs(2):
 """,
         2,
         "The data set had 64 samples at the start and has 72 in step 2.",
-        "Start a new session with the changed data set, or give a stream",
+        "give start(data=paceline.data.Growing(samples)) and call session.extend, or give a stream",
     ),
     "a number for the loss": (
         "train(loss=lambda output, target: cross_entropy(output, target).item())",

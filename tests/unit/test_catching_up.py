@@ -793,3 +793,16 @@ def test_a_worker_that_keeps_its_old_share_joins_another_membership(launched: Si
     scene.of.re_form(Progress(3, owned=frozenset({"b"})))
     assert scene.context.world.joined == [1, 2] and released == [1]
     assert [asked[-1] for asked in scene.asked] == [(), [12]]
+
+
+@pytest.mark.parametrize("handed_on", [True, False])
+@pytest.mark.parametrize("owned", [frozenset({"a"}), None])
+def test_a_worker_leaves_when_others_have_what_it_holds(owned: frozenset[str] | None, handed_on: bool) -> None:
+    """If its notice comes after the others have asked who leaves, it stays for another step."""
+
+    def act(world: Any) -> bool:
+        scene = Scene(world)
+        scene.context.settings.strategy, scene.context.held.is_handed_on = "sharded", handed_on
+        return scene.of._may_leave(Progress(3, owned=owned))
+
+    assert run(2, act) == [handed_on or owned is None] * 2

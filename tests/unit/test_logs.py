@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Callable
@@ -103,6 +104,23 @@ def test_what_is_no_record_is_left_out_and_counted(run: Path, printed: Callable[
     assert "\x1b" not in printed("one") and "\\x1b[2J clear" in printed("one", "--text", "clear")
 
 
+def test_numbers_that_are_not_finite_are_null(run: Path, printed: Callable[..., str]) -> None:
+    with (run / "events" / "rank-0.jsonl").open("a") as file:
+        file.write(line("skipped", 0, 4, norms=[math.nan, 1.0], loss=-math.inf, text="NaN"))
+    assert printed("--sql", "select json_extract(record, '$.norms[1]') from records where step = 4").split()[-1] == "1"
+    assert json.loads(printed("--json", "--step", "4"))["norms"] == [None, 1.0]
+
+
+def test_folders_of_an_earlier_search_are_forgotten(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "copied" / "events").mkdir(parents=True)
+    (tmp_path / "copied" / "events" / "rank-1000.jsonl").write_text(line("step", 2, 0))
+    index = RecordIndex(run, [tmp_path / "copied"])
+    index.update()
+    assert len(list(index.find(Search()))) == 18
+    index.close()
+    assert len(found(run)) == 17
+
+
 def test_an_index_that_cannot_be_used(run: Path, tmp_path: Path) -> None:
     (run / FILE).write_bytes(b"no database" * 1000)
     assert len(found(run)) == 17
@@ -152,6 +170,9 @@ def test_what_is_printed(printed: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--step", "20:10"], "--step 20:10 names no steps: the first number must be the smaller one"),
+        (["--step", "9" * 30], "names no steps"),
+        (["--json", "--parquet", "x"], "cannot be used with --follow or --json"),
         (["--step", "first"], "--step 'first' names no steps: write --step 800, or --step 800:820"),
         (["--slower-than", "5 minutes"], "is no time: write a number and us, ms, s, m or h"),
         (["--sql", "delete from records"], "cannot be run: not authorized"),

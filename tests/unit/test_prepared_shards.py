@@ -1,19 +1,24 @@
 """Shards of a state that were loaded for workers who never trained with them."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
 from torch import nn
 
+from paceline.errors import WorkerLost
 from paceline.schedule.slices import Slice, slice_name
 from paceline.step.context import HeldShare
+from paceline.strategies.sharded import prepared
 from paceline.strategies.sharded.prepared import PreparedShards
 from paceline.strategies.sharded.shards import OptimizerShard, unite
 
 
-def test_loaded_shards_that_are_released_are_held_until_they_are_moved() -> None:
+def made_for() -> tuple[PreparedShards, Any]:
+    """What one of two workers prepares for half of a weight, and the update of the model."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False))
     optimizer = torch.optim.AdamW(model.parameters())
     context: Any = SimpleNamespace(
@@ -22,7 +27,59 @@ def test_loaded_shards_that_are_released_are_held_until_they_are_moved() -> None
     made = PreparedShards.__new__(PreparedShards)
     made._model, made._frozen, made.weights, made.is_loaded = model, {}, None, False
     made._parameters, made._moved, made._held = dict(model.named_parameters()), None, HeldShare()
+    made._optimizer, made._sizes, made._world = optimizer, {"0.weight": 16}, None  # type: ignore[assignment]
     made.shard = OptimizerShard(context, [Slice(0, 0, 8, 0), Slice(0, 8, 16, 1)], [0])
+    return made, context.update
+
+
+def trained(update: Any) -> torch.Tensor:
+    """The first moments of a weight after a step."""
+    for value in update.parameters.values():
+        value.grad = torch.ones_like(value)
+    update.optimizer.step()
+    moments: torch.Tensor = update.optimizer.state_dict()["state"][0]["exp_avg"]
+    return moments.clone()
+
+
+def test_a_whole_state_is_held_until_all_have_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that joins may be lost before it says that it has all."""
+    made, update = made_for()
+    moments, part = trained(update), slice_name("optimizer/0.weight/exp_avg", 0, 8)
+
+    def moved(world: None, held: dict[str, torch.Tensor], *_: Any) -> dict[str, torch.Tensor]:
+        return {part: held["optimizer/0.weight/exp_avg"].view(-1)[:8]}
+
+    monkeypatch.setattr(prepared, "move_shares", moved)
+    made.move(None, "")
+    made.load({})
+    owned = made.release()
+    assert owned is not None and owned >= {"0.weight", slice_name("0.weight", 0, 8)}
+    assert made._held.tensors["optimizer/0.weight/exp_avg"].equal(moments)
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_worker_that_is_behind_drops_its_state_when_it_has_another(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, update = made_for()
+    trained(update)
+    made._held.add({"0.weight"}, {"optimizer/0.weight/exp_avg": torch.zeros(4, 4)})
+
+    def moved(world: None, held: dict[str, torch.Tensor], *_: Any) -> dict[str, torch.Tensor]:
+        assert not held, "that of an earlier step"
+        if interrupted:
+            raise WorkerLost("rank 1 was lost")
+        return {}
+
+    monkeypatch.setattr(prepared, "move_shares", moved)
+    with pytest.raises(WorkerLost) if interrupted else contextlib.nullcontext():
+        made.move(frozenset(), "")
+    assert bool(update.optimizer.state_dict()["state"]) == bool(made._held.names) == interrupted
+
+
+def test_loaded_shards_that_are_released_are_held_until_they_are_moved() -> None:
+    made, update = made_for()
+    model, optimizer = made._model, update.optimizer
     tensors = {f"parameter/{name}": value.detach().clone() for name, value in model.named_parameters()}
     tensors |= {f"buffer/{name}": value.clone() for name, value in model.named_buffers()}
     made.load(tensors | {slice_name("optimizer/0.weight/exp_avg", 0, 8): torch.ones(8)})
@@ -31,6 +88,6 @@ def test_loaded_shards_that_are_released_are_held_until_they_are_moved() -> None
     ((name, value),) = made._held.tensors.items()
     assert name == slice_name("optimizer/0.weight/exp_avg", 0, 8) and value.eq(1.0).all()
     assert not optimizer.state_dict()["state"]
-    unite(context.update, made._held.tensors)
+    unite(update, made._held.tensors)
     (state,) = optimizer.state_dict()["state"].values()
     assert state["exp_avg"].shape == (4, 4) and state["exp_avg"][:2].eq(1.0).all() and not made._held.tensors

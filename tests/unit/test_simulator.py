@@ -131,7 +131,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
         progress, "lacks_script", "most.steps < most.repeat_until", "False"),
     "a step before the checkpoint is taken again": (progress, "gone_back", "own.steps >= steps and ", ""),
     "added samples are not sent": (
-        Recovery, "_same_state", "share_samples(self._context.world, self._context.order)", "pass"),
+        Recovery, "_connect", "share_samples(world, order)", "pass"),
     "an epoch that is running gets samples": (GrowingOrder, "add_result", "epoch + (index > 0)", "epoch"),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_what_all_wait_for() -> None:
 def test_nothing_to_blame() -> None:
     found = explain([step_of([usual(load=0.0, script=0.0)] * 4, exchange=0.001)] * STEPS)
     assert not found.culprits and "compute nearly all of the time" in sentences(found)[0]
-    assert "no record of a step" in sentences(explain([]))[0]
+    assert explain([]).steps == 0
     assert explain([{0: usual(compute=1.0)}] * STEPS).culprits == [], "one worker, which waits for nobody"
 
 
@@ -70,6 +71,31 @@ def test_only_what_a_strategy_can_change_is_advised() -> None:
     steps = [step_of([usual(), usual(compute=2.0)], exchange=0.0)] * STEPS
     assert [one.set for one in explain(steps, strategy="allreduce").advice] == ["strategy=stealing"]
     assert explain(steps, strategy="pipeline").advice == []
+
+
+def test_loader_processes_are_not_advised_if_the_data_change() -> None:
+    found = explain([step_of([usual(load=0.4, script=0.5)] * 3)] * STEPS, pauses={"map": 8.0})
+    assert {"load", "map"} <= {one.kind for one in found.culprits} and not found.advice
+
+
+def test_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, 0, 1.0, event="start")
+    with pytest.raises(SystemExit) as ended:
+        main(["why", str(tmp_path)])
+    assert ended.value.code == 2 and "has no complete step" in capsys.readouterr().err
+
+
+def test_the_time_of_a_recovery_is_of_no_step(tmp_path: Path) -> None:
+    times = {"seconds": 1.0, "waited": 0.0, "awaited": 0.0}
+    for rank, ends in ((0, [1.0, 2.0, 33.0, 34.0, 65.0]), (1, [1.0, 2.0, 33.0, 34.0, 65.0])):
+        for step, end in enumerate(ends):
+            if step == 4:  # resumed
+                write(tmp_path, rank, 0, 64.0, event="start")
+            write(tmp_path, rank, step, end, **times | {"generation": int(step in (2, 3)), "loss": math.nan})
+    index = RecordIndex(tmp_path)
+    index.update()
+    assert find(index).culprits == []
+    index.close()
 
 
 def write(run: Path, rank: int, step: int, end: float, **more: Any) -> None:

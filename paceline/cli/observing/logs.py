@@ -24,7 +24,7 @@ Run = Annotated[
     str | None,
     typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
 ]
-Step = Annotated[str | None, typer.Option(help="Records of step A, or of the steps from A up to B.", metavar="A[:B]")]
+Step = Annotated[str | None, typer.Option(help="Step A, or the steps from A to B - 1.", metavar="A[:B]")]
 Collect = Annotated[
     list[Path] | None,
     typer.Option(help="Folder of the same run from another machine; may be repeated.", metavar="FOLDER"),
@@ -76,7 +76,7 @@ def command(  # noqa: PLR0913 - each argument is an option
         slower_than=None if slower_than is None else seconds_of(slower_than),
         text=text,
     )
-    _check_together(sql, follow, parquet, search == Search())
+    _check_together(sql, follow, as_json, parquet, search == Search())
     index = RecordIndex(found(runs_dir, run), collect or ())
     try:
         index.update()
@@ -99,12 +99,12 @@ def command(  # noqa: PLR0913 - each argument is an option
         index.close()
 
 
-def _check_together(sql: str | None, follow: bool, parquet: Path | None, all_records: bool) -> None:
+def _check_together(sql: str | None, follow: bool, as_json: bool, parquet: Path | None, all_records: bool) -> None:
     """Raise ConfigError if options were given that exclude each other."""
     if sql is not None and (follow or parquet is not None or not all_records):
         raise ConfigError("--sql selects by itself: write the conditions into the query, and give --json at most.")
-    if follow and parquet is not None:
-        raise ConfigError("--parquet writes a whole file, so it cannot be used with --follow.")
+    if (follow or as_json) and parquet is not None:
+        raise ConfigError("--parquet writes a whole file, so it cannot be used with --follow or --json.")
 
 
 def _followed(index: RecordIndex, search: Search) -> Iterator[Record]:
@@ -136,12 +136,13 @@ def steps_of(text: str) -> range:
     >>> steps_of("800"), steps_of("800:820"), steps_of(":3")
     (range(800, 801), range(800, 820), range(0, 3))
     """
-    if (found := re.fullmatch(r"(\d+)|(\d*):(\d*)", text)) is None:
+    if (found := re.fullmatch(r"(\d{1,18})|(\d{0,18}):(\d{0,18})", text)) is None:
         raise ConfigError(f"--step {text!r} names no steps: write --step 800, or --step 800:820 for 800 to 819.")
     one, first, stop = found.groups()
-    if one is not None:
-        return range(int(one), int(one) + 1)
-    return range(int(first or 0), int(stop) if stop else sys.maxsize)
+    steps = range(int(one), int(one) + 1) if one else range(int(first or 0), int(stop) if stop else sys.maxsize)
+    if not steps:
+        raise ConfigError(f"--step {text} names no steps: the first number must be the smaller one.")
+    return steps
 
 
 def seconds_of(text: str) -> float:

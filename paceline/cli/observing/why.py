@@ -24,14 +24,21 @@ def command(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Say where the time of a run went."""
+    from paceline.errors import InputError
     from paceline.launchers.runs import found
     from paceline.observe.index import RecordIndex
     from paceline.observe.why import find, sentences
 
-    index = RecordIndex(found(runs_dir, run), collect or ())
+    folder = found(runs_dir, run)
+    index = RecordIndex(folder, collect or ())
     try:
         index.update()
         findings = find(index)
     finally:
         index.close()
+    if not findings.steps:
+        raise InputError(
+            f"{folder} has no complete step that tells how long its workers waited, so there is nothing to compare. "
+            f"See what it has with paceline logs."
+        )
     print(json.dumps(findings.data()) if as_json else "\n".join(sentences(findings)))

@@ -209,6 +209,8 @@ class Executor:
         more: dict[str, int | None] = {"bytes": size, "peer": peer} if peer >= 0 else {"version": version}
         if microbatch >= 0:
             more["step"], more["microbatch"] = self._origins[microbatch]
+        else:
+            more["step"] = None
         self._context.events.mark(kind.name.lower(), stage=stage, seconds=seconds, **more)
 
     def _forward(self, operation: Operation) -> None:

@@ -94,17 +94,17 @@ class PreparedShards:
 
     def move(self, owned: frozenset[str] | None, what: str) -> None:
         """See ``checkpoint.load.Shares``."""
-        held = self._held.tensors
+        whole, state = owned is None, self._held.tensors if owned else {}
         if owned is None:
             materialize(self._model)
-            owned, held = frozenset(self._parameters), dict(optimizer_state(self._model, self._optimizer))
+            owned, state = frozenset(self._parameters), dict(optimizer_state(self._model, self._optimizer))
+        values = {f"parameter/{name}": self._value_of(name) for name in owned if split_name(name)[0] in self._sizes}
+        self._moved = move_shares(self._world, state | values, self, what)
+        if whole:
+            self._held.add(owned, state)  # until all workers have their new shares
         elif not owned:  # a worker that joins, or is behind
             self._optimizer.state.clear()
-            held = {}
-        held = held | {
-            f"parameter/{name}": self._value_of(name) for name in owned if split_name(name)[0] in self._sizes
-        }
-        self._moved = move_shares(self._world, held, self, what)
+            self._held.clear()
 
     def _value_of(self, name: str) -> torch.Tensor:
         """Return the values of a parameter, or of a slice, in the memory of this worker's model."""

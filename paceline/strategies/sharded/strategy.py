@@ -296,6 +296,7 @@ class Sharded(Strategy):
             self.unite(steps)
         elif not self._is_whole:
             self._division.hand_on(leaving, "synchronizing")
+        self._context.held.is_handed_on = world.rank in leaving
 
     @property
     def undecided(self) -> bool:

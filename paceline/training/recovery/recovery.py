@@ -113,19 +113,16 @@ class Recovery:
             owned = forget(self._context)
             if progress is not None and progress.owned is None:  # lost after a checkpoint was loaded in shares
                 progress.owned = owned
+            leaving = world.leaving and self._may_leave(progress)
             world.leave()
             key = None if progress is None else progress.key
-            answer = self._coordinator.await_membership(key, world.arena_handle(), world.leaving, planned, ended)
+            answer = self._coordinator.await_membership(key, world.arena_handle(), leaving, planned, ended)
             if isinstance(answer, Departure):
                 self._depart(answer, progress)
             agreed = time.perf_counter()
             lost += answer.lost  # includes losses of memberships that could not be joined
             try:
-                before = world.device
-                world.join(answer)
-                if world.device != before:
-                    self._undo_warm_up()
-                    move_to_device(self._context)
+                self._connect(answer)
                 connected = time.perf_counter()
                 if answer.fresh:
                     self._undo_warm_up()
@@ -145,6 +142,22 @@ class Recovery:
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
             return progress
+
+    def _may_leave(self, progress: Progress | None) -> bool:
+        """Return whether others have what this worker holds. Else it leaves a step later."""
+        holds = progress is not None and progress.owned is not None and loads_shares(self._context)
+        return not holds or self._context.held.is_handed_on
+
+    def _connect(self, membership: Membership) -> None:
+        """Join a membership, perhaps on another device, and get the samples that others have added."""
+        world, order = self._context.world, self._context.order
+        before = world.device
+        world.join(membership)
+        if world.device != before:
+            self._undo_warm_up()
+            move_to_device(self._context)
+        if isinstance(order, GrowingOrder):
+            share_samples(world, order)  # before a state that has been trained with them
 
     def _begin(self) -> Progress:
         progress = self._beginning.begin()
@@ -173,8 +186,6 @@ class Recovery:
 
     def _same_state(self, progress: Progress | None) -> Progress:
         """Bring all members to the most advanced state, or to a checkpoint if that is lost; return the progress."""
-        if isinstance(self._context.order, GrowingOrder):
-            share_samples(self._context.world, self._context.order)  # before a state that has been trained with them
         if progress is not None:
             progress.changes = self._context.loop.needed
         own, everyone = progress, self._gather(progress)
@@ -185,7 +196,7 @@ class Recovery:
             everyone = self._gather(progress)
         # the script's own values are newer, unless it is more than one step behind or has not begun
         self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
-        if progress is not None and progress.owned is not None and is_replaced(self._context, everyone):
+        if progress is not None and is_replaced(self._context, everyone):
             progress.owned = frozenset()  # until the whole state has arrived, this worker's tensors are of two steps
         self._is_overwritten |= progress is None
         if not lacks_script(everyone) and assemble(self._context, everyone):

@@ -78,9 +78,11 @@ def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Share
 
 
 def is_replaced(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
-    """Return whether :func:`assemble` replaces what this worker owns by the state of a worker that has all of it."""
-    whole = _whole(everyone)
-    return any(whole) and not whole[context.world.rank] and not loads_shares(context)
+    """Return whether the state of others replaces what this worker owns, in :func:`assemble` or :func:`move`."""
+    whole, own = _whole(everyone), everyone[context.world.rank]
+    if own is not None and loads_shares(context):
+        return own.steps + own.ahead != furthest_of(everyone).steps
+    return own is not None and own.owned is not None and any(whole) and not whole[context.world.rank]
 
 
 def _whole(everyone: Sequence[Progress | None]) -> list[bool]:
