@@ -29,6 +29,18 @@ def test_marks_and_spans_are_lines(tmp_path: Path) -> None:
     assert isinstance(second["seconds"], float)
 
 
+def test_a_record_has_the_step_that_it_is_about(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, 3)
+    log.mark("start")
+    log.step = 7
+    log.mark("exchange")
+    log.mark("checkpoint", step=5)
+    log.mark("update", step=None)
+    log.close()
+    assert [one.get("step") for one in records(tmp_path / "rank-3.jsonl")] == [None, 7, 5, None]
+    assert "step" not in records(tmp_path / "rank-3.jsonl")[3]
+
+
 def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
     log = EventLog(None, rank=0)
     log.mark("step")

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,8 +67,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Search the records of a run."""
-    from paceline.launchers.runs import found
-    from paceline.observe.index import RecordIndex, Search
+    from paceline.observe.index import Search
 
     search = Search(
         ranks=tuple(rank or ()),
@@ -77,26 +77,35 @@ def command(  # noqa: PLR0913 - each argument is an option
         text=text,
     )
     _check_together(sql, follow, as_json, parquet, search == Search())
-    index = RecordIndex(found(runs_dir, run), collect or ())
     try:
-        index.update()
-        if sql is not None:
-            _print_rows(index, sql, as_json)
-        elif parquet is not None:
-            from paceline.observe.parquet import write
+        with up_to_date(runs_dir, run, collect) as (_, index):
+            if sql is not None:
+                _print_rows(index, sql, as_json)
+            elif parquet is not None:
+                from paceline.observe.parquet import write
 
-            print(f"{write(index.find(search), parquet)} records written to {parquet}")
-        else:
-            for record in _followed(index, search) if follow else (record for _, record in index.find(search)):
-                print(json.dumps(record) if as_json else line_of(record), flush=follow)
-        if index.skipped:
-            print(f"{index.skipped} damaged lines were left out.", file=sys.stderr)
+                print(f"{write(index.find(search), parquet)} records written to {parquet}")
+            else:
+                for record in _followed(index, search) if follow else (record for _, record in index.find(search)):
+                    print(json.dumps(record) if as_json else line_of(record), flush=follow)
+            if index.skipped:
+                print(f"{index.skipped} damaged lines were left out.", file=sys.stderr)
     except BrokenPipeError:  # a reader such as `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it once more at the end
     except KeyboardInterrupt:
         pass
-    finally:
-        index.close()
+
+
+@contextmanager
+def up_to_date(runs_dir: Path, run: str | None, collect: list[Path] | None) -> Iterator[tuple[Path, RecordIndex]]:
+    """Return a context with the directory of a run and the index of its records, which it closes."""
+    from paceline.launchers.runs import found
+    from paceline.observe.index import RecordIndex
+
+    folder = found(runs_dir, run)
+    with closing(RecordIndex(folder, collect or ())) as index:
+        index.update()
+        yield folder, index
 
 
 def _check_together(sql: str | None, follow: bool, as_json: bool, parquet: Path | None, all_records: bool) -> None:

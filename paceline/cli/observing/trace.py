@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.observing.logs import Collect, Run, RunsDir, Step, steps_of
+from paceline.cli.observing.logs import Collect, Run, RunsDir, Step, steps_of, up_to_date
 
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Open the file at https://ui.perfetto.dev; it stays in the browser.
@@ -28,19 +28,13 @@ def command(
 ) -> None:
     """Write a trace of a run for Perfetto."""
     from paceline.errors import InputError
-    from paceline.launchers.runs import found
-    from paceline.observe.index import RecordIndex, Search
+    from paceline.observe.index import Search
     from paceline.observe.tracing.perfetto import write
     from paceline.observe.tracing.slices import workers_of
 
-    folder = found(runs_dir, run)
-    index = RecordIndex(folder, collect or ())
-    try:
-        index.update()
-        search = Search(steps=None if step is None else steps_of(step))
+    search = Search(steps=None if step is None else steps_of(step))
+    with up_to_date(runs_dir, run, collect) as (folder, index):
         workers = workers_of(record for _, record in index.find(search))
-    finally:
-        index.close()
     if not workers:
         raise InputError(f"{folder} has no records{'' if step is None else f' of the steps {step}'}.")
     path = output or folder / "trace.pftrace"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.observing.logs import Collect, Run, RunsDir
+from paceline.cli.observing.logs import Collect, Run, RunsDir, up_to_date
 
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Names the rank, the stage or the part of a step that takes more time than it has to.
@@ -25,17 +25,10 @@ def command(
 ) -> None:
     """Say where the time of a run went."""
     from paceline.errors import InputError
-    from paceline.launchers.runs import found
-    from paceline.observe.index import RecordIndex
     from paceline.observe.why import find, sentences
 
-    folder = found(runs_dir, run)
-    index = RecordIndex(folder, collect or ())
-    try:
-        index.update()
+    with up_to_date(runs_dir, run, collect) as (folder, index):
         findings = find(index)
-    finally:
-        index.close()
     if not findings.steps:
         raise InputError(
             f"{folder} has no complete step that tells how long its workers waited, so there is nothing to compare. "
