@@ -227,9 +227,10 @@ def test_the_machine_of_the_coordinator_dies_and_comes_back(hosts: Hosts, tmp_pa
     until(lambda: (tmp_path / "saved" / "latest").exists())
     first.send_signal(signal.SIGKILL)  # `ip netns exec` has become the command itself
     first.wait()
-    hosts.go.touch()
     until(lambda: "waiting for it to come back" in hosts.said(1))
     again = hosts.start(0, 80, "--name", "job", *shared)
+    until(lambda: [event["event"] for event in hosts.events()].count("agent-joined") == 2)
+    hosts.go.touch()  # not before: alone, the first machine would be ready before the other asks again
     assert again.wait(90) == 0
     assert other.wait(90) == 0
     assert hosts.fingerprints() == {alone(tmp_path, 80)}
