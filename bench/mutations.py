@@ -51,7 +51,7 @@ AREAS = {
     "reduction": Area(
         ("comm/reduction/*", "comm/shm/*", "schedule/tree.py", "schedule/*shares.py", "step/gradients/accumulate.py",
          "step/commit.py", "step/gradients/fusion.py", "step/gradients/fixed_point.py", "step/gradients/codec.py",
-         "step/gradients/lanes.py", "step/gradients/half.py"),
+         "step/gradients/lanes.py", "step/gradients/floats.py"),
         ("tests/core/test_[efh]*.py", "tests/recovery/test_recovery.py"),
     ),
     "checkpoint": Area(

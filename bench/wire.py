@@ -29,17 +29,18 @@ from launched import run
 from namespaces import network, obstacle
 
 from paceline.data.keys import seed_of
+from paceline.step.gradients.accumulate import add
 from paceline.step.gradients.formats import codec_for
 from paceline.strategies.base import WIRES
 
 NUMEL = 2**21
 
 
-def encoding(wire: str) -> tuple[float, float]:
-    """Nanoseconds per byte of a float32 gradient to encode it for one microbatch, and to decode the sum."""
+def encoding(wire: str) -> tuple[float, float, float]:
+    """Nanoseconds per byte of a float32 gradient to encode it for one microbatch, to add it, and to decode the sum."""
     context = SimpleNamespace(
         update=SimpleNamespace(parameters={"weight": torch.nn.Parameter(torch.zeros(1024, NUMEL // 1024))}),
-        compute=SimpleNamespace(seed=lambda use, step, *place: seed_of(use, 0, step, *place)),
+        compute=SimpleNamespace(scale=1.0, seed=lambda use, step, *place: seed_of(use, 0, step, *place)),
         order=SimpleNamespace(microbatches=8),
         settings=SimpleNamespace(wire=wire, fixed_point=wire.startswith("int"), along_tree=not wire.startswith("int")),
         world=SimpleNamespace(device=torch.device("cpu")),
@@ -54,12 +55,14 @@ def encoding(wire: str) -> tuple[float, float]:
         begin = time.perf_counter()
         sums = codec.encode([gradient], 0, 0)
         middle = time.perf_counter()
+        add(sums, sums)
+        added = time.perf_counter()
         codec.fits()
         start = time.perf_counter()
         codec.decode(sums, 1.0)
-        found.append((middle - begin, time.perf_counter() - start))
-    encode, decode = (min(times) / NUMEL / 4 * 1e9 for times in zip(*found, strict=True))
-    return encode, decode
+        found.append((middle - begin, added - middle, time.perf_counter() - start))
+    encode, sum_up, decode = (min(times) / NUMEL / 4 * 1e9 for times in zip(*found, strict=True))
+    return encode, sum_up, decode
 
 
 def measure(rate: str, workers: int, formats: list[str], megabytes: int, steps: int, rounds: int) -> list[str]:
@@ -96,8 +99,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for wire in options.formats.split(",") if options.encoding else ():
         if wire != "float32":
-            encode, decode = encoding(wire)
-            print(f"{wire:>9}  encode {encode:.2f} ns/byte  decode {decode:.2f} ns/byte", flush=True)
+            costs = zip(("encode", "add", "decode"), encoding(wire), strict=True)
+            print(f"{wire:>9}", *(f"{what} {cost:.2f} ns/byte" for what, cost in costs), sep="  ", flush=True)
     if options.encoding:
         return
     missing = obstacle()

@@ -13,7 +13,7 @@ from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, Positive
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
-Wire = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+Wire = Literal["float32", "bfloat16", "float16", "fp8-e4m3", "fp8-e5m2", "int8", "int4"]
 """Values of ``wire``. The sums of int8 and int4 are those of integers, in any order."""
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from paceline.comm.reduction.narrow import FLOAT8
 from paceline.data.recurrent.carried import takes_state
 from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.gradients.fixed_point import TYPES
-from paceline.step.gradients.half import DTYPES
+from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import Capabilities
 
 _EXACT = ("allreduce", "stealing")
@@ -104,6 +105,11 @@ def _check_wire(settings: Settings, capabilities: Capabilities) -> None:
         raise ConfigError(
             f"wire = {wire!r} rounds the sums that exact='fixed-point' adds up as whole numbers: set exact=True, which "
             f"rounds every sum of the tree alike, or use wire = 'int8'."
+        )
+    if wire in DTYPES and DTYPES[wire] in FLOAT8 and settings.reduction == "collective":
+        raise ConfigError(
+            f"wire = {wire!r} needs sums along the tree, because the all-reduce of a back end does not add up 8-bit "
+            f"floats: leave out reduction, or use wire = 'int8'."
         )
 
 

@@ -60,7 +60,7 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return of
 
 
-@pytest.mark.slow(turns=9)
+@pytest.mark.slow(turns=13)
 @pytest.mark.parametrize(
     ("wire", "way"),
     [(wire, way) for wire in WIRES[1:] for way in [*WAYS, *(INTEGERS if wire.startswith("int") else ())]],
@@ -92,14 +92,16 @@ def test_other_strategies_refuse_a_format(strategy: str) -> None:
 
 
 def test_what_a_format_refuses() -> None:
-    for wire in ("bfloat16", "float16"):
+    for wire in ("bfloat16", "float16", "fp8-e4m3"):
         with pytest.raises(ConfigError, match="exact='fixed-point' adds up as whole numbers"):
             check(wire, exact="fixed-point")
         with pytest.raises(ConfigError, match='leave out exact=True, set reduction="tree", or use'):
             check(wire, exact=True, reduction="collective")
     for exact in (False, True, "fixed-point"):
         check("int8", exact=exact, reduction="collective")
-    with pytest.raises(ValueError, match="'float32', 'bfloat16', 'float16', 'int8' or 'int4'"):
+    with pytest.raises(ConfigError, match="needs sums along the tree"):
+        check("fp8-e4m3", reduction="collective")
+    with pytest.raises(ValueError, match="'float16', 'fp8-e4m3', 'fp8-e5m2', 'int8' or 'int4'"):
         check("int3")
 
 

@@ -134,7 +134,7 @@ def test_sums_in_fixed_point_have_the_bits_of_one_process(alone: Any) -> None:
         assert (state, losses) == alone(mlp, exact="fixed-point")
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "fp8-e4m3", "int8", "int4"])
 @pytest.mark.parametrize(
     ("strategy", "on"), [("allreduce", "memory"), ("allreduce", "machines"), ("stealing", "network")]
 )

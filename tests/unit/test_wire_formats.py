@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.comm.reduction.narrow import FLOAT8, add_, wide
 from paceline.data.keys import seed_of
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, total
@@ -19,6 +20,7 @@ from paceline.step.gradients.accumulate import Accumulator, Values, add
 from paceline.step.gradients.codec import Codec
 from paceline.step.gradients.formats import codec_for
 from paceline.step.gradients.lanes import LIMITS, lanes_for, pack, round_at_random, unpack, widest
+from paceline.strategies.base import WIRES
 
 MICROBATCHES = [1, 2, 8, 9, 16, 17, 18, 19, 258, 259, 9000]
 
@@ -99,8 +101,9 @@ def test_bytes_of_the_formats() -> None:
     for wire, microbatches, share in (("int8", 8, 0.4), ("int8", 16, 0.4), ("int4", 8, 0.25), ("int4", 18, 0.25)):
         (example,) = codec({"a": torch.zeros(100, 100)}, wire, microbatches).examples()
         assert example.nbytes == share * 40_000
-    (example,) = codec({"a": torch.zeros(100, 100)}, "bfloat16").examples()
-    assert example.nbytes == 20_000
+    for wire, nbytes in (("bfloat16", 20_000), ("float16", 20_000), ("fp8-e4m3", 10_000), ("fp8-e5m2", 10_000)):
+        (example,) = codec({"a": torch.zeros(100, 100)}, wire).examples()
+        assert example.nbytes == nbytes
 
 
 def test_rounding_at_random_has_no_bias() -> None:
@@ -126,7 +129,7 @@ def test_random_numbers_belong_to_seed_step_microbatch_and_parameter() -> None:
     assert len({str(word) for word in [*first, *words(4, 5, [0]), *words(3, 6, [0])]}) == 4
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("wire", WIRES[1:])
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 11])
 def test_means_do_not_depend_on_the_workers(wire: str, microbatches: int) -> None:
     gradients = [[*values, values[0][0].clone()] for values in some(microbatches, 7, 5)]
@@ -135,8 +138,8 @@ def test_means_do_not_depend_on_the_workers(wire: str, microbatches: int) -> Non
         one = codec({"a": torch.zeros(7, 5), "bias": torch.zeros(5)}, wire, microbatches)
         found.append([means_of(one, gradients, 4.0, step, workers) for step in range(2)])
         assert found[-1][0][0].dtype == torch.float32
-        assert [*one._context.strategy_state] == {"bfloat16": [], "float16": ["float16"]}.get(
-            wire, ["codes", "fixed_point"]
+        assert [*one._context.strategy_state] == (
+            ["codes", "fixed_point"] if wire in LIMITS else [] if wire == "bfloat16" else ["float16"]
         )
     for steps in found[1:]:
         for means, first in zip(steps, found[0], strict=True):
@@ -145,13 +148,27 @@ def test_means_do_not_depend_on_the_workers(wire: str, microbatches: int) -> Non
     assert found[0][0][1].tolist() == pytest.approx(true.tolist(), rel=1e-5, abs=1e-6)  # a bias keeps its precision
 
 
-@pytest.mark.parametrize(("wire", "most"), [("bfloat16", 0.01), ("float16", 0.001), ("int8", 0.04), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("wire", "most"),
+    [("bfloat16", 0.01), ("float16", 0.001), ("fp8-e4m3", 0.06), ("fp8-e5m2", 0.12), ("int8", 0.04), ("int4", 0.2)],
+)
 @pytest.mark.parametrize("scale", [1e-20, 1e-6, 1.0, 1e6, 1e20])
 def test_means_are_near_the_true_ones(wire: str, most: float, scale: float) -> None:
     gradients = some(8, 60, 20, scale=scale)
     (mean,) = means_of(codec({"a": torch.zeros(60, 20)}, wire), gradients, 8.0)
     true = torch.stack([value.double() for (value,) in gradients]).mean(0)
     assert (mean - true).norm() / true.norm() < most
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_sums_of_8_bit_floats(dtype: torch.dtype) -> None:
+    """All pairs of numbers: in float32, rounded once, as torch converts them."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    numbers = numbers[numbers.float().isfinite()]
+    assert torch.equal(wide(numbers), numbers.float())
+    left, right = numbers.repeat(len(numbers)), numbers.repeat_interleave(len(numbers))
+    sums = (left.float() + right.float()).to(dtype)
+    assert torch.equal(add_(left, right).view(torch.uint8), sums.view(torch.uint8))
 
 
 def test_every_node_of_the_tree_is_rounded() -> None:
@@ -171,7 +188,7 @@ def test_without_exact_only_what_is_sent_is_rounded() -> None:
     assert codec_for(cast(Any, context({"a": torch.zeros(1, 1)}, "bfloat16", 8, exact=False)), sends=False) is None
 
 
-@pytest.mark.parametrize("wire", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("wire", WIRES[2:])
 def test_a_step_is_repeated_if_a_gradient_is_larger_than_foreseen(wire: str) -> None:
     one = codec({"a": torch.zeros(2, 2)}, wire)
     value = torch.full((2, 2), 0.25)
@@ -191,7 +208,7 @@ def test_a_step_is_repeated_if_a_gradient_is_larger_than_foreseen(wire: str) -> 
     assert attempt(1.0) and attempt(-40.0)
 
 
-@pytest.mark.parametrize("wire", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("wire", WIRES[2:])
 def test_a_change_of_the_loss_scale_changes_no_bits(wire: str) -> None:
     """Without it gradients would look half as large, and use half of the codes until the bound has fallen."""
     plain, scaled = (codec({"a": torch.zeros(6, 2)}, wire) for _ in range(2))
@@ -206,7 +223,7 @@ def test_a_change_of_the_loss_scale_changes_no_bits(wire: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("wire", WIRES[1:])
 def test_what_is_not_finite(wire: str, bad: float) -> None:
     """The mean of that parameter is not finite, the others are sound, and the scales stay."""
     one = codec({"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)}, wire)
@@ -221,7 +238,7 @@ def test_what_is_not_finite(wire: str, bad: float) -> None:
         assert first.isnan().all()
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize("wire", WIRES[1:])
 @pytest.mark.parametrize("value", [0.0, 1e-42, -1e-42, 1e38])
 def test_zeros_denormals_and_large_floats(wire: str, value: float) -> None:
     one = codec({"a": torch.zeros(1, 1)}, wire)

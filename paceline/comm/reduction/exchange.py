@@ -12,12 +12,12 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 
 from paceline.comm.reduction.buckets import Bucket, Layout
+from paceline.comm.reduction.narrow import NARROW, wide
 from paceline.comm.transport.base import Message
 from paceline.schedule.tree import Node, first_of
 
 TAGS = 1 << 12
 """Number of tags per bucket: one for each node that a worker can hold, and the last ones for the means."""
-HALF = (torch.float16, torch.bfloat16)
 
 Messages: TypeAlias = tuple[list[Message], list[Message]]
 """Sends and receives to start together."""
@@ -89,8 +89,8 @@ def nothing(_: Bucket) -> None:
 
 
 def widened(parts: Parts) -> Parts:
-    """Return sums in half precision as copies in float32, so that adding them up rounds only the result."""
-    return [(node, value.float() if value.dtype in HALF else value) for node, value in parts]
+    """Return sums in 16 and 8 bits as copies in float32, so that adding them up rounds only the result."""
+    return [(node, wide(value) if value.dtype in NARROW else value) for node, value in parts]
 
 
 def in_order(nodes: list[list[Node]], ranks: Iterable[int]) -> list[tuple[Node, int, int]]:

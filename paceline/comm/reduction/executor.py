@@ -26,6 +26,7 @@ from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.buckets import Bucket, pack
 from paceline.comm.reduction.division import Divisor, divide
 from paceline.comm.reduction.exchange import Exchange, Messages, OwnerExchange, Phase, widened
+from paceline.comm.reduction.narrow import add_
 from paceline.comm.transport.base import Message
 from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
@@ -255,7 +256,7 @@ class Reduction:
         _wait(bucket.receives)
         for mean, parts in self._exchange.collect(bucket):
             held = widened(parts) if self._widen else parts
-            divide(total(held, torch.Tensor.add_), self.divisor, out=mean)
+            divide(total(held, add_), self.divisor, out=mean)
         return self._exchange.deliver(bucket)
 
     def _start(self, bucket: Bucket, sends: list[Message], receives: list[Message]) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from paceline.comm.reduction.buckets import Bucket, Layout, full
 from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order, widened
+from paceline.comm.reduction.narrow import add_
 from paceline.comm.reduction.shared_memory import SharedBuckets
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.transport.base import Message
@@ -115,7 +116,7 @@ class HierarchicalExchange:
             for host, nodes in enumerate(self._host_nodes):
                 chunk, peer = bucket.chunk(host * self._columns + column), self._server(host, column)
                 held = [(node, flats[index][place][chunk]) for node, place, index in self._order]
-                sums = fold(widened(held) if self._widen else held, torch.Tensor.add_)
+                sums = fold(widened(held) if self._widen else held, add_)
                 if host == self._host:
                     self._sums[bucket.index, column] = sums
                     continue

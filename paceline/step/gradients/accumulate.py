@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from paceline.comm.reduction.narrow import FLOAT8, add_
 from paceline.comm.shm.tensors import CACHE_LINE
 from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
 from paceline.settings import Exact
@@ -18,8 +19,12 @@ Values: TypeAlias = "list[torch.Tensor | None]"
 def add(left: Values, right: Values) -> Values:
     """Add ``right`` into ``left`` in place and return the sum. None counts as a missing summand."""
     both = [(before, now) for before, now in zip(left, right, strict=True) if before is not None and now is not None]
-    if both:
-        foreach_add_([before for before, _ in both], [now for _, now in both])
+    together = [pair for pair in both if pair[0].dtype not in FLOAT8]
+    if together:
+        foreach_add_([before for before, _ in together], [now for _, now in together])
+    for before, now in both if len(together) < len(both) else ():
+        if before.dtype in FLOAT8:
+            add_(before, now)
     return [value if value is not None else right[place] for place, value in enumerate(left)]
 
 

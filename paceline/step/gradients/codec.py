@@ -1,4 +1,4 @@
-"""Gradients in the format in which they are added up and sent: whole numbers, half precision, or as they are.
+"""Gradients in the format in which they are added up and sent: whole numbers, narrower floats, or as they are.
 
 Every parameter has a :class:`Format`. A format with a limited range takes its scale from the largest gradients of
 earlier steps, so that no worker waits for others before it encodes::

@@ -7,7 +7,7 @@ import torch
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.codec import Codec, Format
 from paceline.step.gradients.fixed_point import WholeNumbers
-from paceline.step.gradients.half import DTYPES, Half, Plain, ScaledHalf
+from paceline.step.gradients.floats import DTYPES, Plain, Rounded, Scaled
 from paceline.step.gradients.lanes import LIMITS, Codes
 
 
@@ -36,4 +36,6 @@ def _format_of(context: TrainingContext, parameter: torch.Tensor) -> Format:
     if not (matrix and parameter.dtype in (torch.float32, torch.float64)):
         return Plain()
     nodes = context.settings.along_tree
-    return ScaledHalf(nodes, microbatches) if wire == "float16" else Half(DTYPES[wire], nodes)
+    if wire == "bfloat16":
+        return Rounded(DTYPES[wire], nodes)
+    return Scaled(DTYPES[wire], nodes, microbatches)

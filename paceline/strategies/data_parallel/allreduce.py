@@ -30,8 +30,8 @@ from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
+from paceline.step.gradients.floats import DTYPES
 from paceline.step.gradients.fusion import Fusion
-from paceline.step.gradients.half import DTYPES
 from paceline.strategies.base import WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 
 from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.narrow import add
 from paceline.schedule.slices import Slice
 from paceline.step.gradients.accumulate import Values
 from paceline.system.torch_internals import foreach_copy_
@@ -93,7 +94,7 @@ def put(slots: list[torch.Tensor], left: Values, right: Values | None = None) ->
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for slot, before, now in zip(slots, left, [None] * len(slots) if right is None else right, strict=True):
         if before is not None and now is not None:
-            torch.add(before, now, out=slot)
+            add(before, now, slot)
         elif (value := now if before is None else before) is not None:
             copies.append((slot, value))
         else:

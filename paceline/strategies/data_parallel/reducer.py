@@ -24,6 +24,7 @@ from paceline.comm.reduction.choice import Wanted, reduction_for
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.division import Divisor, divide_all
 from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.narrow import FLOAT8
 from paceline.comm.world import World
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
@@ -98,7 +99,8 @@ class Reducer:
         if isinstance(self._workers, World):
             settings = self._context.settings
             widen = self._codec is not None and not settings.along_tree
-            wanted = Wanted(settings.reduction if any_order else "tree", settings.bucket_megabytes, widen)
+            along_tree = not any_order or any(one.dtype in FLOAT8 for one in examples)
+            wanted = Wanted("tree" if along_tree else settings.reduction, settings.bucket_megabytes, widen)
             chosen = reduction_for(self._workers, examples, self._context.events, name, tags, wanted)
             self._context.events.mark("reduction", what=name, **chosen.describe())
             return chosen

@@ -1,4 +1,4 @@
-"""Gradients in half precision on the wire.
+"""Gradients in half precision and in 8-bit floats on the wire.
 
 With ``exact`` every node of the canonical tree is rounded, from the gradient of a microbatch to the sum over the batch,
 whether it is sent or not. So the result does not depend on which worker adds up what::
@@ -10,24 +10,24 @@ whether it is sent or not. So the result does not depend on which worker adds up
 Without ``exact``, a worker adds up its microbatches in float32, and only what is sent is rounded. In both cases the
 numbers of a sum are added in float32, and the mean is divided in float32 after it has arrived.
 
-float16 ends at 65,504. So gradients are multiplied by a power of two for each parameter, with which the sum of the
-batch stays below that.
+float16 ends at 65,504, and the 8-bit floats at 57,344 (e5m2) and 448 (e4m3). So gradients are multiplied by a power of
+two for each parameter, with which the sum of the batch stays below that. bfloat16 has the range of float32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
+from paceline.comm.reduction.narrow import E4M3, E5M2, FLOAT8, wide
 from paceline.step.gradients.fixed_point import PowerOfTwo, allowed
 
-_LARGEST = 15
-"""A sum is below 2 to this, half of the range of float16."""
 _MOST = 100
 """Largest exponent of a scale, so that it and its inverse are numbers of float32."""
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8-e4m3": E4M3, "fp8-e5m2": E5M2}
 
 
 class Plain:
@@ -59,11 +59,12 @@ class Plain:
 
     def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sum in float32, or in a wider type of the parameter."""
-        return value.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        kind = torch.promote_types(parameter.dtype, torch.float32)
+        return wide(value).to(kind) if value.dtype in FLOAT8 else value.to(kind, copy=True)
 
 
-class Half(Plain):
-    """bfloat16, which has the range of float32.
+class Rounded(Plain):
+    """Floating-point numbers of fewer bits, without a scale.
 
     Args:
         dtype: type on the wire.
@@ -82,19 +83,19 @@ class Half(Plain):
         return value.to(self._dtype) if self._nodes else value
 
 
-class ScaledHalf(PowerOfTwo, Half):
-    """float16 with a power of two as the scale of each parameter, from its largest gradient in earlier steps.
+class Scaled(PowerOfTwo, Rounded):
+    """The same with a power of two as the scale of each parameter, from its largest gradient in earlier steps.
 
     Args:
-        nodes: see :class:`Half`.
+        dtype, nodes: see :class:`Rounded`.
         microbatches: largest number of microbatches in a sum.
     """
 
-    state = "float16"
+    state = "float16"  # for all types: the bounds are those of the gradients
 
-    def __init__(self, nodes: bool, microbatches: int) -> None:
-        super().__init__(torch.float16, nodes)
-        self._room = _LARGEST - (microbatches - 1).bit_length()
+    def __init__(self, dtype: torch.dtype, nodes: bool, microbatches: int) -> None:
+        super().__init__(dtype, nodes)
+        self._room = int(math.log2(torch.finfo(dtype).max)) - (microbatches - 1).bit_length()
 
     def scale(self, bound: float | None) -> float:
         """Return the power of two by which gradients are multiplied."""
