@@ -170,7 +170,7 @@ class Feed:
     def _next(self, items: Iterator[Any], step: int, group: range) -> Any:
         """Return the data of the next microbatch group. Raises RuntimeError if a loader process has ended."""
         try:
-            return next(items)
+            item = next(items)
         except Exception as error:
             if self._loader.num_workers and has_ended(error):
                 raise RuntimeError(
@@ -179,6 +179,9 @@ class Feed:
                 ) from error
             in_user_call(error, f"This was the loading of {name_microbatches(group)} of step {step}.")
             raise
+        request = self._requests.made.popleft()
+        assert request.step == step, f"these are samples of step {request.step}, not of step {step}"
+        return item
 
     def load(self, step: int, groups: list[range]) -> list[MicrobatchGroup]:
         """Load microbatch groups of a step in this process, with the plain values with which its batch was read."""
@@ -243,12 +246,15 @@ def fixed_part(data: Any) -> Any:
 
 
 class _Requests(Sampler[Any]):
-    """Batch sampler of load requests. ``make`` returns the requests of a pass."""
+    """Batch sampler of load requests. ``make`` returns those of a pass, ``made`` are those whose data is not there."""
 
     make: Callable[[], Iterator[LoadRequest]]
 
     def __iter__(self) -> Iterator[LoadRequest]:
-        return self.make()
+        self.made = deque[LoadRequest]()
+        for request in self.make():
+            self.made.append(request)
+            yield request
 
 
 class KeyedDataset(Dataset[Any]):
