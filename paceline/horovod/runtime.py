@@ -255,50 +255,17 @@ def _places() -> list[tuple[int, int]]:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return whether operations can use gloo. Always True."""
-    return True
-
-
-def gloo_enabled() -> bool:
-    """Return whether operations use gloo. Always True."""
+    """Return whether operations can use gloo, and do. Always True."""
     return True
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return whether operations can use MPI. Always False, even under ``mpiexec``."""
+    """Return whether operations can use MPI, or another library or device. Always False.
+
+    GPU tensors go through the host, also where torch has NCCL, and MPI is not used even under ``mpiexec``.
+    """
     return False
 
 
-def mpi_enabled() -> bool:
-    """Return whether operations use MPI. Always False."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """Return whether MPI can be called from several threads. Always False because MPI is not used."""
-    return False
-
-
-def nccl_built(verbose: bool = False) -> int:
-    """Return the NCCL version that operations use. Always 0 because GPU tensors go through the host."""
-    return 0
-
-
-def ddl_built(verbose: bool = False) -> bool:
-    """Return whether operations can use IBM's DDL. Always False."""
-    return False
-
-
-def ccl_built(verbose: bool = False) -> bool:
-    """Return whether operations can use oneCCL. Always False."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return whether operations stay on CUDA devices. Always False."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return whether operations stay on ROCm devices. Always False."""
-    return False
+gloo_enabled = gloo_built
+mpi_enabled = mpi_threads_supported = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = mpi_built

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from paceline.horovod.ray.ray_logger import Callback
 from paceline.horovod.ray.runner import MiniSettings, without_executable
 from paceline.horovod.ray.slots import RayHostDiscovery, Slots, check_resources
-from paceline.horovod.runner.hosts import check_counts, renamed, warn_of
+from paceline.horovod.runner.hosts import check_counts, check_others, renamed
 
 __all__ = ["ElasticRayExecutor", "ElasticSettings", "RayHostDiscovery"]
 
@@ -47,16 +47,13 @@ class ElasticRayExecutor:
     """
 
     @staticmethod
-    def create_settings(  # noqa: PLR0913 - the arguments are Horovod's
-        min_num_proc: int = 1,
+    def create_settings(
+        min_num_proc: int | None = None,
         max_num_proc: int | None = None,
-        reset_limit: int | None = None,
+        *,
         elastic_timeout: int = 600,
         timeout_s: int = 30,
-        ssh_identity_file: str | None = None,
         nics: Collection[str] | None = None,
-        min_np: int | None = None,
-        max_np: int | None = None,
         **others: Any,
     ) -> ElasticSettings:
         """Return settings for an executor.
@@ -64,23 +61,20 @@ class ElasticRayExecutor:
         Args:
             min_num_proc: minimum number of workers, below which a run waits. Defaults to 1.
             max_num_proc: maximum number of workers. Defaults to the capacity of the cluster at :meth:`start`.
-            reset_limit: has no effect. A run ends after ten losses without a commit in between.
             elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
             timeout_s: timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
-            ssh_identity_file: has no effect, because nothing is started by ssh.
             nics: network interfaces for gloo and NCCL.
-            min_np: deprecated name of ``min_num_proc``.
-            max_np: deprecated name of ``max_num_proc``.
-            others: have no effect.
+            others: the deprecated ``min_np`` and ``max_np``. Others have no effect. A run ends after ten losses without
+                a commit in between, and nothing is started by ssh.
 
         Raises:
             ConfigError: a number of workers is not a positive integer.
         """
-        least = renamed("min_np", min_np, "min_num_proc", min_num_proc if min_num_proc != 1 else None)
-        most = renamed("max_np", max_np, "max_num_proc", max_num_proc)
+        least = renamed(others, "min_np", "min_num_proc", min_num_proc)
+        most = renamed(others, "max_np", "max_num_proc", max_num_proc)
         check_counts("create_settings", {"min_num_proc": least, "max_num_proc": most})
         others.pop("verbose", None)  # progress is always shown
-        warn_of("create_settings", {"reset_limit": reset_limit, "ssh_identity_file": ssh_identity_file, **others})
+        check_others("create_settings", others, without=others)
         return ElasticSettings(
             timeout_s=timeout_s,
             nics=nics,

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 from paceline.horovod.ray.ray_logger import Callback
 from paceline.horovod.ray.slots import Slots, check_resources
 from paceline.horovod.ray.workers import Wanted, Workers
-from paceline.horovod.runner.hosts import check_counts, of_interfaces, warn_of
+from paceline.horovod.runner.hosts import check_counts, check_others, of_interfaces
 
 _T = TypeVar("_T")
 
@@ -55,10 +55,10 @@ class RayExecutor:
         use_current_placement_group: whether to use the placement group of this process, if any. Defaults to True.
         min_workers: minimum number of workers of an elastic run, below which it waits.
         max_workers: maximum number of workers of an elastic run. Defaults to the cluster's capacity at :meth:`start`.
-        reset_limit: has no effect. A run ends after ten losses without a commit in between.
-        cooldown_range: has no effect. Lost workers are replaced on the same node.
         elastic_timeout: timeout in seconds for reaching ``min_workers`` in an elastic run. Defaults to 600.
         override_discovery: whether to ignore ``settings.discovery`` when an elastic run needs the number of slots.
+        others: ``reset_limit`` and ``cooldown_range``, which have no effect. A run ends after ten losses without a
+            commit in between, and lost workers are replaced on the same node.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -68,21 +68,13 @@ class RayExecutor:
     def create_settings(
         cls,
         timeout_s: int = 30,
-        ssh_identity_file: str | None = None,
-        ssh_str: str | None = None,
+        *,
         placement_group_timeout_s: int = 100,
         nics: Collection[str] | None = None,
+        **others: Any,
     ) -> MiniSettings:
-        """Return settings for an executor.
-
-        Args:
-            timeout_s: timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
-            ssh_identity_file: has no effect, because nothing is started by ssh.
-            ssh_str: has no effect and is not written to any file.
-            placement_group_timeout_s: timeout in seconds for Ray's resources in ``start``. Defaults to 100.
-            nics: network interfaces for gloo and NCCL.
-        """
-        warn_of("create_settings", {"ssh_identity_file": ssh_identity_file, "ssh_str": ssh_str})
+        """Return :class:`MiniSettings`. Other arguments, for ssh, have no effect and are not written to any file."""
+        check_others("create_settings", others, without={"ssh_identity_file"})
         return MiniSettings(timeout_s, placement_group_timeout_s, nics)
 
     def __init__(  # noqa: PLR0913 - the arguments are Horovod's
@@ -97,10 +89,10 @@ class RayExecutor:
         use_current_placement_group: bool = True,
         min_workers: int | None = None,
         max_workers: int | None = None,
-        reset_limit: int | None = None,
-        cooldown_range: Sequence[int] | None = None,
+        *,
         elastic_timeout: int = 600,
         override_discovery: bool = True,
+        **others: Any,
     ) -> None:
         counts = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": num_workers_per_host}
         elastic = {"min_workers": min_workers, "max_workers": max_workers}
@@ -113,7 +105,7 @@ class RayExecutor:
         if max_workers is not None and max_workers < (min_workers or max_workers + 1):
             raise ConfigError(f"RayExecutor: max_workers={max_workers}: give min_workers, too, and not more than that.")
         gpus = check_resources("RayExecutor", cpus_per_worker, use_gpu, gpus_per_worker)
-        warn_of("RayExecutor", {"reset_limit": reset_limit, "cooldown_range": cooldown_range})
+        check_others("RayExecutor", others)
         self._settings = settings or MiniSettings()
         self._started: Workers | Slots | None = None
         if min_workers is not None:

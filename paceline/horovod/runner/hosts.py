@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ INSTEAD = {
     "blacklist-cooldown-range": "lost workers are replaced on the same machine",
 }
 """Replacements of unsupported options, by their names on the command line."""
-_OPTIONS = {"use_mpi": "mpi", "extra_mpi_args": "mpi-args", "cooldown_range": "blacklist-cooldown-range"}
+_OPTIONS = {"use_mpi": "mpi", "extra_mpi_args": "mpi-args"}
 """Function arguments whose names differ from the option."""
+_REFUSED = {"ssh_port", "ssh_identity_file", "use_mpi", "mpi_args", "extra_mpi_args"}
+_WITHOUT_EFFECT = {
+    *("output_filename", "disable_cache", "reset_limit", "cooldown_range", "stdout", "stderr"),
+    *("prefix_output_with_timestamp", "ssh_str"),
+}
+_TRUE_HERE = {"use_gloo", "verbose"}
+"""Arguments that request what Paceline does in any case."""
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -75,26 +83,39 @@ def check_counts(function: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{function}: {name}={value!r}: give a whole number from 1 on.")
 
 
-def refuse(function: str, given: Mapping[str, Any]) -> None:
-    """Refuse arguments that Paceline does not support.
+def check_others(function: str, given: Mapping[str, Any], without: Collection[str] = ()) -> None:
+    """Check arguments of Horovod that Paceline does not read, and warn about those without effect.
+
+    Args:
+        without: arguments that this function ignores with a warning, although others refuse them.
 
     Raises:
-        ConfigError: an argument is set. The message names a replacement.
+        ConfigError: an argument has no counterpart. The message names a replacement.
+        TypeError: Horovod's function does not have the argument either.
     """
+    ignored = []
     for name, value in given.items():
-        if value:
-            instead = INSTEAD[_OPTIONS.get(name, name.replace("_", "-"))]
-            raise ConfigError(f"{function}: {name}={value!r} has no counterpart here: {instead}.")
+        if name in _WITHOUT_EFFECT or name in without:
+            ignored += [name] if value not in (None, False) else []
+        elif name in _REFUSED:
+            if value:
+                instead = INSTEAD[_OPTIONS.get(name, name.replace("_", "-"))]
+                raise ConfigError(f"{function}: {name}={value!r} has no counterpart here: {instead}.")
+        elif name not in _TRUE_HERE:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    if ignored:
+        warnings.warn(f"{function}: without effect here: {', '.join(ignored)}.", stacklevel=3)
 
 
-def warn_of(function: str, given: Mapping[str, Any]) -> None:
-    """Warn about arguments that have no effect."""
-    if without := [name for name, value in given.items() if value is not None]:
-        warnings.warn(f"{function}: without effect here: {', '.join(without)}.", stacklevel=3)
+def check_python(function: str, executable: Any, cure: str) -> None:
+    """Raise ConfigError if workers are to run another Python than this process. ``cure`` ends the message."""
+    if executable not in (None, sys.executable):
+        raise ConfigError(f"{function}: executable={executable!r}: {cure}.")
 
 
-def renamed(old: str, given: int | None, new: str, value: int | None) -> int | None:
-    """Return an argument's value given by its new or its deprecated name. The new name takes precedence."""
+def renamed(others: dict[str, Any], old: str, new: str, value: int | None) -> int | None:
+    """Return an argument's value. A value under its deprecated name is taken out of ``others``, and second in rank."""
+    given: int | None = others.pop(old, None)
     if given is not None:
         warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
     return given if value is None else value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import check_counts, of_interfaces, refuse, renamed, warn_of
+from paceline.horovod.runner.hosts import check_counts, check_others, check_python, of_interfaces, renamed
 
 __all__ = ["run", "run_elastic"]
 
@@ -20,17 +19,12 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
+    *,
     start_timeout: int | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
-    extra_mpi_args: str | None = None,
     env: Mapping[str, str] | None = None,
-    stdout: Any = None,
-    stderr: Any = None,
-    verbose: int = 1,
     nics: Collection[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
+    **others: Any,
 ) -> list[_T]:
     """Call a function on Spark's executors in one barrier stage by :func:`paceline.launch`.
 
@@ -40,16 +34,10 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
         kwargs: keyword arguments of the function.
         num_proc: number of workers, each in its own task. Defaults to ``spark.default.parallelism``.
         start_timeout: timeout in seconds for the other workers in ``hvd.init``.
-        use_mpi: refused if true.
-        use_gloo: has no effect. Gloo is always used.
-        extra_mpi_args: refused.
         env: environment variables of the workers. Variables equal to this process's do not replace a worker's own.
-        stdout: has no effect. The output of rank 0 is shown, and that of all workers is in ``runs``.
-        stderr: has no effect.
-        verbose: has no effect. Progress is always shown.
         nics: network interfaces for gloo and NCCL.
-        prefix_output_with_timestamp: has no effect.
         executable: refused unless it is this process's Python. ``PYSPARK_PYTHON`` names the executors' Python.
+        others: further arguments of Horovod, which are refused or have no effect (``runner.hosts``).
 
     Returns:
         the return values of the function, by rank.
@@ -59,13 +47,8 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
         StartError: Spark has too few slots for the tasks.
         RunFailed: a worker was lost. An exception of the function is raised itself, with rank and traceback added.
     """
-    refuse("horovod.spark.run", {"use_mpi": use_mpi, "extra_mpi_args": extra_mpi_args})
-    if executable not in (None, sys.executable):
-        raise ConfigError(
-            f"horovod.spark.run: executable={executable!r}: leave it out; PYSPARK_PYTHON names the executors' Python."
-        )
-    without = {"stdout": stdout, "stderr": stderr, "prefix_output_with_timestamp": prefix_output_with_timestamp or None}
-    warn_of("horovod.spark.run", without)
+    check_others("horovod.spark.run", others)
+    check_python("horovod.spark.run", executable, "leave it out; PYSPARK_PYTHON names the executors' Python")
     session, tasks = _session("horovod.spark.run", num_proc)
     variables = _variables(env, start_timeout, nics)
     return call_on_workers("horovod.spark.run", fn, args, kwargs, variables, on=session, nodes=tasks)
@@ -76,19 +59,14 @@ def run_elastic(  # noqa: PLR0913 - the arguments are Horovod's
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
+    *,
     min_num_proc: int | None = None,
     max_num_proc: int | None = None,
     start_timeout: int | None = None,
     elastic_timeout: int | None = None,
-    reset_limit: int | None = None,
     env: Mapping[str, str] | None = None,
-    stdout: Any = None,
-    stderr: Any = None,
-    verbose: int = 1,
     nics: Collection[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
-    min_np: int | None = None,
-    max_np: int | None = None,
+    **others: Any,
 ) -> list[_T]:
     """Call a function on Spark's executors by :func:`paceline.launch`, in an elastic run.
 
@@ -96,23 +74,12 @@ def run_elastic(  # noqa: PLR0913 - the arguments are Horovod's
     function under ``hvd.elastic.run``, which continues from its last commit.
 
     Args:
-        fn: function that each worker calls, sent by cloudpickle.
-        args: positional arguments of the function. A DataFrame becomes a :class:`paceline.ParquetDataset`.
-        kwargs: keyword arguments of the function.
+        fn, args, kwargs, start_timeout, env, nics, others: as for :func:`run`, with the deprecated ``min_np`` and
+            ``max_np``. A run ends after ten losses without a commit in between.
         num_proc: number of workers. Defaults to ``spark.default.parallelism``.
         min_num_proc: minimum number of workers, below which the run waits. Defaults to ``num_proc``.
         max_num_proc: maximum number of workers, if there are enough slots. Defaults to ``num_proc``.
-        start_timeout: timeout in seconds for the other workers in ``hvd.init``.
         elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
-        reset_limit: has no effect. A run ends after ten losses without a commit in between.
-        env: environment variables of the workers. Variables equal to this process's do not replace a worker's own.
-        stdout: has no effect. The output of rank 0 is shown, and that of all workers is in ``runs``.
-        stderr: has no effect.
-        verbose: has no effect. Progress is always shown.
-        nics: network interfaces for gloo and NCCL.
-        prefix_output_with_timestamp: has no effect.
-        min_np: deprecated name of ``min_num_proc``.
-        max_np: deprecated name of ``max_num_proc``.
 
     Returns:
         the return values of the function on the workers that finished, by rank.
@@ -124,12 +91,10 @@ def run_elastic(  # noqa: PLR0913 - the arguments are Horovod's
             rank and traceback added.
     """
     name = "horovod.spark.run_elastic"
-    min_num_proc = renamed("min_np", min_np, "min_num_proc", min_num_proc)
-    max_num_proc = renamed("max_np", max_np, "max_num_proc", max_num_proc)
+    min_num_proc = renamed(others, "min_np", "min_num_proc", min_num_proc)
+    max_num_proc = renamed(others, "max_np", "max_num_proc", max_num_proc)
     check_counts(name, {"min_num_proc": min_num_proc, "max_num_proc": max_num_proc})
-    timestamp = prefix_output_with_timestamp or None
-    without = {"stdout": stdout, "stderr": stderr, "prefix_output_with_timestamp": timestamp}
-    warn_of(name, {**without, "reset_limit": reset_limit})
+    check_others(name, others)
     session, workers = _session(name, num_proc)
     numbers = f"{min_num_proc or workers}:{max_num_proc or max(workers, min_num_proc or 1)}"
     where = {"elastic": numbers, "nodes": numbers, "patience": elastic_timeout or 600.0}
