@@ -167,14 +167,12 @@ class OrderedTransport:
         self._aborted = threading.Event()
 
     def open(self) -> None:
-        """See :class:`Transport`."""
         self._aborted = threading.Event()
         self._group = dist.new_group(backend="gloo")
         self._queues = {None: _Queue(self._aborted)}
         atexit.register(self._close)  # runs before the group ends: peers may still need data
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """See :class:`Transport`."""
         for communicator in communicators:
             if communicator not in self._queues:
                 peer = communicator.receiver if dist.get_rank() == communicator.sender else communicator.sender
@@ -189,7 +187,6 @@ class OrderedTransport:
                 self._queues[communicator] = _Queue(self._aborted)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
-        """See :class:`Transport`."""
         group, tag = self._group, 0 if over is None else over.number
 
         def run() -> Callable[[], None]:
@@ -213,7 +210,6 @@ class OrderedTransport:
         return [(work, sorted({one.peer for one in (*sends, *receives)}))]
 
     def all_reduce(self, tensor: torch.Tensor) -> _Operation:
-        """See :class:`Transport`."""
         group = self._group
 
         def run() -> Callable[[], None]:
@@ -235,7 +231,6 @@ class OrderedTransport:
         return operation
 
     def synchronize(self, look: Callable[[float], None]) -> None:
-        """See :class:`Transport`."""
         begin = time.monotonic()
         for operation in self._stream.waited:
             while not operation.done.wait(_POLL_SECONDS):
@@ -243,7 +238,6 @@ class OrderedTransport:
         self._stream.waited = []
 
     def abort(self) -> None:
-        """See :class:`Transport`."""
         self._aborted.set()
         for one in [*self._queues.values()]:
             one.end()

@@ -126,7 +126,6 @@ class RemoteLauncher:
         return self.launcher.running if self.launcher is not None else set()
 
     def send(self, message: Message) -> None:
-        """See ``AgentClient``."""
         text = json.dumps(message)
         self._network.carry(self.address, COORDINATOR, lambda: self._server.receive(self.peer, json.loads(text)))
 

@@ -63,7 +63,6 @@ class Link:
         self.peer = Peer(self, self.address, hub.now, None, f"worker {number}")  # type: ignore[arg-type]
 
     def start(self, client: CoordinatorClient) -> None:
-        """See the ``Link`` protocol."""
         self._client = client
         self._hub.at(_HEARTBEAT_SECONDS, self._beat)
 
@@ -92,12 +91,10 @@ class Link:
             self._arrive()
 
     def put(self, message: Message) -> None:
-        """See the ``Link`` protocol."""
         self._kept.append(message)
         self._process.wake()
 
     def get(self) -> Message:
-        """See the ``Link`` protocol."""
         while not self._kept:
             self._hub.block()
         return self._kept.popleft()

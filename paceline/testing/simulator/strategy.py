@@ -65,11 +65,9 @@ class State:
             self.parts[part] = stepped(value, step), step + 1
 
     def script_of_now(self) -> Any:
-        """See ``TrainingState``."""
         return self._script.of_now()
 
     def snapshot(self, steps: int, without: Collection[str] = ()) -> SimpleNamespace:
-        """See ``TrainingState``."""
         self.check(steps)
         data = {} if "data" in without else {"data": self._data.state(steps)}
         state = {**self._script.saved(), **data}
@@ -81,7 +79,6 @@ class State:
             raise Broken(f"a state after {[steps for _, steps in self.parts]} steps that is to be one after {steps}")
 
     def load(self, tensors: dict[str, torch.Tensor], state: Any) -> None:
-        """See ``TrainingState``."""
         self.parts = [(value, steps) for value, steps in tensors["parts"].tolist()]
         self.loaded_script = state
         self._data.load(state.get("data", {}))
@@ -89,7 +86,6 @@ class State:
             self.load_script()
 
     def load_script(self) -> None:
-        """See ``TrainingState``."""
         self._script.load(self.loaded_script)
 
 
@@ -104,7 +100,6 @@ class Share:
         self._world, self._state, self._own, self._kept = world, state, own, list(state.parts)
 
     def hash(self) -> None:
-        """See ``DividedOptimizerState``."""
         fault_points.reach("inside the collective")
         self.hashes = self._world.gather([self._state.parts[part] for part in self._own], "synchronizing")
 
@@ -154,12 +149,10 @@ class Simulated(Strategy):
         self._unfinished: WorkerLost | None = None
 
     def groups(self, step: int) -> list[range]:
-        """See ``Strategy``."""
         rank, size = self._world.rank, self._world.size
         return [range(rank * MICROBATCHES // size, (rank + 1) * MICROBATCHES // size)]
 
     def step(self, step: int, groups: list[Any]) -> StepResult:
-        """See ``Strategy``."""
         self._pause(self._random.uniform(0.01, 0.3))
         own = [number for group in groups for number in group]
         self._synchronized, self._share.hashes = False, None
@@ -192,17 +185,14 @@ class Simulated(Strategy):
         return result
 
     def settle(self) -> None:
-        """See ``Strategy``."""
         if self._unfinished is not None:
             raise self._unfinished
 
     @property
     def undecided(self) -> bool:
-        """See ``Strategy``."""
         return self._undecided is not None
 
     def decide(self, norm: Any) -> frozenset[str] | None:
-        """See ``Strategy``."""
         assert self._undecided is not None
         if norm is not None:
             self._state.take(self._undecided, self._held)
@@ -210,23 +200,19 @@ class Simulated(Strategy):
         return self._names()
 
     def synchronize(self, steps: int) -> None:
-        """See ``Strategy``."""
         if not self._keeps_shares:
             self.unite(steps)
 
     @property
     def divided(self) -> Any:
-        """See ``Strategy``."""
         return self._share if self._keeps_shares and not self._synchronized else None
 
     def unite(self, steps: int) -> None:
-        """See ``Strategy``."""
         if self._divides and not self._synchronized:
             _gather(self._world, self._state, self._own)
             self._synchronized = True
 
     def close(self) -> frozenset[str] | None:
-        """See ``Strategy``."""
         return self._names()
 
     def _names(self) -> frozenset[str] | None:

@@ -54,18 +54,15 @@ class Checkpointer:
     enabled, launch, last, made, saved_before = True, None, None, -1, None
 
     def lacks(self, state: State, steps: int) -> bool:
-        """See ``Checkpointer``."""
         return False
 
     def __init__(self, world: SimulatedWorld, disk: Disk) -> None:
         self._world, self._disk = world, disk
 
     def due(self, steps: int) -> bool:
-        """See ``Checkpointer``."""
         return steps % SAVES == 0
 
     def save(self, state: State, steps: int) -> str:
-        """See ``Checkpointer``."""
         share = state.divided()
         if share is not None:
             share.send(steps)
@@ -80,7 +77,6 @@ class Checkpointer:
     begin_save = save
 
     def repeat_save(self, state: State, steps: int, begun: bool) -> None:
-        """See ``Checkpointer``."""
         if begun:
             self.save(state, steps)
 
@@ -88,7 +84,6 @@ class Checkpointer:
         """Do nothing, because saves are synchronous."""
 
     def resume(self, state: State, source: str | None) -> int:
-        """See ``Checkpointer``."""
         newest = max(self._disk.saved, default=0) if source == "auto" else 0
         self._disk.was_empty |= source == "auto" and not newest
         steps: int = self._world.gather(newest, "start")[0]
@@ -111,15 +106,12 @@ class LoopChanges:
         """See ``LoopChanges``."""
 
     def take_changes(self) -> dict[str, tuple[Any, Any]]:
-        """See ``LoopChanges``."""
         return {}
 
     def not_restored(self) -> str:
-        """See ``LoopChanges``."""
         return ""
 
     def without_effect(self, step: int) -> str:
-        """See ``LoopChanges``."""
         return ""
 
     def end_step(self, step: int) -> None:
@@ -130,7 +122,7 @@ class LoopChanges:
 
 
 class Feed:
-    """Feed that loads no data. The batch of a group is the group itself, the numbers of its microbatches."""
+    """Stub of ``data.feed.Feed`` that loads no data. The batch of a group is the numbers of its microbatches."""
 
     sizes = None
 
@@ -138,13 +130,11 @@ class Feed:
         self._order = order
 
     def load(self, step: int, groups: list[range]) -> list[range]:
-        """See ``data.feed.Feed``."""
         if self._order.grows:
             samples.check(self._order, step, STEPS)
         return groups
 
     def steps(self, start: int, stop: int, groups: Callable[[int], list[range]]) -> Iterator[list[range]]:
-        """See ``data.feed.Feed``."""
         for step in range(start, stop):
             yield self.load(step, groups(step))
 

@@ -105,20 +105,16 @@ class SimulatedWorld(Waiting):
         self._all.processes[other].wake()
 
     def worker_ids(self, ranks: Sequence[int]) -> list[int]:
-        """See ``World.worker_ids``."""
         return [self._members[rank].worker for rank in ranks]
 
     def notice(self) -> int:
-        """See ``World.notice``."""
         assert self.coordinator is not None
         return LEAVING if self.leaving else PENDING if self.coordinator.pending > self.generation else 0
 
     def request_leave(self) -> None:
-        """See ``World.request_leave``."""
         self.leaving = True
 
     def become_single(self) -> None:
-        """See ``World.become_single``."""
         self.rank, self.size = 0, 1
 
     def await_process_group(self) -> None:
@@ -131,7 +127,6 @@ class SimulatedWorld(Waiting):
         """Do nothing, because there are no servers."""
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """See ``World.gather``."""
         if self.size == 1:
             return [value]
         self._gathers += 1
@@ -148,7 +143,6 @@ class SimulatedWorld(Waiting):
     def start_transfers(
         self, sends: list[Message], receives: list[Message], where: str = "", over: Any = None, host: bool = False
     ) -> list[Any]:
-        """See ``World.start_transfers``."""
         for one in sends:
             self._send(one.peer, f"tensor {one.tag}", one.tensor.clone())
         return [_Receive(self, one) for one in receives]
