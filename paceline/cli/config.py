@@ -7,14 +7,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.display import table
 from paceline.cli.options import BEFORE_SCRIPT, Arguments, Plan, Script, Set
-
-if TYPE_CHECKING:
-    from paceline.launchers.base import Request
+from paceline.environments import env
+from paceline.launchers.base import Launch, Request
 
 CONTEXT = BEFORE_SCRIPT
 MORE_HELP = " The script runs up to paceline.start and no further."
@@ -23,8 +22,6 @@ MORE_HELP = " The script runs up to paceline.start and no further."
 def command(script: Script, arguments: Arguments = None, set_: Set = None, plan: Plan = None) -> None:
     """Show each setting of a script and where it came from."""
     from paceline import config
-    from paceline.cli.display import table
-    from paceline.launchers.base import Request
     from paceline.launchers.prepare import check, known_settings
 
     request = Request(script, tuple(arguments or ()), settings=config.parse_command_line(set_ or []), plan=plan)
@@ -39,9 +36,6 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
 
 def ask_script(request: Request) -> dict[str, dict[str, object]]:
     """Run the script in a process until ``paceline.start`` writes the settings and exits. Return the settings."""
-    from paceline.environments import env
-    from paceline.launchers.base import Launch
-
     with tempfile.TemporaryDirectory(prefix="paceline-config-") as directory:
         answer = Path(directory) / "settings.json"
         mine = {env.SHOW_CONFIG: str(answer), env.SETTINGS: json.dumps(dict(request.settings))}

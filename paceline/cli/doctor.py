@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.display import table
 from paceline.cli.options import MachineOptions, chosen_place, takes
 from paceline.cli.report import say
+from paceline.environments import env
+from paceline.errors import ConfigError, StartError
+from paceline.launchers.base import Examination, Request
 
 if TYPE_CHECKING:
     from paceline.diagnostics.doctor.diagnosis import Diagnosis
     from paceline.diagnostics.doctor.finding import Finding
-    from paceline.launchers.base import Request
     from paceline.launchers.clusters.base import Options
 
 CONTEXT: dict[str, object] = {}
@@ -44,8 +47,6 @@ class DoctorOptions(MachineOptions):
 @takes(DoctorOptions)
 def command(given: DoctorOptions) -> None:
     """Find problems before a run starts."""
-    from paceline.errors import ConfigError
-    from paceline.launchers.base import Examination, Request
     from paceline.launchers.clusters.registry import LOCAL
 
     options = given.of_cluster()
@@ -72,8 +73,6 @@ def command(given: DoctorOptions) -> None:
 def _examine_in(name: str, request: Request, options: Options, dry_run: bool) -> int:
     """Run the doctor in agents on a cluster's machines and return the exit code of the first machine's doctor."""
     from paceline.diagnostics.doctor.diagnosis import not_started
-    from paceline.environments import env
-    from paceline.errors import ConfigError, StartError
     from paceline.launchers.clusters.registry import place_named
 
     place = place_named(name)()
@@ -100,7 +99,6 @@ def _examine_here(request: Request) -> int:
     """Examine this machine, alone or at a rendezvous. Agents of a cluster leave the report to the first machine."""
     from paceline.diagnostics.doctor.diagnosis import examine
     from paceline.diagnostics.doctor.examine import Wanted
-    from paceline.environments import env
     from paceline.launchers.local.child import end_with_parent
 
     if env.text(env.END_WITH_PARENT):
@@ -144,8 +142,6 @@ def to_json(found: Diagnosis) -> str:
 
 def shown(found: Diagnosis, verbose: bool) -> list[str]:
     """Return the findings as lines for the user, with all problems in full and failures first."""
-    from paceline.cli.display import table
-
     if found.elsewhere is not None:
         result = "there are failures" if found.code else "nothing fails"
         return [f"{result}; the report is on {found.elsewhere}"]

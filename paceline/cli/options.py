@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from paceline.cli.report import say
+from paceline.environments import env
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.launchers.base import Request
@@ -93,8 +95,6 @@ class MachineOptions:
 
     def machines(self, local: bool) -> tuple[int, int] | None:
         """Return the minimum and maximum number of machines, or None if the options do not name it."""
-        from paceline.errors import ConfigError
-
         if self.secret_file is not None and self.rendezvous is None and local:
             raise ConfigError("--secret-file is for several machines: give --rendezvous and --nodes, too.")
         return node_range(self.nodes, self.rendezvous, local)
@@ -119,8 +119,6 @@ def takes(options: type[_Given]) -> Callable[[Callable[[_Given], None]], Callabl
 
 def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
     """Return the name of the requested cluster, of the cluster that this process runs on, or ``local``."""
-    from paceline.environments import env
-    from paceline.errors import ConfigError
     from paceline.launchers.clusters import base, registry
 
     place = on or ("ssh" if options.hosts or options.hostfile else None)
@@ -138,7 +136,6 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
 
 def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: str | None, options: Options) -> str:
     """Return the cluster for the hosts that a discovery script names: this machine, or ssh."""
-    from paceline.errors import ConfigError
     from paceline.launchers.clusters.discovery import ask, is_loopback_alone
     from paceline.launchers.clusters.registry import LOCAL
 
@@ -153,7 +150,6 @@ def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: st
 def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
     """Parse ``--nodes`` to the minimum and maximum number of machines. None if the option is not given."""
     from paceline.config import quoted
-    from paceline.errors import ConfigError
 
     if rendezvous is not None and not local:
         raise ConfigError(

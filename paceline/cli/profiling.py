@@ -6,17 +6,22 @@ import math
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.display import table
 from paceline.cli.options import Arguments, Plan, Script, Set
+from paceline.cli.report import run_quietly
+from paceline.environments import env
+from paceline.errors import ConfigError
+from paceline.launchers.base import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.launchers.base import Request
     from paceline.planning.costs import Profile
     from paceline.schedule.balance import Cut
 
@@ -47,8 +52,6 @@ def command(  # noqa: PLR0913 - each argument is an option
 ) -> None:
     """Measure the layers of a model, and find where to cut it into stages."""
     from paceline import config
-    from paceline.errors import ConfigError
-    from paceline.launchers.base import Request
     from paceline.planning.costs import plan_text
 
     if stages is not None and stages < 1:
@@ -75,10 +78,6 @@ def command(  # noqa: PLR0913 - each argument is an option
 
 
 def _measure(base: Request) -> Profile:
-    from dataclasses import replace
-
-    from paceline.cli.report import run_quietly
-    from paceline.environments import env
     from paceline.planning.costs import read
 
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
@@ -98,8 +97,6 @@ def _cut(found: Profile, stages: int, workers: int, memory: float | None) -> Cut
 
 
 def _layer_lines(found: Profile) -> list[str]:
-    from paceline.cli.display import table
-
     rows: list[tuple[str, ...]] = [("layer", "forward ms", "backward ms", "parameters", "kept", "to the next")]
     for layer in found.layers:
         times = (f"{1000 * layer.forward:.3f}", f"{1000 * layer.backward:.3f}")
@@ -111,8 +108,6 @@ def _layer_lines(found: Profile) -> list[str]:
 
 
 def _cut_lines(cuts: Sequence[Cut]) -> list[str]:
-    from paceline.cli.display import table
-
     rows = [("stages", "slowest ms", "each ms", "workers", "cut")]
     for cut in cuts:
         each = " ".join(f"{1000 * seconds:.3f}" for seconds in cut.seconds)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.environments import env
 from paceline.errors import name_ranks
 from paceline.observe.records import Record, parsed
 from paceline.system.regular_files import open_regular
@@ -102,7 +103,6 @@ def _keep(path: Path, text: str) -> None:
 
 def resume_command(launch: Launch, request: Request) -> str:
     """Return the command or the call of ``paceline.launch`` that resumes this run from its newest checkpoint."""
-    from paceline.environments import env
     from paceline.launchers import call_worker
     from paceline.launchers.clusters.base import given_options
 

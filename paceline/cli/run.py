@@ -27,14 +27,14 @@ from paceline.cli.options import (
     takes,
 )
 from paceline.cli.report import alerts_of, hint_of, report, say, summary
-from paceline.errors import EXIT_CODES, PREEMPTED
+from paceline.environments import env
+from paceline.errors import EXIT_CODES, PREEMPTED, ConfigError
 from paceline.launchers import early
-from paceline.launchers.base import pays_preload
+from paceline.launchers.base import HOST, Launch, Request, pays_preload
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
     from paceline.coordinator.server import Coordinator
-    from paceline.launchers.base import Launch, Request
     from paceline.launchers.clusters.base import Options
     from paceline.launchers.clusters.discovery import SlotsHere
     from paceline.system.secret import Secret, Shared
@@ -158,7 +158,6 @@ def command(given: RunOptions) -> None:
 
 def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
     """Train on a cluster, or print what would be started on it. Return the exit code."""
-    from paceline.environments import env
     from paceline.launchers.clusters.base import given_options
     from paceline.launchers.clusters.registry import LOCAL, place_named
     from paceline.launchers.prepare import check, known_settings
@@ -184,7 +183,6 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
 
 def _for_horovod(quiet: bool) -> dict[str, str]:
     """Return variables by which workers find Paceline's ``horovod``, or an empty dict if Horovod is installed."""
-    from paceline.environments import env
     from paceline.horovod.unchanged import FOLDER, is_installed
 
     if not is_installed():
@@ -197,7 +195,6 @@ def _for_horovod(quiet: bool) -> dict[str, str]:
 def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:
     """Parse ``--elastic MIN:MAX``. With only standbys, on one machine, both bounds are the number of workers."""
     from paceline.config import quoted
-    from paceline.errors import ConfigError
 
     if standby < 0:
         raise ConfigError(f"--standby {standby}: the number of waiting workers cannot be negative.")
@@ -216,9 +213,6 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure. Return the exit code."""
     from paceline.coordinator import machines
     from paceline.coordinator.wire.messages import listen
-    from paceline.environments import env
-    from paceline.errors import ConfigError
-    from paceline.launchers.base import HOST
     from paceline.launchers.local.child import end_with_parent
     from paceline.launchers.prepare import check, prepare
     from paceline.system import secret

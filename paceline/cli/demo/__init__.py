@@ -11,6 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.errors import ConfigError
+from paceline.launchers.base import Request
+
 CONTEXT: dict[str, Any] = {}
 MORE_HELP = ""
 
@@ -22,8 +25,6 @@ def command(
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers train.")] = 4,
 ) -> None:
     """Train on handwritten digits, and show that the result does not depend on the number of workers."""
-    from paceline.errors import ConfigError
-
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError('The demo reads its digits from scikit-learn: pip install "paceline[demo]"')
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as directory:
@@ -36,7 +37,6 @@ def command(
 
 def _train(workers: int, directory: Path) -> dict[str, Any]:
     from paceline.cli.run import train
-    from paceline.launchers.base import Request
 
     print(f"training on {workers} worker{'s' if workers != 1 else ''} ...", file=sys.stderr, flush=True)
     directory.mkdir(exist_ok=True)

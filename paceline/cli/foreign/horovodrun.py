@@ -16,6 +16,8 @@ import typer
 
 from paceline.cli.foreign import run_module
 from paceline.cli.report import say
+from paceline.environments import env
+from paceline.errors import ConfigError
 from paceline.horovod.runner.hosts import INSTEAD, fill, of_interfaces
 
 CONTEXT: dict[str, object] = {
@@ -64,7 +66,6 @@ def command(
 ) -> None:
     """Run a script written for Horovod, by the options of horovodrun."""
     from paceline.cli.main import main
-    from paceline.environments import env
 
     found = translate(words or [])
     for name, value in found.environment.items():
@@ -82,8 +83,6 @@ def translate(words: Sequence[str]) -> Translated:
         >>> translate(["-np", "2", "python", "train.py", "--lr", "1"]).words
         ('run', '--horovod', '-n', '2', 'train.py', '--lr', '1')
     """
-    from paceline.errors import ConfigError
-
     given, rest = _parser().parse_known_args(list(words))
     if not given.command:
         raise ConfigError("horovodrun: name the command, as in `paceline horovodrun -np 4 python train.py`.")
@@ -135,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refuse(word: str) -> None:
     from paceline.config import quoted
-    from paceline.errors import ConfigError
 
     name = word.partition("=")[0].lstrip("-")
     name = _LONG_OF_SHORT.get(name, name)
@@ -158,7 +156,6 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 def _script(words: Sequence[str]) -> list[str]:
     """Return the script and arguments of ``python train.py ...``, ``python -m module ...`` or ``pytest ...``."""
     from paceline.config import quoted
-    from paceline.errors import ConfigError
 
     rest = list(words)
     if Path(rest[0]).name.startswith("python"):
