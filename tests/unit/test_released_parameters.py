@@ -23,6 +23,25 @@ def weight() -> torch.Tensor:
     return layer.weight
 
 
+def test_a_layer_may_not_be_called_but_what_contains_layers_may() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values
+
+    model = Net()
+    kept = {"blocks.1.weight", "blocks.1.bias"}
+    Released(model, torch.optim.SGD(model.parameters()), kept, kept).release()
+    assert model(torch.ones(3)).sum() == 3  # as a stage does, without the layers of the others
+    model.blocks[1](torch.ones(3))
+    with pytest.raises(InputError, match=r"The layer 'blocks.0' \(Linear\) was called between two steps"):
+        model.blocks(torch.ones(3))
+
+
 def test_it_has_its_shape(weight: torch.Tensor) -> None:
     assert weight.shape == weight.size() == (2, 3) and weight.numel() == 6 and weight.dim() == weight.ndim == 2
     assert torch.zeros_like(weight).shape == weight.new_zeros(weight.shape).shape == (2, 3)

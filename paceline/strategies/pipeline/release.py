@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import InputError
+from paceline.partition.layers import layer_modules
 from paceline.system.torch_internals import count_users, own_parameters, tree_leaves, tree_map_only, without_subclasses
 
 _OWN = str(Path(__file__).resolve().parents[2]) + os.sep
@@ -51,7 +52,7 @@ class Released:
         }
         self._freed: list[nn.Parameter] = []
         self._is_released = False
-        self._modules = dict(model.named_modules())
+        self._modules, self._layers = dict(model.named_modules()), layer_modules(model)
         self._hooks: list[RemovableHandle] = []
 
     def release(self) -> None:
@@ -69,7 +70,7 @@ class Released:
                 parameter.__class__ = _Elsewhere
         self._hooks = [module.register_state_dict_pre_hook(_refuse) for module in self._modules.values()]
         freed = {id(parameter) for parameter in self._freed}
-        for name, module in self._modules.items():  # the stages' own passes run no layer of another stage
+        for name, module in self._layers.items():  # the stages' own passes run no layer of another stage
             if any(id(parameter) in freed for parameter in own_parameters(module).values()):
                 self._hooks.append(module.register_forward_pre_hook(partial(_refuse_call, name)))
 
