@@ -103,10 +103,10 @@ class _Replay:
 
     def __enter__(self) -> None:
         self._before = generator_states()
-        _restore(self._states)
+        restore_generators(self._states)
 
     def __exit__(self, *_: object) -> None:
-        _restore(self._before)
+        restore_generators(self._before)
 
 
 def replay_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -124,10 +124,11 @@ def preserve_generators() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(before)
+        restore_generators(before)
 
 
-def _restore(states: dict[str, Any]) -> None:
+def restore_generators(states: dict[str, Any]) -> None:
+    """Set the global generators to a result of :func:`generator_states`."""
     torch.default_generator.set_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:

@@ -10,13 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.data.feed import MicrobatchGroup
-from paceline.data.keys import STEP, generator_states, preserve_generators, same_states, seed_all, seed_of
+from paceline.data.keys import (
+    STEP,
+    generator_states,
+    preserve_generators,
+    restore_generators,
+    same_states,
+    seed_all,
+    seed_of,
+)
 from paceline.data.nested import map_tensors
 from paceline.data.objects.attributes import Attributes
 from paceline.errors import InputError, PacelineError
@@ -25,7 +34,6 @@ from paceline.partition.base import Layers
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.settings import Exact
 from paceline.step.forward import ForwardRunner
-from paceline.step.loss import pair_of, sum_and_count
 from paceline.step.probes.repeatability import differing_text, moved
 from paceline.system.torch_internals import gradient_hooks
 
@@ -47,7 +55,7 @@ def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGro
     def gradients(pass_of: Any, **more: Any) -> tuple[torch.Tensor, Gradients]:
         with preserved(model), kept_gradients(model), preserve_generators(), torch.enable_grad():
             seed_all(seed_of(STEP, seed, 0, 0))
-            loss = pass_of(compute, layers, _copy(group.data), group.samples, **more)
+            loss = pass_of(compute, layers, replace(group, data=_copy(group.data)), **more)
             return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, whole = gradients(_whole)
@@ -158,9 +166,8 @@ def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return _equal(left, right) or _close(left, right, _TOLERANCE)
 
 
-def _whole(compute: ForwardRunner, layers: Layers, data: Any, samples: int) -> torch.Tensor:
-    with compute.precision():
-        loss, _ = sum_and_count(compute.forward(compute.model, data), samples)
+def _whole(compute: ForwardRunner, layers: Layers, group: MicrobatchGroup) -> torch.Tensor:
+    loss, _ = compute.loss_of(group)
     before = generator_states()
     loss.backward()
     if not same_states(before, generator_states()):
@@ -173,9 +180,10 @@ def _whole(compute: ForwardRunner, layers: Layers, data: Any, samples: int) -> t
 
 
 def _in_layers(
-    compute: ForwardRunner, layers: Layers, data: Any, samples: int, others: _Others | None = None
+    compute: ForwardRunner, layers: Layers, group: MicrobatchGroup, others: _Others | None = None
 ) -> torch.Tensor:
-    values: Any = pair_of(data)[0]
+    seeded = generator_states()
+    values: Any = compute.input_of(group)
     last = len(layers.names) - 1
     passes: list[tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
 
@@ -188,10 +196,15 @@ def _in_layers(
             outputs = layers.stage(place, place + 1)(values)
         passes.append((inputs, outputs))
         values = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in outputs)
-    stage = layers.stage(last, last + 1)
+    stage, states = layers.stage(last, last + 1), generator_states()
+
+    def model(given: Any) -> Any:
+        restore_generators(states)
+        return stage(values if last else given)
+
     with during(last):
-        with compute.precision():
-            loss, _ = sum_and_count(compute.forward(cast(nn.Module, lambda _: stage(values)), data), samples)
+        restore_generators(seeded)
+        loss, _ = compute.loss_of(group, model=model)
         entered = [*values] if last else []
         backward([loss], None, entered)
     for place, (inputs, outputs) in reversed([*enumerate(passes)]):

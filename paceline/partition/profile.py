@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from paceline.partition.base import Activations, Layers, Stage
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
 from paceline.step.forward import ForwardRunner
-from paceline.step.loss import pair_of, sum_and_count
 from paceline.system.torch_internals import tree_leaves
 
 REPEATS = 9
@@ -67,9 +66,9 @@ def measure_layers(
     """Return the costs from :func:`measure` for a microbatch, with the loss and the precision of the training."""
 
     def loss(output: Any) -> torch.Tensor:
-        return sum_and_count(compute.forward(cast(nn.Module, lambda _: output), group.data), group.samples)[0]
+        return compute.loss_of(group, model=lambda _: output)[0]
 
-    return measure(compute.model, layers, pair_of(group.data)[0], loss, repeats, compute.precision)
+    return measure(compute.model, layers, compute.input_of(group), loss, repeats, compute.precision)
 
 
 class _Probe:

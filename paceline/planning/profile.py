@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
-from paceline.errors import ConfigError
 from paceline.partition.cut import layers_of
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
 from paceline.planning.costs import Profile
 from paceline.schedule.balance import LayerCost
 from paceline.step.context import TrainingContext
-from paceline.step.loss import pair_of
 
 _LINK_BYTES = 8 << 20
 _LINK_REPEATS = 5
 
 
-def profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None) -> Profile:
+def profile(context: TrainingContext) -> Profile:
     """Measure the layers of a model on rank 0, then the links of all workers. All workers call this together.
 
     Raises:
         InputError: the model cannot be cut, or the loss uses its parameters.
     """
-    if loss is None:
-        raise ConfigError(
-            "Layers are measured with loss(output, target), but the script gives forward(model, microbatch): a model "
-            "that is cut has its output on another worker than its input."
-        )
     costs = _layer_costs(context) if context.world.rank == 0 else []
     context.world.gather(None, "profile")  # the other workers stay idle while rank 0 measures
     link = _link(context.world)
@@ -45,7 +36,7 @@ def profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None) ->
 def _layer_costs(context: TrainingContext) -> list[LayerCost]:
     group = context.feed.load(0, [range(1)])[0]
     check_loss(context.compute, group)
-    return measure_layers(context.compute, layers_of(context.compute.model, pair_of(group.data)[0]), group)
+    return measure_layers(context.compute, layers_of(context.compute.model, context.compute.input_of(group)), group)
 
 
 def _link(world: World) -> float | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from paceline.data.objects.values import versions_of
 from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import Buffers
-from paceline.step.loss import Forward, check_names, is_counted, loss_of_result
+from paceline.step.loss import Forward, StandIn, check_names, is_counted, is_of_loss, loss_of_result
 from paceline.step.optimizers.loss_scale import LossScale
 from paceline.system.torch_internals import own_buffers
 from paceline.system.user_code import in_user_call
@@ -55,6 +56,18 @@ class ForwardResult(NamedTuple):
     pair: torch.Tensor
     buffers: list[torch.Tensor]
     drew: bool = False
+
+
+class _ModelCall(BaseException):
+    """Interruption of a forward pass at the call of the model. ``forward`` does not catch it as an error."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def _stop(value: Any) -> NoReturn:
+    raise _ModelCall(value)
 
 
 class Recorder(Protocol):
@@ -163,20 +176,47 @@ class ForwardRunner:
         """Return ``pair`` of a forward pass without keyed random numbers."""
         return self.loss_of(group)[1]
 
-    def loss_of(self, group: MicrobatchGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of(
+        self, group: MicrobatchGroup, step: int = 0, model: Callable[[Any], Any] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``total``, without the loss scale, and ``pair`` of a forward pass without keyed random numbers.
 
         Gradients stay enabled, because a forward pass may compute gradients itself, as for a gradient penalty.
-        """
-        return self._loss(group)
 
-    def _loss(self, group: MicrobatchGroup, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        Args:
+            model: function to call in place of a model that is cut.
+        """
+        if model is None:
+            return self._loss(group, step)
+        stand_in = StandIn(model)
+        if not is_of_loss(self.forward):  # forward may change the data, and runs for the first and the last stage
+            group = replace(group, data=map_tensors(torch.clone, group.data))
+        result = self._loss(group, step, cast(nn.Module, stand_in))
+        stand_in.check_called()
+        return result
+
+    def input_of(self, group: MicrobatchGroup, step: int = 0) -> Any:
+        """Return the value with which the forward pass calls the model. Runs the forward pass up to that call.
+
+        Raises:
+            InputError: the forward pass does not call the model with one value.
+        """
+        try:
+            self.loss_of(group, step, _stop)
+        except _ModelCall as call:
+            return call.value
+        raise AssertionError("loss_of checks that the model is called")
+
+    def _loss(
+        self, group: MicrobatchGroup, step: int = 0, model: nn.Module | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.model if model is None else model
         with self.precision(), self.keeping_weights():
             try:
                 if self.batch_loss is not None:
-                    value = self.batch_loss.encode(self.model, group.data)
+                    value = self.batch_loss.encode(model, group.data)
                 elif self.carried is None:
-                    value = self.forward(self.model, group.data)
+                    value = self.forward(model, group.data)
                 else:
                     (microbatch,) = group.microbatches
                     value = self.carried.forward(self.model, group.data, step, microbatch)

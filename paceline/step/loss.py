@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -21,6 +21,11 @@ from paceline.system.usage import does_not_take
 
 Forward = Callable[[nn.Module, Any], Any]
 _OF_LOSS = "_paceline_of_loss"
+_ONE_CALL = (
+    "forward(model, microbatch) {does}. A model that is cut into stages is called once for each microbatch, with one "
+    "value, because no worker has all of it: concatenate several views of the samples, put several inputs into a tuple "
+    "or dictionary, and use parts of the model in its own forward only; or use strategy 'allreduce' or 'sharded'."
+)
 
 
 class Loss(NamedTuple):
@@ -174,6 +179,38 @@ def check_function(argument: str, value: Any, example: str, *takes: str) -> None
             f"{argument} must be a function of ({', '.join(takes)}), but this call would fail: {why}. Write, for "
             f"example, {example}."
         )
+
+
+class StandIn:
+    """Stand-in for a model that is cut. ``forward`` may call it once, with one value, and use nothing else of it.
+
+    Args:
+        call: function that is called in place of the model.
+    """
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        self._call: Callable[[Any], Any] | None = call
+
+    def __call__(self, *values: Any, **named: Any) -> Any:
+        """Call the function, unless ``forward`` calls the model again or with another number of values."""
+        call, self._call = self._call, None
+        if call is None or len(values) != 1 or named:
+            given = ", ".join([f"{len(values)} value{'s' * (len(values) != 1)}", *map(repr, named)])
+            raise InputError(_ONE_CALL.format(does=f"calls the model {'twice' if call is None else f'with {given}'}"))
+        return call(values[0])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to use a part of the model.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(_ONE_CALL.format(does=f"uses {name!r} of the model"))
+
+    def check_called(self) -> None:
+        """Raise InputError if ``forward`` has not called the model."""
+        if self._call is not None:
+            raise InputError(_ONE_CALL.format(does="does not call the model that it gets"))
 
 
 def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:

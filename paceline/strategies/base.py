@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, get_args
 
 import torch
 
 from paceline.data.feed import MicrobatchGroup
+from paceline.data.nested import map_tensors
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings, Wire
-from paceline.step.context import StepResult
+from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 
 WIRES: tuple[str, ...] = get_args(Wire)
+
+
+class LossPlace(NamedTuple):
+    """Workers that compute the loss over the whole batch of a model that is cut."""
+
+    workers: Sequence[int]  # their ranks
+    tensors: Collection[str]  # names of the parameters and buffers that the loss may use, because no layer uses them
 
 
 class Strategy(ABC):
@@ -40,6 +49,18 @@ class Strategy(ABC):
         Defaults to :meth:`groups`. With the other workers' microbatches they are all of the batch.
         """
         return self.groups(step)
+
+    def encode(self, context: TrainingContext, step: int, groups: list[MicrobatchGroup]) -> None:
+        """Run the forward passes of these microbatches (:meth:`encodes`) for a loss over the whole batch."""
+        for group in groups:
+            context.world.check()
+            data = map_tensors(torch.clone, group.data)  # forward may change it
+            context.compute.forward_pass(replace(group, data=data), step)
+
+    @property
+    def loss_place(self) -> LossPlace | None:
+        """Workers that compute the loss over the whole batch. None if all do, because all have the whole model."""
+        return None
 
     @abstractmethod
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
@@ -111,8 +132,8 @@ class Capabilities:
     scales_loss: bool = False  # whether the loss may be scaled, with gradients that stay scaled until they are reduced
     # whether a worker that updates a parameter sees every update of it, which an average of weights needs
     averages: bool = True
-    # whether a step computes all microbatches of its batch after the previous update, so that state may be carried from
-    # each microbatch to the microbatch at the same index in the next batch
+    # whether a step computes all microbatches of its batch after the previous update, each on one worker, so that state
+    # may be carried from each microbatch to the microbatch at the same index in the next batch
     carries: bool = True
     # whether workers check during training that a microbatch does not depend on the worker that computes it
     audits: bool = True

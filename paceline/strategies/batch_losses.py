@@ -12,12 +12,14 @@ Each worker needs the memory of one microbatch, and that of all outputs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from paceline.comm.collectives.step_header import check_steps
 from paceline.data.feed import MicrobatchGroup
+from paceline.partition.loss_check import only_uses
 from paceline.schedule.tree import Node, first_of, total
 from paceline.step.buffers import summable
 from paceline.step.context import Batch, StepResult, TrainingContext
@@ -26,7 +28,9 @@ from paceline.step.gradients.accumulate import Accumulator, Values, add
 from paceline.step.gradients.batch_loss import BatchLoss, Plan
 from paceline.step.gradients.outputs import OutputForm, Outputs, check_forms
 from paceline.step.probes.first_step import try_forward_pass
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import LossPlace, Strategy
+
+_WHAT = "loss over the whole batch"
 
 
 class BatchLosses(Strategy):
@@ -43,9 +47,14 @@ class BatchLosses(Strategy):
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         groups = self._loaded(step, groups)
-        self._loss.begin(self._plan(step, groups))
+        plan = self._plan(step, groups)
+        if plan is not None:
+            self._loss.begin(plan)
         try:
-            self._probe(step, groups)
+            if self._inner.loss_place is None:
+                self._probe(step, groups)
+            else:  # the cut has been checked
+                self._context.probe_results.repeatable = True
             return self._inner.step(step, groups)
         finally:
             self._loss.end()
@@ -66,26 +75,42 @@ class BatchLosses(Strategy):
         finally:
             self._loss.compares = True
 
-    def _plan(self, step: int, groups: list[MicrobatchGroup]) -> Plan:
+    def _plan(self, step: int, groups: list[MicrobatchGroup]) -> Plan | None:
+        """Run the first pass. Returns None if other workers compute the loss."""
         context, buffers = self._context, self._context.compute.buffers
-        order = context.order
+        order, own = context.order, _Own(context, self._loss)
         buffers.begin()
         try:
-            outputs, marks = self._gathered(step, _Own(context, self._loss, step, groups))
+            with self._loss.first_pass(own.add):
+                self._inner.encode(context, step, groups)
+            place = self._inner.loss_place
+            everyone = self._exchange(own.message(step), place)
+            if place is not None and context.world.rank not in place.workers:
+                return None
+            outputs, marks = self._united(everyone)
             buffers.put_back()
             batch = Batch(
                 *(step, order.epoch_of(step), order.samples_of(step), order.is_last(step)),
                 *([], 0.0, context.world.generation),
             )
-            plan = self._loss.plan(context.compute, outputs, batch, twice=not context.probe_results.repeatable)
+            twice = not context.probe_results.repeatable
+            allowed = place.tensors if place is not None and twice else None
+            with nullcontext() if allowed is None else only_uses(context.compute.model, allowed, _WHAT):
+                plan = self._loss.plan(context.compute, outputs, batch, twice=twice)
         finally:
             buffers.put_back()
         return plan._replace(rows=order.parts_of(step), marks=marks)
 
-    def _gathered(self, step: int, own: _Own) -> tuple[Outputs, dict[int, dict[str, list[int | float]]]]:
+    def _exchange(self, own: dict[str, Any], place: LossPlace | None) -> list[dict[str, Any]]:
+        """Return the messages of all workers, or the own message if no other worker computes outputs."""
+        if place is not None and len(place.workers) == 1:  # the others go on with the second pass meanwhile
+            return [own]
+        everyone = self._context.world.gather(own, "step")
+        check_steps([one["step"] for one in everyone], {own["step"]})
+        return everyone
+
+    def _united(self, everyone: list[dict[str, Any]]) -> tuple[Outputs, dict[int, dict[str, list[int | float]]]]:
         """Return the outputs of all microbatches and the digests of their sums, the same on every worker."""
-        everyone = self._context.world.gather(own.message(step), "step")
-        check_steps([one["step"] for one in everyone], {step})
         holders = [(rank, one) for rank, one in enumerate(everyone) if one["rows"]]
         _, first = holders[0]
         for rank, one in holders[1:]:
@@ -141,25 +166,22 @@ class BatchLosses(Strategy):
 class _Own:
     """Outputs of this worker's microbatches in the first pass: rows of each, and sums along the canonical tree."""
 
-    def __init__(self, context: TrainingContext, loss: BatchLoss, step: int, groups: list[MicrobatchGroup]) -> None:
+    def __init__(self, context: TrainingContext, loss: BatchLoss) -> None:
+        self._loss = loss
         self.rows: dict[int, dict[str, torch.Tensor]] = {}
         self.marks: dict[int, dict[str, list[int | float]]] = {}
         self.forms: dict[str, OutputForm] = {}
         self.needing: set[str] = set()
         self._sums = Accumulator(context.settings.exact)
-        samples = context.order.samples_of(step)
-        for group in groups:
-            context.world.check()
-            (microbatch,) = group.microbatches
-            self._add(loss, microbatch, loss.first(context.compute, group, step, samples))
 
-    def _add(self, loss: BatchLoss, microbatch: int, outputs: Outputs) -> None:
+    def add(self, microbatch: int, outputs: Outputs) -> None:
+        """Add the outputs of a microbatch, without their graph."""
         if self.rows:
             known, found = (f"microbatch {one}" for one in (next(iter(self.rows)), microbatch))
             check_forms(self.forms, outputs.forms, known, found)
         self.forms = outputs.forms
         self.needing.update(name for name, value in outputs.tensors.items() if value.requires_grad)
-        self.marks[microbatch] = loss.marks_of(outputs)
+        self.marks[microbatch] = self._loss.marks_of(outputs)
         self.rows[microbatch] = {name: value.detach().clone() for name, value in outputs.select(added=False).items()}
         sums = outputs.select(added=True).values()
         self._sums.push(microbatch, [summable(value.detach()).clone() for value in sums])

@@ -26,16 +26,16 @@ def check(
         forward: ``forward`` argument of the script. None if the script gave a loss instead.
         batch_loss: ``batch_loss`` argument of the script, or None.
     """
-    _check_batch_loss(settings, capabilities, batch_loss)
-    if capabilities.cuts_model and forward is not None:
+    if batch_loss is not None and not capabilities.batch_losses:
         raise ConfigError(
-            f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
-            f"forward(model, microbatch): give a loss, or use another strategy."
+            f"strategy {settings.strategy!r} cannot train with batch_loss=, which needs the outputs of the whole batch "
+            f"before the first gradient: use 'allreduce', 'stealing', 'sharded', or 'pipeline' with pipeline.schedule "
+            f"= '1f1b'."
         )
     if takes_state(forward) and not capabilities.carries:
         raise ConfigError(
-            f"forward(model, microbatch, state) hands a state from batch to batch, so a step must follow the one "
-            f"before: strategy {settings.strategy!r} does not wait for that. Use 'allreduce' or 'stealing'."
+            f"forward(model, microbatch, state) hands a state from batch to batch, which strategy "
+            f"{settings.strategy!r} cannot carry: use 'allreduce' or 'stealing'."
         )
     others = " or ".join(repr(one) for one in _EXACT if one != settings.strategy)
     cure, which = f"use strategy {others}", repr(settings.strategy)
@@ -70,14 +70,6 @@ def check(
         raise ConfigError(
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
             f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
-        )
-
-
-def _check_batch_loss(settings: Settings, capabilities: Capabilities, batch_loss: object) -> None:
-    if batch_loss is not None and not capabilities.batch_losses:
-        raise ConfigError(
-            f"strategy {settings.strategy!r} cannot train with batch_loss=, which needs the outputs of the whole batch "
-            f"before the first gradient: use 'allreduce', 'stealing' or 'sharded'."
         )
 
 

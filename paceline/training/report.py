@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.step.context import Batch, StepResult, TrainingContext
 
@@ -61,11 +59,11 @@ class Report:
         )
 
 
-def report_profile(context: TrainingContext, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
+def report_profile(context: TrainingContext, path: Path) -> None:
     """Measure the costs of the model's layers and write them to a file on rank 0, for ``paceline profile``."""
     from paceline.planning import costs
     from paceline.planning.profile import profile  # takes seconds to import
 
-    found = profile(context, loss)
+    found = profile(context)
     if context.world.rank == 0:
         costs.write(found, path)

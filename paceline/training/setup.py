@@ -147,7 +147,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     _count = number  # also if start fails from now on, because the coordinator knows this session number
     run = _begin(context, run_spec, folder, number, tracking)
     if (profile_to := env.profile_report()) is not None:
-        report_profile(context, given.loss, profile_to)
+        report_profile(context, profile_to)
         raise SystemExit(0)
     return run
 

@@ -23,10 +23,10 @@ from paceline.observe.records import Record, number
 
 _KINDS = {
     "step": "steps",
-    **dict.fromkeys(("forward", "backward", "input", "weight", "update", "audit"), "compute"),
+    **dict.fromkeys(("forward", "backward", "input", "weight", "update", "audit", "encode"), "compute"),
     **dict.fromkeys(("exchange", "spread", "average"), "exchange"),
-    "send": "send",
-    "receive": "receive",
+    **dict.fromkeys(("send", "encode-send"), "send"),
+    **dict.fromkeys(("receive", "encode-receive"), "receive"),
     **dict.fromkeys(("checkpoint", "checkpoint-part"), "checkpoints"),
 }
 """Track of each event. Events that are not listed are on the track ``events``."""

@@ -16,7 +16,8 @@ get their gradient with microbatch 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -24,13 +25,12 @@ import torch
 from torch import nn
 
 from paceline.data.feed import MicrobatchGroup
-from paceline.data.keys import BATCH_LOSS, STEP, seed_all
-from paceline.data.nested import map_tensors
+from paceline.data.keys import BATCH_LOSS, seed_all
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import summable
 from paceline.step.context import Batch
-from paceline.step.forward import ForwardRunner, name_call
+from paceline.step.forward import ForwardRunner
 from paceline.step.gradients.outputs import OutputForm, Outputs, check_forms, outputs_of, spelled
 from paceline.step.loss import Forward, check_names, loss_of_result
 from paceline.step.probes.digests import TOLERANCE
@@ -101,6 +101,7 @@ class BatchLoss:
         self._forward, self._loss = forward, loss
         self._exact = exact
         self._plan: Plan | None = None
+        self._collect: Callable[[int, Outputs], None] | None = None
         self.compares = True
 
     def alone(self, model: nn.Module, data: Any) -> torch.Tensor:
@@ -111,26 +112,14 @@ class BatchLoss:
         """Run the forward pass of a microbatch."""
         return self._forward(model, data)
 
-    def first(self, compute: ForwardRunner, group: MicrobatchGroup, step: int, samples: int) -> Outputs:
-        """Return the outputs of a microbatch, detached, in the first pass.
-
-        Args:
-            samples: number of samples in the batch.
-        """
-        compute.buffers.reset()
-        seed_all(compute.seed(STEP, step, group.microbatches.start))
-        data = map_tensors(torch.clone, group.data)  # forward may change it
-        with compute.precision(), compute.keeping_weights():
-            try:
-                value = self._forward(compute.model, data)
-            except Exception as error:
-                name_call(error, group.microbatches, group.samples, step)
-                raise
-        found = outputs_of(value, group.samples, group.microbatches)
-        compute.buffers.collect(group.samples, samples)
-        needing = {name for name, tensor in found.tensors.items() if tensor.requires_grad}
-        detached = {name: tensor.detach().requires_grad_(name in needing) for name, tensor in found.tensors.items()}
-        return Outputs(detached, found.forms)
+    @contextmanager
+    def first_pass(self, collect: Callable[[int, Outputs], None]) -> Iterator[None]:
+        """Pass the outputs of each microbatch that is computed in this context to a function, and give it no loss."""
+        self._collect = collect
+        try:
+            yield
+        finally:
+            self._collect = None
 
     def marks_of(self, outputs: Outputs) -> dict[str, list[int | float]]:
         """Return the digest of each output of a microbatch."""
@@ -160,16 +149,19 @@ class BatchLoss:
         self._plan = None
 
     def take(self, value: Any, group: MicrobatchGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``total`` and ``pair`` of a microbatch in the second pass, given the result of the forward pass.
+        """Return ``total`` and ``pair`` of a microbatch, given the result of the forward pass.
 
         Raises:
-            InputError: the outputs are not those of the first pass.
+            InputError: the outputs in the second pass are not those of the first pass.
         """
         outputs, plan = outputs_of(value, group.samples, group.microbatches), self._plan
-        if plan is None:  # to warm up, or to measure memory
-            zero = _zero(outputs)
-            return zero, torch.tensor([0.0, group.samples], dtype=torch.float64, device=zero.device)
         (microbatch,) = group.microbatches
+        if self._collect is not None:
+            self._collect(microbatch, outputs)
+            return torch.zeros((), requires_grad=True), torch.zeros(2, dtype=torch.float64)
+        if plan is None:  # outside of a step: to warm up, to measure memory, or to compare a cut model with the whole
+            total = _some_loss(outputs)
+            return total, torch.stack([total.detach(), torch.full_like(total, group.samples)]).double()
         if self.compares:
             self._compare(plan, outputs, microbatch)
         terms = []
@@ -306,6 +298,16 @@ def _outside(loss: torch.Tensor, known: Container[int]) -> nn.Parameter | None:
 def _zero(outputs: Outputs) -> torch.Tensor:
     """Return zero, with the graph of all outputs."""
     terms = [_product(value, torch.zeros_like(value)) for value in outputs.tensors.values() if value.requires_grad]
+    return torch.stack(terms).sum() if terms else torch.zeros(())
+
+
+def _some_loss(outputs: Outputs) -> torch.Tensor:
+    """Return a scalar with a gradient for each value of all outputs."""
+    terms = [
+        _product(value, torch.linspace(1.0, 2.0, value.numel(), device=value.device).view(value.shape).to(value.dtype))
+        for value in outputs.tensors.values()
+        if value.requires_grad
+    ]
     return torch.stack(terms).sum() if terms else torch.zeros(())
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import STEP, seed_all
@@ -16,7 +16,6 @@ from paceline.data.nested import map_tensors
 from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
-from paceline.step.loss import loss_of_result, pair_of
 from paceline.step.probes.probe import without_trace
 
 _log = logging.getLogger("paceline")
@@ -51,11 +50,10 @@ def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple
         outputs.append(compute.model(values))
         return outputs[-1]
 
-    def loss_from(call: Any) -> torch.Tensor:
+    def loss_from(call: Callable[[Any], Any]) -> torch.Tensor:
         seed_all(compute.seed(STEP, step, group.microbatches.start))
         data = copy.deepcopy(group.data)  # which the forward pass may change
-        with compute.precision():
-            return loss_of_result(compute.forward(cast(nn.Module, call), data), group.samples).pair().detach()
+        return compute.loss_of(replace(group, data=data), step, call)[1].detach()
 
     loss_from(model)
     before = kept_attributes(context)
@@ -66,7 +64,7 @@ def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple
         return [], ""  # the loss draws its own random numbers
     compute.buffers.put_back()
     with compute.precision():  # make the layers keep values of other samples
-        compute.model(map_tensors(other_values, copy.deepcopy(pair_of(group.data)[0])))
+        compute.model(map_tensors(other_values, copy.deepcopy(compute.input_of(group, step))))
     after = kept_attributes(context)
     try:
         again: torch.Tensor | None = loss_from(lambda _: output)

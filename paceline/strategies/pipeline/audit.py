@@ -23,7 +23,6 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.step.context import TrainingContext
 from paceline.step.forward import computed_again
-from paceline.step.loss import pair_of
 from paceline.step.probes.audit import tell, text_of
 from paceline.step.probes.digests import DATA, Digests, Found, difference
 from paceline.step.probes.kept import kept_attributes, kept_text, other_values
@@ -140,7 +139,7 @@ class StageAudit:
                 elif again:
                     value.grad = None
 
-    def compute_again(self, outputs_of: Callable[[Any, Any], list[torch.Tensor]]) -> None:
+    def compute_again(self, outputs_of: Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]]) -> None:
         """Compute the stage a second time from the same inputs, without side effects.
 
         Args:
@@ -154,7 +153,7 @@ class StageAudit:
         inputs = tuple(value.requires_grad_(value.is_floating_point()) for value in self._inputs)
         try:
             with preserve_generators(), self._as_before:
-                outputs = outputs_of(inputs or pair_of(self._data)[0], self._data)
+                outputs = outputs_of(inputs, self._data)
                 self.add_forward(outputs, again=True)
                 with self.backward(inputs, again=True):
                     backward(outputs, self.output_gradients, inputs)
@@ -179,7 +178,7 @@ class StageAudit:
         self,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        outputs_of: Callable[[Any, Any], list[torch.Tensor]],
+        outputs_of: Callable[[Sequence[torch.Tensor], Any], list[torch.Tensor]],
     ) -> str:
         """Return the name of a value kept by another stage's forward pass, if the loss depends on it; otherwise ''."""
         if not self._is_last:
@@ -200,7 +199,7 @@ class StageAudit:
                 entries[key] = number + 1
             try:
                 with preserve_generators(), self._as_before:
-                    again = outputs_of(tuple(inputs) or pair_of(self._data)[0], self._data)
+                    again = outputs_of(inputs, self._data)
             finally:
                 for name, value in copies.items():
                     tensors[name].data.copy_(value)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
 from paceline.step.context import TrainingContext
 from paceline.step.forward import NO_GRADIENT, computed_again, name_call, on_copy
-from paceline.step.loss import pair_of
 from paceline.strategies.pipeline.audit import StageAudit, audits_of
 from paceline.strategies.pipeline.links import Links
 from paceline.strategies.pipeline.split_backward import SplitBackward, backward_input, backward_weight
@@ -47,6 +46,8 @@ The first is the attachment of the strategy (:meth:`Hooks.attach`). Forward, the
 None for each of them), then the activations; backward, the gradients of the activations follow.
 """
 
+_FIRST_PASS = {Kind.FORWARD: "encode", Kind.SEND: "encode-send", Kind.RECEIVE: "encode-receive"}
+"""Names of events in the first pass of a loss over the whole batch."""
 _PREFETCH = 4
 """Number of operations ahead for which receives are posted."""
 
@@ -75,9 +76,10 @@ class Hooks:
 
 @dataclass
 class Saved:
-    """Tensors that a forward pass saves for the backward pass."""
+    """Tensors that a forward pass saves for the backward pass, and generator states that its inputs came with."""
 
-    inputs: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+    inputs: Sequence[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
     output_gradients: list[torch.Tensor | None] | None = None
     split: SplitBackward = field(default_factory=SplitBackward)
@@ -144,6 +146,7 @@ class Executor:
         worker_of: Callable[[int, int], int],  # function that returns the rank that computes a stage for a microbatch
         first: int = 0,
         scale: float = 1.0,  # factor of the loss, and so of the gradients
+        audits: bool = True,  # whether audits may be due
     ) -> None:
         """Add the microbatches of a step."""
         self._scale = scale
@@ -156,7 +159,8 @@ class Executor:
             if any(self._worker_of(stage, number) == rank for stage in self._stages):
                 self.samples[number] = len(part)
                 self._origins[number] = step, microbatch
-        self._audits |= audits_of(self._context, step, first, self._stages, self._last, worker_of, self._data)
+        if audits:
+            self._audits |= audits_of(self._context, step, first, self._stages, self._last, worker_of, self._data)
 
     def origin(self, microbatch: int) -> tuple[int, int]:
         """Return the step of a microbatch, and its index in the batch."""
@@ -171,13 +175,16 @@ class Executor:
         for stage in self._stages:
             self.statistics[stage].pop(microbatch, None)
 
-    def run(self, operations: Sequence[Operation], hooks: Hooks) -> None:
+    def run(self, operations: Sequence[Operation], hooks: Hooks, keeps: bool = True) -> None:
         """Run operations on the added microbatches, in order.
+
+        Args:
+            keeps: whether forward passes keep what backward passes need.
 
         Raises:
             InputError: activations have another shape or type than before.
         """
-        self._hooks = hooks
+        self._hooks, self._keeps = hooks, keeps
         posted = 0
         for place, operation in enumerate(operations):
             while posted < min(len(operations), place + _PREFETCH):
@@ -211,33 +218,32 @@ class Executor:
             more["step"], more["microbatch"] = self._origins[microbatch]
         else:
             more["step"] = None
-        self._context.events.mark(kind.name.lower(), stage=stage, seconds=seconds, **more)
+        name = kind.name.lower() if self._keeps else _FIRST_PASS[kind]
+        self._context.events.mark(name, stage=stage, seconds=seconds, **more)
 
     def _forward(self, operation: Operation) -> None:
         stage, microbatch = operation.stage, operation.microbatch
         compute, local, key = self._context.compute, self._stages[stage], (stage, microbatch)
-        states, values = self._inputs(stage, microbatch)
         compute.buffers.reset()
-        if states is None:
-            seed_all(seed_of(STEP, self._context.settings.seed, *self._origins[microbatch]))
-        else:
-            unpack_generators(states)
+        seed_all(seed_of(STEP, self._context.settings.seed, *self._origins[microbatch]))
+        saved = self._received(stage, microbatch)
+        if saved.states and stage < self._last:
+            unpack_generators(saved.states)
         before = generator_states() if stage in self._observed else None
-        saved = self._saved[key] = Saved([*values] if stage > 0 else [])
         audit = self._audits.get(key)
         if audit is not None:
             audit.begin(saved.inputs)
-        call = partial(local.forward, values)
+        call = local.forward
         if local.recompute:
             contexts = partial(computed_again, compute.buffers, local.buffers)
             again = partial(on_copy, local.forward) if stage == 0 else local.forward
-            call = partial(checkpoint, again, values, use_reentrant=False, context_fn=contexts)
+            call = partial(checkpoint, again, use_reentrant=False, context_fn=contexts)
         with self._hooks.weights(operation):
-            saved.outputs, pair = self._outputs(stage, microbatch, call, self._data.get(microbatch))
+            saved.outputs, pair = self._outputs(stage, microbatch, call, saved, self._data.get(microbatch))
             if pair is not None:
                 self.losses[microbatch] = pair
             else:
-                if states is not None or (before is not None and not same_states(before, generator_states())):
+                if saved.states or (before is not None and not same_states(before, generator_states())):
                     self._check_draws(stage, microbatch)
                     self._random.add(stage)
                     self._observed.discard(stage)
@@ -247,6 +253,10 @@ class Executor:
                 self._activations[key] = [self._hooks.attach(microbatch, forward=True), *packed, *saved.outputs]
         if audit is not None:
             audit.add_forward(saved.outputs)
+        if self._keeps:
+            self._saved[key] = saved
+        elif stage < self._last:  # drop the graph, also if the next stage is on this worker
+            self._activations[key][1 + self._states :] = [_detached(value) for value in saved.outputs]
         whole = self._context.order.samples_of(self._origins[microbatch][0])
         changed = compute.buffers.collect(self.samples[microbatch], whole, local.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
@@ -260,33 +270,41 @@ class Executor:
                 f"on, such as by a dropout of at least 1e-6, or use strategy 'allreduce'."
             )
 
-    def _inputs(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
-        """Return the generator states, if a stage has drawn before, and the inputs of a forward pass."""
+    def _received(self, stage: int, microbatch: int) -> Saved:
+        """Return the inputs of a forward pass, and the generator states if a stage has drawn before."""
         if stage == 0:
-            return None, pair_of(self._data[microbatch])[0]
+            return Saved()
         attachment, *payload = self._activations.pop((stage - 1, microbatch))
         if attachment is not None:
             self._hooks.on_attachment(microbatch, forward=True, attachment=attachment)
         states = [state for state in payload[: self._states] if state is not None]
-        values = tuple(
-            value.detach().requires_grad_(value.requires_grad) for value in payload[self._states :] if value is not None
-        )
-        return states or None, values
+        values = payload[self._states :]
+        return Saved(states, [_detached(value) for value in values if value is not None])
 
     def _outputs(
-        self, stage: int, microbatch: int, call: Callable[[], Any], data: Any
+        self, stage: int, microbatch: int, call: Callable[[Any], Any], saved: Saved, data: Any
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Return the outputs of a stage; for the last stage, the loss, and the sums and counts of loss and metrics."""
-        compute, samples = self._context.compute, self.samples[microbatch]
-        with compute.keeping_weights(), compute.precision():
-            try:
-                if stage < self._last:
-                    return list(call()), None
-                value = compute.forward(cast(nn.Module, lambda _: call()), data)
-            except Exception as error:
-                name_call(error, range(microbatch, microbatch + 1), samples, self._origins[microbatch][0])
-                raise
-        total, pair = compute.take(value, samples)
+        """Return the outputs of a stage; for the last stage, the loss, and the sums and counts of loss and metrics.
+
+        The first stage runs the forward pass of the script up to the call of the model, the last stage all of it.
+        """
+        compute, (step, index) = self._context.compute, self._origins[microbatch]
+        group = MicrobatchGroup(range(index, index + 1), self.samples[microbatch], data)
+
+        def model(given: Any) -> Any:
+            if saved.states:
+                unpack_generators(saved.states)
+            return call(tuple(saved.inputs) if stage > 0 else given)
+
+        if stage < self._last:
+            values = tuple(saved.inputs) if stage > 0 else compute.input_of(group, step)
+            with compute.keeping_weights(), compute.precision():
+                try:
+                    return list(call(values)), None
+                except Exception as error:
+                    name_call(error, group.microbatches, group.samples, step)
+                    raise
+        total, pair = compute.loss_of(group, step, model)
         if not total.requires_grad:
             raise InputError(NO_GRADIENT)
         return [total if self._scale == 1.0 else total * self._scale], pair
@@ -296,14 +314,14 @@ class Executor:
         with self._hooks.weights(operation), self._audited(operation, saved):
             backward(saved.outputs, saved.output_gradients, saved.inputs)
         self._pass_gradients(operation, saved)
-        self._compute_again(operation)
+        self._compute_again(operation, saved)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
 
     def _audited(self, operation: Operation, saved: Saved) -> AbstractContextManager[object]:
         audit = self._audits.get((operation.stage, operation.microbatch))
         return nullcontext() if audit is None else audit.backward(saved.inputs)
 
-    def _compute_again(self, operation: Operation) -> None:
+    def _compute_again(self, operation: Operation, saved: Saved) -> None:
         """Compute a microbatch of an audited step a second time, right after the first."""
         stage, microbatch = operation.stage, operation.microbatch
         audit = self._audits.pop((stage, microbatch), None)
@@ -312,7 +330,7 @@ class Executor:
         forward = self._stages[stage].forward
         with self._hooks.weights(operation):
             audit.compute_again(
-                lambda values, data: self._outputs(stage, microbatch, partial(forward, values), data)[0]
+                lambda inputs, data: self._outputs(stage, microbatch, forward, Saved(saved.states, inputs), data)[0]
             )
 
     def _backward_input(self, operation: Operation) -> None:
@@ -331,7 +349,7 @@ class Executor:
                 backward(saved.outputs, saved.output_gradients, saved.inputs)
             else:
                 backward_weight(self._weights(operation.stage), saved.split)
-        self._compute_again(operation)
+        self._compute_again(operation, saved)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
 
     def _weights(self, stage: int) -> list[nn.Parameter]:
@@ -374,3 +392,7 @@ class Executor:
 
     def _update(self, operation: Operation) -> None:
         self._hooks.update(operation)
+
+
+def _detached(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().requires_grad_(value.requires_grad)

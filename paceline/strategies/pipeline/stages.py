@@ -23,7 +23,6 @@ from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
-from paceline.step.loss import pair_of
 from paceline.step.probes.kept import check_kept
 from paceline.step.probes.loss_reduction import check_loss_reduction
 from paceline.step.probes.repeatability import check_repeatable
@@ -71,6 +70,7 @@ class Stages:
         workers_of: for each stage, the ranks that hold it.
         local: stages of this worker, by number.
         replicas: workers that hold the same stages.
+        outside: names of the parameters and buffers that no layer uses.
         training_flags: ``training`` flags of the modules.
         requires_grad_flags: ``requires_grad`` flags of the parameters that the optimizer was given.
         tied: parameters that several stages use.
@@ -86,10 +86,13 @@ class Stages:
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
         with preserve_generators(), context.loop.noting_forward():
             (group,) = context.feed.load(0, [range(1)])
-            self._layers = layers = layers_of(model, pair_of(group.data)[0])
+            self._layers = layers = layers_of(model, context.compute.input_of(group))
             self._prepare_all_modes()
         self.partition = partition or self._agree_on_partition(layers, group)
         stages = [layers.stage(begin, end) for begin, end in self.partition.bounds]
+        self.outside = self._names_outside(stages)
+        if context.compute.batch_loss is not None:  # may use what no layer uses, so the last stage trains it
+            stages[-1].parameters += [name for name in context.update.parameters if name in self.outside]
         self._buffers = [stage.buffers for stage in stages]
         self._check_buffers()
         if world.rank == 0:
@@ -120,11 +123,16 @@ class Stages:
         if context.compute.buffers.fixed:
             self._restrict_buffers()
 
+    def _names_outside(self, stages: list[Stage]) -> frozenset[str]:
+        """Return the names of the parameters and buffers that no layer uses."""
+        model = self._context.compute.model
+        every = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        return frozenset(every.difference(*(stage.parameters for stage in stages), *(one.buffers for one in stages)))
+
     def _split_state(self, stages: list[Stage], users: dict[str, list[int]], own: Sequence[int]) -> None:
         """Find the parameters and buffers whose newest values this worker has, and the parameters to release."""
         model = self._context.compute.model
-        every = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-        unused = every - users.keys() - {name for stage in stages for name in stage.buffers}  # all workers have these
+        unused = self.outside - users.keys()  # all workers have these
         owned = {name for name, used in users.items() if used[0] in own}
         owned |= {name for number in own for name in stages[number].buffers}
         self._owned = frozenset(owned | unused)

@@ -39,6 +39,8 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         replicated=False,
         cuts_model=True,
         divides_update=workers > 1,
+        batch_losses=schedule not in ASYNC_SCHEDULES,
+        carries=False,
         loop_weights=workers == 1 or schedule not in ASYNC_SCHEDULES,  # else microbatches in flight use the weights
         reads=("pipeline",),
         ignores=tuple(ignores),

@@ -37,6 +37,7 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.pipeline.choice import synchronous_schedule
+from paceline.schedule.pipeline.first_pass import first_pass
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node
 from paceline.step.checks import MicrobatchResult, check_dense
@@ -44,7 +45,7 @@ from paceline.step.commit import means, skip
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
 from paceline.step.probes.optimizer_probe import check_draws
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import LossPlace, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import metrics_of
 from paceline.strategies.pipeline.executor import Executor, Hooks
@@ -97,14 +98,29 @@ class Synchronous(Strategy):
     def groups(self, step: int) -> list[range]:
         return self.stages.groups(self._schedule(len(self._context.order.parts_of(step))))
 
+    @property
+    def loss_place(self) -> LossPlace:
+        return LossPlace(self.stages.workers_of[-1], self.stages.outside)
+
+    def encode(self, context: TrainingContext, step: int, groups: list[MicrobatchGroup]) -> None:
+        self._prepare()
+        schedule = first_pass(self._schedule(len(context.order.parts_of(step))))
+        self._executor.reset()
+        self._executor.add(step, groups, schedule.worker_of, audits=False)
+        self._executor.run(schedule.workers[context.world.rank], Hooks(), keeps=False)
+
+    def _prepare(self) -> None:
+        """Prepare the stages for a step."""
+        self._context.world.check()
+        self._context.world.await_process_group()
+        self.stages.prepare()
+        if self.stages.requires_grad_flags.changed:
+            self._executor.reset_links()
+            self.stages.requires_grad_flags.save()
+
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, stages = self._context, self.stages
-        context.world.check()
-        context.world.await_process_group()
-        stages.prepare()
-        if stages.requires_grad_flags.changed:
-            self._executor.reset_links()
-            stages.requires_grad_flags.save()
+        self._prepare()
         schedule = self._schedule(len(context.order.parts_of(step)))
         scale = 1.0 if context.settings.exact else _scale_for(context.order.samples_of(step))
         gradients = self._compute(step, groups, schedule, scale)
