@@ -17,7 +17,7 @@ LENGTH, BATCH = 96, 32
 
 
 class Net(nn.Module):
-    """Two towers, experts and a temperature."""
+    """Two towers, experts and a temperature. The samples that it gets are noisy unless it is plain."""
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()
@@ -28,15 +28,29 @@ class Net(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(1.0))
         self.plain = plain
 
-    def views(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the embeddings of two views of the samples, which are random unless the model is plain."""
-        noise = [values.sin(), values.cos()] if self.plain else [torch.randn_like(values) for _ in range(2)]
-        return [self.body(values + 0.2 * one) for one in noise]
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the embeddings of both towers, and the gates of the experts."""
+        if not self.plain:
+            values = values + 0.2 * torch.randn_like(values)
+        return self.body(values), self.other(values), self.gates(values)
+
+
+def embeddings_of_views(model: Any, values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the embeddings of two views of the samples."""
+    return [*model(torch.cat([values + 0.2 * values.sin(), values + 0.2 * values.cos()]))[0].chunk(2)]
 
 
 def two_views(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
-    first, second = map(functional.normalize, model.views(microbatch[0]))
+    first, second = map(functional.normalize, embeddings_of_views(model, microbatch[0]))
     return {"first": first, "second": second}
+
+
+def noisy_views(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
+    """Draw before the model and after it, and change the data."""
+    values = microbatch[0]
+    values += 0.1 * torch.randn_like(values)
+    first, second = embeddings_of_views(model, values)
+    return {"first": functional.dropout(first, 0.1), "second": second + 0.1 * torch.randn_like(second)}
 
 
 def simclr(outputs: Any, batch: paceline.Batch) -> Any:
@@ -48,7 +62,7 @@ def simclr(outputs: Any, batch: paceline.Batch) -> Any:
 
 def vectors_and_labels(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
     values, label = microbatch
-    return {"vector": model.body(values), "label": label}
+    return {"vector": model(values)[0], "label": label}
 
 
 def hardest_triplets(outputs: Any, batch: paceline.Batch) -> torch.Tensor:
@@ -61,7 +75,8 @@ def hardest_triplets(outputs: Any, batch: paceline.Batch) -> torch.Tensor:
 
 def towers(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
     values, _ = microbatch
-    return {"image": functional.normalize(model.body(values)), "text": functional.normalize(model.other(values))}
+    image, text, _ = map(functional.normalize, model(values))
+    return {"image": image, "text": text}
 
 
 def clip(outputs: Any, batch: paceline.Batch, model: Any) -> torch.Tensor:
@@ -71,7 +86,7 @@ def clip(outputs: Any, batch: paceline.Batch, model: Any) -> torch.Tensor:
 
 
 def correlation(model: Any, microbatch: Any) -> paceline.Sum:
-    first, second = model.views(microbatch[0])
+    first, second = embeddings_of_views(model, microbatch[0])
     return paceline.Sum(first.t() @ second)
 
 
@@ -84,8 +99,9 @@ def barlow_twins(cross: Any, batch: paceline.Batch) -> torch.Tensor:
 
 def loads_and_losses(model: Any, microbatch: Any) -> dict[str, Any]:
     values, label = microbatch
-    gates = model.gates(values).softmax(1)
-    losses = functional.cross_entropy(model.body(values)[:, :4] * gates, label, reduction="none")
+    outputs, _, gates = model(values)
+    gates = gates.softmax(1)
+    losses = functional.cross_entropy(outputs[:, :4] * gates, label, reduction="none")
     chosen = functional.one_hot(gates.argmax(1), 4)
     return {"loss": losses, "load": paceline.Sum(gates.sum(0)), "chosen": paceline.Sum(chosen.sum(0))}
 
@@ -98,6 +114,7 @@ def balanced(outputs: Any, batch: paceline.Batch) -> torch.Tensor:
 
 LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "simclr": (two_views, simclr),
+    "noisy": (noisy_views, simclr),
     "triplets": (vectors_and_labels, hardest_triplets),
     "clip": (towers, clip),
     "barlow twins": (correlation, barlow_twins),

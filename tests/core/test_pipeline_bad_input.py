@@ -136,11 +136,17 @@ REFUSED = {
     "an unknown schedule": Bad(
         "go(pipeline={'schedule': 'zb'})", "ConfigError", 2, ["pipeline.schedule = 'zb'", "zb-h1"]
     ),
-    "a whole forward pass": Bad(
-        "del given['loss']\ngo(forward=lambda model, data: functional.cross_entropy(model(data[0]), data[1]))",
+    "a forward pass that uses a layer": Bad(
+        "del given['loss']\ngo(forward=lambda model, data: functional.cross_entropy(model[0](data[0]), data[1]))",
+        "InputError",
+        2,
+        ["uses '__getitem__' of the model", "is called once for each microbatch, with one value"],
+    ),
+    "a state from batch to batch": Bad(
+        "del given['loss']\ngo(data=classes(96), forward=lambda model, data, state: (model(data[0]).mean(), state))",
         "ConfigError",
         2,
-        ["'pipeline' cuts the model", "loss(output, target)"],
+        ["a state from batch to batch", "'pipeline' cannot carry"],
     ),
     "compiling": Bad("go(compile=True)", "ConfigError", 2, ["compile=True", "'pipeline'"]),
     "a loss that uses weights": Bad(
@@ -305,6 +311,34 @@ go(loss=loss, pipeline={{"schedule": {schedule!r}, "cut": ["2", "6"]}}, steps=8)
     # with PipeDream the batch of an update is that of a step
     ended = ranks(HEAD + body, 3, tmp_path, deadline=60)
     check_ended(ended, "NonFiniteLoss", ["nan", "step 1", "nonfinite='skip'"])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("shift", "loss", "words"),
+    [
+        ("calls[0] == 40", "outputs.tanh().mean()", "forward does not repeat: the output of microbatch"),
+        ("0", "outputs.mean() * model[2].weight.norm()", "loss over the whole batch uses the parameter '2.weight'"),
+        ("0", "outputs.mean() * model[2].norm.running_mean.sum()", "uses the buffer '2.norm.running_mean'"),
+        ("0", "outputs.detach().mean()", "batch_loss returned a loss that needs no gradient"),
+    ],
+)
+def test_a_loss_over_the_whole_batch(ranks: Run, tmp_path: Path, shift: str, loss: str, words: str) -> None:
+    body = f"""
+class Normed(nn.Linear):
+    def __init__(self):
+        super().__init__(12, 12)
+        self.norm = nn.BatchNorm1d(12)
+    def forward(self, values):
+        return self.norm(super().forward(values))
+del given["loss"]
+calls, model = [0], layers(Normed(), Normed())
+def forward(model, data):
+    calls[0] += 1
+    return model(data[0]).roll(int({shift}), 0)
+small(model, forward=forward, batch_loss=lambda outputs, batch: {loss})
+"""
+    check_ended(ranks(HEAD + body, 2, tmp_path, deadline=60), "InputError", [words])
 
 
 @pytest.mark.slow

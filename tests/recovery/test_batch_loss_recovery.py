@@ -32,7 +32,10 @@ for batch in session.batches(epochs=3):
     session.step(batch)
 tell(fingerprint=session.fingerprint(), position=session.position)
 """
-"""A worker has four microbatches of two: two passes over them make eight calls in a step, after probes."""
+"""A worker has four microbatches of two: two passes over them make eight calls in a step, after probes.
+
+The last stage of a pipeline has eight microbatches: after a call at the start, a step has eight in each pass.
+"""
 
 
 @pytest.mark.slow
@@ -43,6 +46,7 @@ tell(fingerprint=session.fingerprint(), position=session.position)
         ("allreduce", "between reduction and update"),
         ("stealing", "before forward"),
         ("sharded", "between reduction and update"),
+        ("pipeline", "before forward"),
     ],
 )
 def test_the_bits_survive_a_loss_and_a_resume(run: Run, undisturbed: Any, strategy: str, point: Point) -> None:
@@ -55,10 +59,13 @@ def test_the_bits_survive_a_loss_and_a_resume(run: Run, undisturbed: Any, strate
 
 
 @pytest.mark.slow
-def test_a_loss_in_either_pass(run: Run, undisturbed: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("strategy", "calls"), [("allreduce", (1, 3, 21, 23, 25, 27)), ("pipeline", (68, 78))])
+def test_a_loss_in_either_pass(
+    run: Run, undisturbed: Any, tmp_path: Any, strategy: str, calls: tuple[int, ...]
+) -> None:
     alone = undisturbed(SCRIPT)
-    for call in (1, 3, 21, 23, 25, 27):
-        mark = str(tmp_path / f"mark-{call}")
-        killed = run(SCRIPT, "-n", 2, "--elastic", "1:2", name=f"call-{call}", ENDS=str(call), MARK=mark)
+    for call in calls:
+        mark, more = str(tmp_path / f"mark-{call}"), {"STRATEGY": strategy, "ENDS": str(call)}
+        killed = run(SCRIPT, "-n", 2, "--elastic", "1:2", name=f"call-{call}", MARK=mark, **more)
         assert len(killed.launcher("lost")) == 1
         assert {str(one) for one in killed.printed()} == {str(alone)}, killed.report()

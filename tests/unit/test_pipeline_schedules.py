@@ -8,7 +8,7 @@ import pytest
 from async_schedules import pipedream, pipedream_2bw
 
 from paceline.errors import ConfigError
-from paceline.schedule.pipeline import drawing, replicas
+from paceline.schedule.pipeline import drawing, first_pass, replicas
 from paceline.schedule.pipeline import synchronous as pipeline
 from paceline.schedule.pipeline.clock import Times, simulate
 from paceline.schedule.pipeline.drawing import draw, listing
@@ -42,6 +42,21 @@ def lines(text: str) -> str:
 
 def bubble(schedule: Schedule, forward: float = 1.0, half: float = 1.0) -> float:
     return simulate(schedule, Times.equal(schedule.stages, forward, half, half)).bubble
+
+
+@pytest.mark.parametrize("name", ["layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])
+def test_the_first_pass_of_a_loss_over_the_batch(name: str) -> None:
+    """It has the forward passes of the schedule on the same workers, without waits if each holds one stage."""
+    for stages in range(2, 5):
+        schedule = SCHEDULES[name](stages, 3 * stages, *([2] if name == "interleaved" else []))
+        first = first_pass.first_pass(schedule)
+        timeline = simulate(first, Times.equal(first.stages))  # fails on a deadlock
+        done = [one for spans in timeline.workers for one, *_ in spans if one.kind is Kind.FORWARD]
+        assert len(done) == len({*done}) == first.stages * first.microbatches
+        for one in done:
+            assert first.worker_of(one.stage, one.microbatch) == schedule.worker_of(one.stage, one.microbatch)
+        if first.stages == stages:
+            assert timeline.seconds == stages + first.microbatches - 1
 
 
 def test_layerwise() -> None:
@@ -310,6 +325,6 @@ def test_all_schedules_have_a_name() -> None:
         assert SCHEDULES[name](2, 4, *arguments).name == name
 
 
-@pytest.mark.parametrize("module", [drawing, pipeline, replicas])
+@pytest.mark.parametrize("module", [drawing, first_pass, pipeline, replicas])
 def test_the_examples_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
