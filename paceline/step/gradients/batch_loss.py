@@ -106,7 +106,7 @@ class BatchLoss:
 
     def alone(self, model: nn.Module, data: Any) -> torch.Tensor:
         """Run the forward pass outside of a step. Returns zero, which depends on the outputs."""
-        return _zero(outputs_of(self._forward(model, data), None))
+        return 0.0 * _some_loss(outputs_of(self._forward(model, data), None))
 
     def encode(self, model: nn.Module, data: Any) -> Any:
         """Run the forward pass of a microbatch."""
@@ -155,7 +155,7 @@ class BatchLoss:
             InputError: the outputs in the second pass are not those of the first pass.
         """
         outputs, plan = outputs_of(value, group.samples, group.microbatches), self._plan
-        (microbatch,) = group.microbatches
+        microbatch = group.microbatches.start
         if self._collect is not None:
             self._collect(microbatch, outputs)
             return torch.zeros((), requires_grad=True), torch.zeros(2, dtype=torch.float64)
@@ -173,7 +173,7 @@ class BatchLoss:
                 terms.append(_product(own, part))
         for parameter, gradient in plan.parameters:
             terms.append(_product(parameter, gradient if microbatch == 0 else torch.zeros_like(gradient)))
-        total = torch.stack(terms).sum() if terms else _zero(outputs)
+        total = torch.stack(terms).sum() if terms else 0.0 * _some_loss(outputs)
         pair = plan.pair if microbatch == 0 else torch.zeros_like(plan.pair)
         return total if plan.scale == 1.0 else total / plan.scale, pair
 
@@ -293,12 +293,6 @@ def _outside(loss: torch.Tensor, known: Container[int]) -> nn.Parameter | None:
             return variable
         waiting += [following for following, _ in node.next_functions]
     return None
-
-
-def _zero(outputs: Outputs) -> torch.Tensor:
-    """Return zero, with the graph of all outputs."""
-    terms = [_product(value, torch.zeros_like(value)) for value in outputs.tensors.values() if value.requires_grad]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
 
 
 def _some_loss(outputs: Outputs) -> torch.Tensor:
