@@ -22,6 +22,7 @@ from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.coordinator.types import Bounds, Message, RunInfo
+from paceline.coordinator.wire import clock
 from paceline.coordinator.wire.authentication import AGENT
 from paceline.coordinator.wire.connections import TICK_SECONDS, Connections, Peer
 from paceline.coordinator.wire.validation import BLOCK
@@ -217,7 +218,9 @@ class Coordinator:
 
     def _handle_worker(self, peer: Peer, number: int, message: Message) -> None:
         kind, now = message["type"], self._clock()
-        if kind == "hello":
+        if kind == "clock":
+            self._connections.send([peer], clock.answer(message, self._run.id, time.time()))
+        elif kind == "hello":
             self._workers[number] = peer
             self.monitor.hang_seconds = message["hang_seconds"]
             self.monitor.timeout_seconds = message["timeout_seconds"]

@@ -2,13 +2,16 @@
 
 ::
 
-    events/rank-0.jsonl ──┐                     records   time, rank, generation, event, step, seconds, bytes, record
+    events/rank-0.jsonl ──┐                     written   time, rank, generation, event, step, seconds, bytes, record
     events/rank-1.jsonl ──┼─ complete lines ──> texts     words of all strings in a record, for full-text search
     events/launcher.jsonl ┘   not yet read      files     how far each file has been read
 
 The index is ``logs.sqlite`` in the run's directory, or in memory if that cannot be written. Reading continues where the
 last search ended, so a search of a run that still trains reads only what is new. A line that its worker has not
 finished is read later, or never if the worker was killed.
+
+Searches read the view ``records``: the table ``written`` with times of the coordinator's clock. Later comparisons of
+the clocks improve earlier times, so corrected times are not stored.
 """
 
 from __future__ import annotations
@@ -24,23 +27,29 @@ from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, InputError
 from paceline.observe.records import Record, checked, encodable, number
+from paceline.observe.tracing.clocks import Clocks, Key, key_of
 from paceline.system.regular_files import open_regular
 
 FILE = "logs.sqlite"
-_VERSION = 1
+_VERSION = 2
 _CHUNK = 1 << 24
 """Bytes read from a file at once."""
 _LARGEST_WHOLE = 2**63
 _TIMEOUT_SECONDS = 60.0
 """Time to wait for another search that brings the index up to date."""
 _LAYOUT = f"""
-CREATE TABLE files(path TEXT PRIMARY KEY, size INTEGER, skipped INTEGER);
-CREATE TABLE records(
+CREATE TABLE files(path TEXT PRIMARY KEY, size INTEGER, skipped INTEGER, clock INTEGER);
+CREATE TABLE written(
     id INTEGER PRIMARY KEY, time REAL, rank, generation INTEGER, event TEXT, step INTEGER, seconds REAL, bytes INTEGER,
-    record TEXT
+    record TEXT, clock INTEGER  -- number of a comparison of the clock that the time is of
 );
 CREATE VIRTUAL TABLE texts USING fts5(text, content='');
 PRAGMA user_version = {_VERSION};
+"""
+_VIEW = """
+DROP VIEW IF EXISTS temp.records;
+CREATE TEMP VIEW records AS
+    SELECT id, {} AS time, rank, generation, event, step, seconds, bytes, record FROM written;
 """
 _INDEXES = {"by_event": "event, step", "by_step": "step", "by_seconds": "event, seconds"}
 """Created when the first records are there, because inserting into an index one by one takes longer."""
@@ -100,6 +109,9 @@ class RecordIndex:
             if not (folder / "events").is_dir():
                 raise InputError(f"{folder} has no folder 'events', so it is not the directory of a run.")
         self._base, self._where = _open(run / FILE)
+        self._base.create_function("corrected", 2, self._corrected)
+        self.clocks = Clocks()
+        self._keys: dict[int, Key] = {}  # clocks by the numbers of their comparisons
         self.skipped = 0  # complete lines that are not records
 
     def close(self) -> None:
@@ -111,29 +123,48 @@ class RecordIndex:
         try:
             self._base.execute("BEGIN IMMEDIATE")
             paths = [path.resolve() for folder in self._folders for path in sorted((folder / "events").glob("*.jsonl"))]
-            known = dict(self._base.execute("SELECT path, size FROM files"))
+            states = {path: more for path, *more in self._base.execute("SELECT path, size, clock FROM files")}
+            known = {path: size for path, (size, _) in states.items()}
             other = not known.keys() <= {str(path) for path in paths}  # another search has read other folders, too
             if other or any(size > _size(Path(path)) for path, size in known.items()):  # or these are other files
                 self._base.execute("DELETE FROM files")
-                self._base.execute("DELETE FROM records")
+                self._base.execute("DELETE FROM written")
                 self._base.execute("INSERT INTO texts(texts) VALUES ('delete-all')")
-                known = {}
+                states, self.clocks, self._keys = {}, Clocks(), {}
             for path in paths:
-                self._read(path, known.get(str(path), 0))
-            if not known:
+                self._read(path, *states.get(str(path), (0, None)))
+            if not states:
                 for name, columns in _INDEXES.items():
-                    self._base.execute(f"CREATE INDEX IF NOT EXISTS {name} ON records({columns})")
+                    self._base.execute(f"CREATE INDEX IF NOT EXISTS {name} ON written({columns})")
                 self._base.execute("ANALYZE")  # the choice of an index needs to know the numbers of events
             self.skipped = int(self._base.execute("SELECT TOTAL(skipped) FROM files").fetchone()[0])
             self._base.commit()
+            self._compare_clocks()
         except sqlite3.Error as error:
             raise InputError(
                 f"The index {self._where} cannot be brought up to date: {error}. Remove it: the next search builds it "
                 f"again."
             ) from None
 
-    def _read(self, path: Path, done: int) -> None:
-        """Add the lines of a file after the first ``done`` bytes."""
+    def _compare_clocks(self) -> None:
+        """Read new comparisons of clocks. Define the view whose times are of the coordinator's clock."""
+        query = "SELECT id, record FROM written WHERE event = 'clock' AND id > ?"
+        for place, text in self._base.execute(query, [max(self._keys, default=0)]):
+            if (key := self.clocks.add(json.loads(text))) is not None:
+                self._keys[place] = key
+        differ = any(clock.differs for clock in self.clocks.all().values())
+        self._base.executescript(_VIEW.format("corrected(clock, time)" if differ else "time"))
+
+    def _corrected(self, comparison: int | None, time: float) -> float:
+        clock = None if comparison is None else self.clocks.of(self._keys.get(comparison))
+        return time if clock is None else clock.corrected(time)
+
+    def _read(self, path: Path, done: int, clock: int | None) -> None:
+        """Add the lines of a file after the first ``done`` bytes.
+
+        Args:
+            clock: number of the last comparison of clocks before these lines. None if there is none.
+        """
         try:
             with open_regular(path) as file:
                 file.seek(done)
@@ -141,26 +172,32 @@ class RecordIndex:
                 while lines := file.readlines(_CHUNK):
                     if not lines[-1].endswith(b"\n"):
                         lines.pop()
-                    skipped += self._add(lines)
+                    damaged, clock = self._add(lines, clock)
+                    skipped += damaged
                     done += sum(map(len, lines))
         except OSError as error:
             raise InputError(f"The event file {path} cannot be read: {error.strerror}.") from None
         self._base.execute(
-            "INSERT INTO files VALUES (?, ?, ?) "
-            "ON CONFLICT(path) DO UPDATE SET size = excluded.size, skipped = skipped + excluded.skipped",
-            (str(path), done, skipped),
+            "INSERT INTO files VALUES (?, ?, ?, ?) ON CONFLICT(path) DO UPDATE "
+            "SET size = excluded.size, skipped = skipped + excluded.skipped, clock = excluded.clock",
+            (str(path), done, skipped, clock),
         )
 
-    def _add(self, lines: list[bytes]) -> int:
-        """Add the records in some lines. Return the number of lines that are not records."""
+    def _add(self, lines: list[bytes], clock: int | None) -> tuple[int, int | None]:
+        """Add the records in some lines. Return the number of lines that are not records, and the last comparison."""
         texts = (line.decode(errors="replace") for line in lines)
         known = [(record, _valid(text, record)) for text in texts if (record := checked(text)) is not None]
-        first = self._base.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM records").fetchone()[0]
-        rows = ((first + place, *columns_of(record), text) for place, (record, text) in enumerate(known))
-        self._base.executemany("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        first = self._base.execute("SELECT COALESCE(MAX(id), 0) + 1 FROM written").fetchone()[0]
+        numbers = [first + place if key_of(record) else None for place, (record, _) in enumerate(known)]
+        if clock is None and (clock := next(filter(None, numbers), None)) is not None:
+            rank = known[clock - first][0]["rank"]  # its earlier records may be in the index
+            self._base.execute("UPDATE written SET clock = ? WHERE clock IS NULL AND rank = ?", (clock, rank))
+        clocks = [clock := number or clock for number in numbers]
+        rows = ((first + place, *columns_of(record), text, clocks[place]) for place, (record, text) in enumerate(known))
+        self._base.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         words = ((first + place, text) for place, (record, _) in enumerate(known) if (text := _text(record)))
         self._base.executemany("INSERT INTO texts(rowid, text) VALUES (?, ?)", words)
-        return len(lines) - len(known)
+        return len(lines) - len(known), clock
 
     def find(self, search: Search, after: int = 0) -> Iterator[tuple[int, Record]]:
         """Yield the number of each matching record and the record, in order of their times.
@@ -169,9 +206,9 @@ class RecordIndex:
             after: yield only records with larger numbers, which were added later. Defaults to 0.
         """
         where, values = search.where()
-        query = f"SELECT id, record FROM records WHERE {where} AND id > ? ORDER BY time, id"
-        for place, text in self._base.execute(query, [*values, after]):
-            yield place, json.loads(text)
+        query = f"SELECT id, time, record FROM records WHERE {where} AND id > ? ORDER BY time, id"
+        for place, time, text in self._base.execute(query, [*values, after]):
+            yield place, {**json.loads(text), "time": time}
 
     def query(self, statement: str) -> Table:
         """Run an SQL query, which can only read.

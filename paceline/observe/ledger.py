@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.tracing.clocks import on_one_clock
 from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES
 from paceline.system.regular_files import read_text
 
@@ -132,12 +133,13 @@ class Records:
 
 def read(events: Path) -> Records:
     """Read the ``*.jsonl`` files in the ``events`` folder of a run. Incomplete lines of killed workers are skipped."""
-    lines: list[Mapping[str, Any]] = []
+    files: list[list[Mapping[str, Any]]] = []
     for path in sorted(events.glob("*.jsonl")):
+        files.append([])
         for text in read_text(path, errors="replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(text))
-    return records_of(lines)
+                files[-1].append(json.loads(text))
+    return records_of(on_one_clock(files))
 
 
 def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:

@@ -140,7 +140,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
         seconds = resolved.settings.timeout_seconds
         link = SocketLink(launched.coordinator, launched.worker, launched.key, seconds)
-        coordinator = CoordinatorClient(link, launched.worker, seconds, number)
+        coordinator = CoordinatorClient(link, launched.worker, seconds, number, log.mark)
         atexit.register(coordinator.end_script)
     context, run_spec = build.build_context(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)

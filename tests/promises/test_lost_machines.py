@@ -16,9 +16,15 @@ from test_losses import SCRIPT, STEPS
 
 from paceline.launchers.machine import choose_port
 from paceline.observe import ledger
+from paceline.observe.index import RecordIndex, Search
+from paceline.observe.tracing.slices import workers_of
 
 MACHINES = """
-import os
+import os, time
+if "AHEAD" in os.environ and int(os.environ["PACELINE_WORKER"]) >= 1000:
+    begin, now = time.time(), time.time
+    time.time = lambda: now() + float(os.environ["AHEAD"]) + 5e-5 * (now() - begin)
+
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 
 def register(client, about, *more, inner=CoordinatorClient.register):
@@ -148,3 +154,23 @@ def test_the_machine_of_the_coordinator_comes_back(returned: Several, undisturbe
 def test_the_others_wait_for_the_coordinator(returned: Several) -> None:
     assert "waiting for it to come back" in (returned.folder / "1.err").read_text(), returned.report()
     assert len(returned.printed()) == 2, returned.report()
+
+
+@pytest.mark.slow
+@pytest.mark.promise("docs/logs.md", "Times are those of the clock of the machine on which the run was started.")
+def test_a_machine_whose_clock_is_ahead(machines: Any) -> None:
+    ran = machines(2, "--nodes", "2", "--set", "strategy=pipeline", AHEAD="5")
+    assert ran.codes == [0, 0], ran.report()
+    first, second = (path.parent for path in sorted(ran.folder.glob("runs*/*/events")))
+    index = RecordIndex(first, [second])
+    index.update()
+    (clock,) = [one for (_, machine), one in index.clocks.all().items() if machine > 0]
+    assert abs(clock.offset + 5) <= clock.worst + 0.005, "it drifts by at most 5 ms in 100 s"
+    workers = workers_of(record for _, record in index.find(Search()))
+    index.close()
+    slices = [one for worker in workers.values() for track in worker.tracks.values() for one in track]
+    began = {one.sends: one.begin for one in slices if one.sends is not None}
+    ended = {one.receives: one for one in slices if one.receives is not None}
+    assert ended and set(began) == set(ended)
+    assert all(began[flow] <= one.end for flow, one in ended.items())
+    assert all(one.values.get("moved", 0.0) <= 2 * clock.worst for one in ended.values())

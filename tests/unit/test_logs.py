@@ -175,7 +175,7 @@ def test_what_is_printed(printed: Callable[..., str]) -> None:
         (["--json", "--parquet", "x"], "cannot be used with --follow or --json"),
         (["--step", "first"], "--step 'first' names no steps: write --step 800, or --step 800:820"),
         (["--slower-than", "5 minutes"], "is no time: write a number and us, ms, s, m or h"),
-        (["--sql", "delete from records"], "cannot be run: not authorized"),
+        (["--sql", "delete from records"], "cannot be run: cannot modify records because it is a view"),
         (["--sql", "attach '/tmp/other' as other"], "cannot be run: not authorized"),
         (
             ["--sql", "select loss from records"],

@@ -29,16 +29,25 @@ def command(
     """Write a trace of a run for Perfetto."""
     from paceline.errors import InputError
     from paceline.observe.index import Search
+    from paceline.observe.tracing.clocks import described
     from paceline.observe.tracing.perfetto import write
     from paceline.observe.tracing.slices import workers_of
 
     search = Search(steps=None if step is None else steps_of(step))
     with up_to_date(runs_dir, run, collect) as (folder, index):
         workers = workers_of(record for _, record in index.find(search))
+        clocks = index.clocks.all()
     if not workers:
         raise InputError(f"{folder} has no records{'' if step is None else f' of the steps {step}'}.")
     path = output or folder / "trace.pftrace"
     write(workers, path)
-    count = sum(len(track) for worker in workers.values() for track in worker.tracks.values())
-    print(f"{count} slices of {', '.join(workers)}")
+    slices = [one for worker in workers.values() for track in worker.tracks.values() for one in track]
+    print(f"{len(slices)} slices of {', '.join(workers)}")
+    for (_, machine), clock in clocks.items():
+        if clock.differs:
+            print(f"clock of machine {machine}: {described(clock)}")
+    if moved := [one.values["moved"] for one in slices if one.receives is not None and "moved" in one.values]:
+        print(
+            f"{len(moved)} receives end up to {1e6 * max(moved):.0f} us later than their clocks say, after their sends"
+        )
     print(f"Written to {path}: open it at https://ui.perfetto.dev")

@@ -18,6 +18,7 @@ from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.coordinator import member_list
 from paceline.coordinator.types import Departure, Member, Membership, Message
 from paceline.coordinator.wire.authentication import NotAuthenticated, Refused, worker
+from paceline.coordinator.wire.clock import ClockMeter
 from paceline.coordinator.wire.messages import Connection, connect, decode, encode
 from paceline.errors import PREEMPTED, StartError, WorkerLost
 from paceline.system.user_code import user_line
@@ -55,9 +56,17 @@ class CoordinatorClient:
 
     Args:
         session: number of calls of ``paceline.start`` in the script.
+        mark: records events. Defaults to none, and then the clocks are not compared.
     """
 
-    def __init__(self, link: Link, number: int, seconds: float, session: int = 1) -> None:
+    def __init__(
+        self,
+        link: Link,
+        number: int,
+        seconds: float,
+        session: int = 1,
+        mark: Callable[..., None] | None = None,
+    ) -> None:
         self.number = number
         self._session = session
         self._seconds = seconds
@@ -73,6 +82,7 @@ class CoordinatorClient:
         self._on_answer: Callable[[Message], None] = lambda answer: None
         self._status: Callable[[], dict[str, Any]] = dict
         self._link = link
+        self.clock = None if mark is None else ClockMeter(number, link.send, mark)
         link.start(self)
 
     @property
@@ -184,6 +194,8 @@ class CoordinatorClient:
                 self.on_alarm()
         elif message["type"] == "store":
             self._on_answer(message)
+        elif message["type"] == "clock" and self.clock is not None:
+            self.clock.receive(message)
         else:
             self._link.put(message)
 
@@ -229,6 +241,8 @@ class SocketLink:
             if due <= 0:
                 sent, due = time.monotonic(), _HEARTBEAT_SECONDS
                 client.send_heartbeat()
+                if client.clock is not None:
+                    client.clock.ask()
             poll.register(self._connection.socket, select.POLLIN | (select.POLLOUT if self._connection.unsent else 0))
             if not poll.poll(1000 * due):
                 continue

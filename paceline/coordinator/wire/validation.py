@@ -135,6 +135,7 @@ KINDS: Mapping[str, Kind] = {
         },
     ),
     "heartbeat": Kind("worker", {"status": _fields(_STATUS)}),
+    "clock": Kind("worker", {"sent": _number(0.0)}),
     "ending": Kind("worker", {}),
     "store": Kind(
         "worker",

@@ -10,6 +10,9 @@
 
 A record with ``seconds`` is a slice that ends at its time; any other record is an instant. Slices on a track lie beside
 or inside each other. If two of a kind overlap otherwise, as exchanges of buckets do, the second is on another track.
+
+A receive ends after its send began. If the error of two clocks hides that, the receive ends later in the trace, and its
+field ``moved`` has the seconds.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def workers_of(records: Iterable[Record]) -> dict[str, Worker]:
         records: records of all workers, in any order.
     """
     known = list(records)
-    flows = _flows(known)
+    flows, moved = _flows(known)
     workers: dict[str, Worker] = defaultdict(Worker)
     slices: dict[tuple[str, str], list[Slice]] = defaultdict(list)
     for record in known:
@@ -86,7 +89,10 @@ def workers_of(records: Iterable[Record]) -> dict[str, Worker]:
             workers[worker].instants.append(Instant(name, end, values))
             continue
         flow = {"sends" if record["event"] == "send" else "receives": flows.get(id(record))}
-        found = Slice(name, end - round(seconds * _NANOSECONDS), end, values, **flow)
+        begin = end - round(seconds * _NANOSECONDS)
+        if (by := moved.get(id(record))) is not None:
+            end, values = end + round(by * _NANOSECONDS), values | {"moved": by}
+        found = Slice(name, begin, end, values, **flow)
         slices[worker, _KINDS.get(record["event"], "events")].append(found)
     for (worker, kind), some in sorted(slices.items()):
         for place, track in enumerate(apart(some)):
@@ -127,8 +133,11 @@ def apart(slices: Iterable[Slice]) -> list[list[Slice]]:
     return tracks
 
 
-def _flows(records: Iterable[Record]) -> dict[int, int]:
-    """Return the number of the flow of each send and receive, by identity, if both records of it are there."""
+def _flows(records: Iterable[Record]) -> tuple[dict[int, int], dict[int, float]]:
+    """Return the number of the flow of each send and receive, by identity, if both records of it are there.
+
+    Also return the seconds by which a receive must end later, by identity, if it ends before its send begins.
+    """
     ends: dict[tuple[Any, ...], dict[str, list[Record]]] = defaultdict(lambda: {"send": [], "receive": []})
     for record in records:
         if record["event"] in ("send", "receive"):
@@ -136,4 +145,10 @@ def _flows(records: Iterable[Record]) -> dict[int, int]:
             key = tuple(repr(record.get(name)) for name in ("step", "microbatch", *way))
             ends[key][record["event"]].append(record)
     pairs = [one for one in ends.values() if len(one["send"]) == len(one["receive"]) == 1]
-    return {id(record): count for count, pair in enumerate(pairs, 1) for (record,) in pair.values()}
+    flows = {id(record): count for count, pair in enumerate(pairs, 1) for (record,) in pair.values()}
+    late = {}
+    for pair in pairs:
+        (send,), (receive,) = pair["send"], pair["receive"]
+        if (by := send["time"] - (number(send.get("seconds")) or 0.0) - receive["time"]) > 0:
+            late[id(receive)] = by
+    return flows, late

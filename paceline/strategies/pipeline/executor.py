@@ -194,11 +194,11 @@ class Executor:
                     self._links.receiver(stage, peer, rank).expect(self.samples[microbatch])
                 posted += 1
             self._context.world.check()
-            begin = time.perf_counter()
+            at, begin = time.time(), time.perf_counter()
             size = self._run[operation.kind](operation)
             seconds = time.perf_counter() - begin
             self.busy_seconds += seconds if operation.peer < 0 else 0.0
-            self._record(operation, seconds, size)
+            self._record(operation, at, seconds, size)
         if not self._context.settings.exact:
             self._observed.clear()
 
@@ -211,9 +211,11 @@ class Executor:
         """Wait until everything has been sent."""
         self._links.finish()
 
-    def _record(self, operation: Operation, seconds: float, size: int | None) -> None:
+    def _record(self, operation: Operation, at: float, seconds: float, size: int | None) -> None:
         kind, stage, microbatch, version, peer = operation
-        more: dict[str, int | None] = {"bytes": size, "peer": peer} if peer >= 0 else {"version": version}
+        more: dict[str, float | None] = {"bytes": size, "peer": peer} if peer >= 0 else {"version": version}
+        if kind is Kind.SEND:  # it begins before its receive ends, even if this thread pauses before the record
+            more["time"] = at + seconds
         if microbatch >= 0:
             more["step"], more["microbatch"] = self._origins[microbatch]
         else:

@@ -138,6 +138,8 @@ class Recovery:
                 continue
             env.set_identity(world.rank, world.size, world.local_rank, world.local_size)
             self._context.events.move(world.rank, answer.generation)
+            if self._coordinator.clock is not None:
+                self._coordinator.clock.repeat()
             now = time.perf_counter()
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
