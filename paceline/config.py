@@ -25,10 +25,10 @@ OF_ONE_START = frozenset(
         *("resume", "checkpoint.directory", "checkpoint.key_file", "tracking.directory"),
         *(f"weights.{key}" for key in WeightsSettings.model_fields),
         *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds"),
-        *("threads", "workers_per_loader", "memory_gigabytes", "transport"),
+        *("threads", "workers_per_loader", "memory_gigabytes", "transport", "events"),
     }
 )
-"""Settings that checkpoints do not store: locations, timeouts, and resources of a machine."""
+"""Settings that checkpoints do not store: locations, timeouts, records, and resources of a machine."""
 _PLAN_BYTES = 1 << 20
 _QUOTED = 80
 _REASON = 400

@@ -2,7 +2,7 @@
 
 A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (the number of membership changes),
 ``step`` (the step that it is about, or else the last that began) and the fields of its event: ``seconds``, ``bytes``,
-... Adding a record takes about a microsecond; a background
+... A log has a level, and leaves out events of higher levels. Adding a record takes about a microsecond; a background
 thread writes it. If a write fails, records are lost but training continues; the last record counts the lost records.
 If the disk still stalls when the log is closed, a warning counts the records that were not written.
 """
@@ -18,12 +18,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Literal, Protocol, TypeAlias
 
 _log = logging.getLogger("paceline")
 _FLUSH_SECONDS = 0.2
 _CLOSE_SECONDS = 5.0
 _ENCODE = json.JSONEncoder(default=str).encode
+
+Level: TypeAlias = Literal["minimal", "steps", "operations"]
+_LEVELS: tuple[Level, ...] = ("minimal", "steps", "operations")
+_LEVEL_OF: dict[str, Level] = {
+    **dict.fromkeys(("start", "batches", "step", "phase", "update", "dropped", "skipped", "metrics"), "minimal"),
+    **dict.fromkeys(("evaluation", "note", "strategy", "clock", "lost-records"), "minimal"),
+    **dict.fromkeys(("gathered", "recovered", "went back", "departure", "not saved", "resume"), "minimal"),
+    **dict.fromkeys(("checkpoint", "checkpoint-failed", "checkpoint-damaged"), "minimal"),
+    **dict.fromkeys(("transfer", "wait"), "operations"),
+}
+"""Levels of events. The other events of workers are of level ``steps``. ``minimal`` has what progress, trackers and
+``observe.ledger`` read, and what explains a failure."""
 
 
 class Listener(Protocol):
@@ -55,6 +67,7 @@ class EventLog:
         self.rank: int | str = rank
         self.generation = generation
         self.step: int | None = None  # step that this worker has begun last
+        self.level: Level = "steps"
         self.lost = 0
         self._append = append
         self._records: deque[dict[str, object]] = deque()
@@ -77,9 +90,13 @@ class EventLog:
         """Write further records to the file of another rank, with this generation."""
         self.rank, self.generation = rank, generation
 
+    def keeps(self, event: str) -> bool:
+        """Return whether the level of this log includes an event."""
+        return _LEVELS.index(_LEVEL_OF.get(event, "steps")) <= _LEVELS.index(self.level)
+
     def mark(self, event: str, **fields: object) -> None:
         """Add a record of an event, with the current time. ``step=None`` marks an event that is about no step."""
-        if self._thread is None and self._listener is None:
+        if (self._thread is None and self._listener is None) or not self.keeps(event):
             return
         record = self._record(event, fields)
         if self._thread is not None:

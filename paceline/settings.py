@@ -299,6 +299,9 @@ class Settings(BaseModel):
     threads: Annotated[PositiveInt, Field(le=1024)] | None = Field(
         None, description="threads per worker; none: 1 with exact, else cores / workers on this machine"
     )
+    events: Literal["minimal", "steps", "operations"] = Field(
+        "steps", description="what is recorded: progress and failures, each step too, each transfer and wait too"
+    )
     timeout_seconds: Seconds = Field(600.0, description="how long a worker waits for another")
     hang_seconds: Seconds | None = Field(
         None,

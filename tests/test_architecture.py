@@ -44,7 +44,7 @@ SETTINGS = {
         "nonfinite",
     ),
     *("trackers", "tracking.directory", "tracking.project", "tracking.name"),
-    *("missing_gradient", "audit", "audit_action", "threads", "timeout_seconds", "hang_seconds"),
+    *("missing_gradient", "audit", "audit_action", "threads", "events", "timeout_seconds", "hang_seconds"),
     *(
         "transport",
         "reduction",

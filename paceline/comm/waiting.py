@@ -36,6 +36,8 @@ class Waiting:
     """This worker, as it waits for the others, which may change if the run has a coordinator."""
 
     recorder: Recorder | None = None  # recorder of the script's own collectives. None in a single process.
+    # function that records each wait and transfer as an event. None if they are not recorded.
+    mark: Callable[..., None] | None = None
     # function that returns the time in seconds, by which waits are measured
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
@@ -99,6 +101,8 @@ class Waiting:
         now = self.clock()
         if before.ranks:
             self._waited += now - self._counted
+            if self.mark is not None:
+                self.mark("wait", ranks=before.ranks, what=self._purpose, seconds=now - self._counted)
             for rank in before.ranks:
                 self._waited_for[rank] = self._waited_for.get(rank, 0.0) + now - self._counted
         self._counted = now
@@ -198,3 +202,21 @@ class Transfer:
         """Wait until the transfer is done. See :attr:`Capabilities.blocking_wait`."""
         with self._waiting.waiting_in_group(self._peers or self._waiting.others, self._peers, self._where):
             self._work.wait()
+
+
+class RecordedTransfer(Transfer):
+    """Transfer that is recorded as an event when it is done."""
+
+    __slots__ = ("_about", "_begin", "_mark")
+
+    def __init__(self, waiting: Waiting, work: Work, peers: list[int], where: str, way: str, size: int) -> None:
+        super().__init__(waiting, work, peers, where)
+        self._begin = time.perf_counter()
+        self._about = {"way": way, "ranks": peers, "bytes": size, "what": where}
+        assert waiting.mark is not None
+        self._mark = waiting.mark
+
+    def wait(self) -> None:
+        """See :meth:`Transfer.wait`."""
+        super().wait()
+        self._mark("transfer", **self._about, seconds=time.perf_counter() - self._begin)

@@ -25,7 +25,7 @@ from paceline.comm.transport.choice import transport_for
 from paceline.comm.transport.gather import all_gather_bytes
 from paceline.comm.transport.gloo import Gloo
 from paceline.comm.values import decode, encode_call
-from paceline.comm.waiting import Transfer, Waiting
+from paceline.comm.waiting import RecordedTransfer, Transfer, Waiting
 from paceline.coordinator.types import Membership, neighbours
 from paceline.environments.start import Identity
 from paceline.errors import (
@@ -275,7 +275,13 @@ class World(Waiting):
             started = transport.start(sends, receives, over)
         except TransportError as error:
             raise self.lost(error.peers, where, error) from error
-        return [Transfer(self, work, peers, where) for work, peers in started]
+        if self.mark is None:
+            return [Transfer(self, work, peers, where) for work, peers in started]
+        sizes = [("receive", one.tensor.nbytes) for one in receives] + [("send", one.tensor.nbytes) for one in sends]
+        if len(started) != len(sizes):  # one work for all of them
+            sizes = [("exchange", sum(size for _, size in sizes))]
+        pairs = zip(started, sizes, strict=True)
+        return [RecordedTransfer(self, work, peers, where, *size) for (work, peers), size in pairs]
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
         """Open this worker's communicators, if the transport is ordered. All workers must call it in the same order."""
@@ -291,7 +297,9 @@ class World(Waiting):
             work = self.transport.all_reduce(tensor)
         except RuntimeError as error:
             raise self.lost([], self.purpose, error) from error
-        return Transfer(self, work, [], self.purpose)
+        if self.mark is None:
+            return Transfer(self, work, [], self.purpose)
+        return RecordedTransfer(self, work, [], self.purpose, "all-reduce", tensor.nbytes)
 
     def synchronize(self) -> None:
         """Synchronize with the device if the transport's waits do not block. Received tensors are valid on return.

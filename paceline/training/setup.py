@@ -22,7 +22,7 @@ from paceline.coordinator.failure import known_errors
 from paceline.data.sampler import SampledOrder
 from paceline.environments import env
 from paceline.errors import InputError
-from paceline.events import EventLog
+from paceline.events import EventLog, Level
 from paceline.settings import (
     AverageSettings,
     BackupSettings,
@@ -96,6 +96,7 @@ class Arguments(TypedDict, total=False):
     audit: Literal["auto", "off"] | int
     audit_action: Literal["stop", "warn"] | None
     threads: int
+    events: Level
     timeout_seconds: float
     hang_seconds: float | None
 
@@ -132,6 +133,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     if (report_to := env.config_report()) is not None:
         build.report_config(resolved, report_to)
         raise SystemExit(0)
+    log.level = resolved.settings.events
     tracking = Tracking(resolved.settings, resolved.sources, log, folder, number)
     if _current is not None:
         _current.close()
@@ -143,6 +145,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
         coordinator = CoordinatorClient(link, launched.worker, seconds, number, log.mark)
         atexit.register(coordinator.end_script)
     context, run_spec = build.build_context(given, resolved, who, log, coordinator, launched.largest if launched else 0)
+    context.world.mark = log.mark if log.keeps("transfer") else None
     atexit.register(log.close)
     _count = number  # also if start fails from now on, because the coordinator knows this session number
     run = _begin(context, run_spec, folder, number, tracking)
