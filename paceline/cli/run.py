@@ -299,6 +299,7 @@ def _coordinate(
     from paceline.events import EventLog
     from paceline.launchers.output import Relay
     from paceline.launchers.workers import Workers
+    from paceline.observe.why import last_line
 
     log = EventLog(launch.run / "events", "launcher")
     compared = start.Comparison(start.about(request.script) if request.nodes else {}).differences
@@ -322,9 +323,8 @@ def _coordinate(
     coordinator_report = coordinator.report(request.elastic)
     code = report(launch, result, request, coordinator_report, seen=agent.shown())
     if code == 0 and closing and not quiet:
-        if hint := hint_of(launch, request, coordinator_report, shown.printed):
-            say(hint)
-        if lost := summary(coordinator_report):
-            say(lost)
+        hint = hint_of(launch, request, coordinator_report, shown.printed)
+        for line in filter(None, (hint, summary(coordinator_report), last_line(launch.run))):
+            say(line)
         say(f"done in {result.seconds:.1f} s; output and checkpoints: {shown_path(launch.run)}")
     return code

@@ -13,7 +13,7 @@ from paceline.system.regular_files import open_regular
 
 Record: TypeAlias = Mapping[str, Any]
 
-_EVENT = re.compile(rb'"event": "([^"]*)"')
+EVENT = re.compile(rb'"event": "([^"]*)"')
 _STEP = re.compile(rb'"step": (\d{1,18})\b')
 _LARGE = 1e15
 
@@ -42,7 +42,7 @@ def _about(lines: Iterable[bytes], events: Container[str], steps: Container[int]
     """Yield a rank's lines with these events and steps."""
     wanted = steps is None
     for line in lines:
-        event = _EVENT.search(line)
+        event = EVENT.search(line)
         if event is None or event[1].decode(errors="replace") not in events:
             continue
         if steps is not None and (step := _STEP.search(line)) is not None:

@@ -13,24 +13,36 @@ No clock is compared with that of another machine: only durations are. After Sta
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from paceline.observe.index import RecordIndex
+from paceline.observe.records import EVENT, Record, number, parsed
+from paceline.system.regular_files import open_regular
 
 _FIRST_STEPS = 3
 """Steps at the start that are left out of longer runs, because they probe and warm up."""
 _LEAST_SHARE = 0.02
 """Smallest share of the time that is worth a sentence."""
-_QUERY = """
-SELECT rank, generation, step, time, seconds, json_extract(record, '$.waited'), json_extract(record, '$.awaited')
-FROM records WHERE event IN ('step', 'start') ORDER BY time
-"""
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
+EVENTS = ("start", "step", *_PAUSES)
+"""Events from which the findings follow."""
+STAGES = """
+SELECT rank, min(json_extract(record, '$.stage')) FROM records
+WHERE event = 'forward' AND typeof(rank) = 'integer' GROUP BY rank
+"""
+"""Query for the first stage of each rank of a pipeline."""
+_HEAD_BYTES = 1 << 15
+_END_BYTES = 1 << 18
+_ENDS_BYTES = 1 << 22
+"""Bytes that are read at the end of a run: the head of each file, its end, and the ends of all files at most."""
+_LEAST_STEPS, _LEAST_SECONDS, _WORTH_SAYING = 20, 2.0, 0.05
+"""Fewest steps, their least duration, and the smallest share that the last lines of a run mention."""
 
 
 class Times(NamedTuple):
@@ -81,36 +93,84 @@ class Findings:
         return {"culprits": [asdict(one) for one in self.culprits], "advice": [asdict(one) for one in self.advice]}
 
 
-def find(index: RecordIndex) -> Findings:
-    """Return where the time of a run went."""
-    steps = _steps(index.query(_QUERY).rows)
-    about: dict[int, dict[str, Any]] = defaultdict(dict)
+def find(records: Iterable[Record], stages: Mapping[int, int] | None = None) -> Findings:
+    """Return where the time of a run went.
+
+    Args:
+        records: records of the events ``EVENTS``, in the order in which each worker wrote them.
+        stages: first stage of each rank of a pipeline. Defaults to none.
+    """
+    about: dict[Any, dict[str, Any]] = defaultdict(dict, {rank: {"stage": one} for rank, one in (stages or {}).items()})
+    pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
     strategy = ""
-    for rank, host, name in index.query(
-        "SELECT rank, json_extract(record, '$.host'), json_extract(record, '$.strategy') FROM records "
-        "WHERE event = 'start'"
-    ).rows:
-        about[rank]["host"], strategy = host, name
-    for rank, stage in index.query(
-        "SELECT rank, min(json_extract(record, '$.stage')) FROM records WHERE event = 'forward' GROUP BY rank"
-    ).rows:
-        about[rank]["stage"] = stage
-    pauses = {}
-    for event, name in _PAUSES.items():
-        query = f"SELECT total(json_extract(record, '$.{name}')) FROM records WHERE event = '{event}' GROUP BY rank"
-        pauses[event] = max((total for (total,) in index.query(query).rows), default=0.0)
-    return explain(steps, about, pauses, strategy)
+
+    def noted() -> Iterator[Record]:
+        nonlocal strategy
+        for record in records:
+            event, rank = record["event"], record["rank"]
+            if event == "start":
+                host, strategy = record.get("host"), str(record.get("strategy"))
+                about[rank]["host"] = host if isinstance(host, str) else None
+            elif event in _PAUSES:
+                pauses[event][rank] += number(record.get(_PAUSES[event])) or 0.0
+            yield record
+
+    steps = _steps(noted())
+    longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
+    return explain(steps, about, longest, strategy)
 
 
-def _steps(rows: Iterable[Sequence[Any]]) -> list[dict[int, Times]]:
+def find_at_end(run: Path) -> Findings:
+    """Return where the time of the last steps went, from the ends of the event files, which takes no time to read.
+
+    Returns no findings if the files of some ranks are elsewhere, or cannot be read.
+    """
+    paths = sorted((run / "events").glob("rank-*.jsonl"))
+    records, stages, workers = list[Record](), dict[int, int](), 0
+    for path in paths:
+        try:
+            found, forward = _ends_of(path, min(_END_BYTES, _ENDS_BYTES // len(paths)))
+        except OSError:
+            return Findings()
+        records += found
+        stages |= forward
+        workers = max([workers, *(one["workers"] for one in found if type(one.get("workers")) is int)])
+    return find(records, stages) if len({one["rank"] for one in records}) >= workers else Findings()
+
+
+def _ends_of(path: Path, size: int) -> tuple[list[Record], dict[int, int]]:
+    """Return the records at the end of a file, with the start of the session, and the stages of its rank."""
+    with open_regular(path) as file:
+        lines = file.read(_HEAD_BYTES).split(b"\n")[:-1]
+        end = file.seek(0, os.SEEK_END)
+        if end > _HEAD_BYTES:
+            lines = [line for line in lines if b'"event": "start"' in line]
+            file.seek(max(_HEAD_BYTES, end - size))
+            lines += file.read(size).split(b"\n")[1:-1]
+    records, stages = [], dict[int, int]()
+    for line in lines:
+        if (name := EVENT.search(line)) is None or name[1].decode(errors="replace") not in (*EVENTS, "forward"):
+            continue
+        if (record := parsed(line)) is not None:
+            if record["event"] != "forward":
+                records.append(record)
+            elif type(stage := record.get("stage")) is int:
+                stages[record["rank"]] = min(stage, stages.get(record["rank"], stage))
+    return records, stages
+
+
+def _steps(records: Iterable[Record]) -> list[dict[int, Times]]:
     """Return the durations of each step by rank."""
     found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
     ended: dict[tuple[int, int], float] = {}  # times by rank and generation; what a recovery takes is of no step
-    for rank, generation, step, time, seconds, load, awaited in rows:
-        if seconds is None:  # a start, maybe of a resumed run
-            ended.clear()
-        if not all(isinstance(one, int | float) for one in (rank, step, seconds, load, awaited)):
+    for record in records:
+        rank, generation, time = record["rank"], record["generation"], record["time"]
+        if record["event"] == "start":  # maybe of a resumed run
+            ended = {key: at for key, at in ended.items() if key[0] != rank}
+        step, values = record.get("step"), [number(record.get(name)) for name in ("seconds", "waited", "awaited")]
+        if record["event"] != "step" or type(step) is not int or None in values:
             continue
+        seconds, load, awaited = (max(0.0, value or 0.0) for value in values)
         between = max(0.0, time - seconds - ended.get((rank, generation), time - seconds))
         ended[rank, generation] = time
         within = min(awaited, max(0.0, seconds - load))  # of waits between steps only the sum with these is known
@@ -213,3 +273,12 @@ def sentences(findings: Findings) -> list[str]:
         per_step = one.share * findings.seconds / findings.steps
         lines.append(f"{text}: {one.share:.0%} of the time, {1000 * per_step:.3g} ms of each step")
     return lines + [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
+
+
+def last_line(run: Path) -> str:
+    """Return the sentence for the end of a run. Empty if the run was short, or nothing takes much of its time."""
+    findings = find_at_end(run)
+    said = findings.steps >= _LEAST_STEPS and findings.seconds >= _LEAST_SECONDS
+    if not said or not findings.culprits or findings.culprits[0].share < _WORTH_SAYING:
+        return ""
+    return f"{sentences(findings)[0]} (more: paceline why)"

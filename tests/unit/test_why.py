@@ -12,8 +12,9 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.comm.waiting import Waiting
-from paceline.observe.index import RecordIndex
-from paceline.observe.why import Times, explain, find, sentences
+from paceline.observe import why
+from paceline.observe.index import RecordIndex, Search
+from paceline.observe.why import EVENTS, Findings, Times, explain, find, find_at_end, last_line, sentences
 
 Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 20
@@ -23,6 +24,10 @@ def step_of(own: list[Times], exchange: float = 0.05) -> dict[int, Times]:
     """A synchronous step: all end it together, after an exchange."""
     end = max(times.own for times in own) + exchange
     return {rank: times._replace(awaited=end - times.own) for rank, times in enumerate(own)}
+
+
+def findings_of(index: RecordIndex) -> Findings:
+    return find(record for _, record in index.find(Search(events=EVENTS)))
 
 
 def usual(**more: float) -> Times:
@@ -94,7 +99,7 @@ def test_the_time_of_a_recovery_is_of_no_step(tmp_path: Path) -> None:
             write(tmp_path, rank, step, end, **times | {"generation": int(step in (2, 3)), "loss": math.nan})
     index = RecordIndex(tmp_path)
     index.update()
-    assert find(index).culprits == []
+    assert findings_of(index).culprits == []
     index.close()
 
 
@@ -128,6 +133,36 @@ def test_the_records_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["why", str(tmp_path)])
     assert capsys.readouterr().out.startswith("rank 1 (stage 1) takes longer to compute than the others: 55% of the")
+
+
+def ended(run: Path, steps: int, seconds: float = 0.55) -> Path:
+    """Write the records of two ranks, of which rank 1 computes for longer."""
+    for rank in range(2):
+        write(run, rank, 0, 0.0, event="start", strategy="allreduce", host="a", workers=2)
+        for step in range(steps):
+            awaited = 0.3 * seconds if rank == 0 else 0.0
+            write(run, rank, step, seconds * (step + 1), seconds=seconds, waited=0.0, awaited=awaited)
+    return run
+
+
+def test_the_last_line_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last_line(ended(tmp_path / "short", 19)) == "" == last_line(ended(tmp_path / "quick", 40, 0.01))
+    run = ended(tmp_path / "run", 60)
+    said = (
+        "rank 1 on a takes longer to compute than the others: 30% of the time, 165 ms of each step (more: paceline why)"
+    )
+    assert last_line(run) == said
+    with (run / "events" / "rank-1.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"event": "step", "time": "x"}\n{"event": "step", "rank": 1, "step": 3}\n{"event": "ste')
+    assert last_line(run) == said
+    monkeypatch.setattr(why, "_HEAD_BYTES", 1 << 10)
+    monkeypatch.setattr(why, "_END_BYTES", 1 << 12)
+    assert last_line(run) == said and 20 <= find_at_end(run).steps < 40, "of the ends of the files"
+    (run / "events" / "rank-0.jsonl").rename(run / "events" / "rank-0.old")
+    assert last_line(run) == "", "the other rank is on another machine"
+    (run / "events" / "rank-0.jsonl").mkdir()
+    assert last_line(run) == ""
+    assert last_line(tmp_path) == ""
 
 
 def test_waits_are_summed_for_each_rank() -> None:
@@ -181,6 +216,6 @@ def test_a_worker_that_is_slow_is_named(printed: Printed, tmp_path: Path, kind: 
     printed(SCRIPT, 3, tmp_path, environment={"KIND": kind, "PACELINE_RUN": str(tmp_path)})
     index = RecordIndex(tmp_path)
     index.update()
-    first = find(index).culprits[0]
+    first = findings_of(index).culprits[0]
     index.close()
     assert (first.kind, first.rank) == (kind, 1)

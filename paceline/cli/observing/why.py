@@ -25,10 +25,12 @@ def command(
 ) -> None:
     """Say where the time of a run went."""
     from paceline.errors import InputError
-    from paceline.observe.why import find, sentences
+    from paceline.observe.index import Search
+    from paceline.observe.why import EVENTS, STAGES, find, sentences
 
     with up_to_date(runs_dir, run, collect) as (folder, index):
-        findings = find(index)
+        records = (record for _, record in index.find(Search(events=EVENTS)))
+        findings = find(records, dict(index.query(STAGES).rows))
     if not findings.steps:
         raise InputError(
             f"{folder} has no complete step that tells how long its workers waited, so there is nothing to compare. "
