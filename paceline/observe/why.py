@@ -13,6 +13,7 @@ No clock is compared with that of another machine: only durations are. After Sta
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,8 @@ _FIRST_STEPS = 3
 """Steps at the start that are left out of longer runs, because they probe and warm up."""
 _LEAST_SHARE = 0.02
 """Smallest share of the time that is worth a sentence."""
+_LEAST_COMPUTE = 1e-9
+_MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
 EVENTS = ("start", "step", *_PAUSES)
@@ -214,8 +217,10 @@ def explain(
         lost["load", None] += usual.load
         lost["script", None] += usual.script
     for event, seconds in pauses.items():
-        lost[event, None] = min(seconds, lost["script", None])
-        lost["script", None] -= lost[event, None]
+        left = seconds
+        for rank in (None, *sorted(rank for kind, rank in lost if kind == "script" and rank is not None)):
+            part = min(left, lost["script", rank])
+            lost[event, rank], lost["script", rank], left = part, lost["script", rank] - part, left - part
     about = about or {}
     culprits = [
         Culprit(kind, round(seconds / total, 4), rank, **({} if rank is None else about.get(rank, {})))
@@ -224,32 +229,53 @@ def explain(
     ]
     culprits.sort(key=lambda one: -one.share)
     fixed = not pauses.get("map") and not pauses.get("extend")
-    return Findings(len(steps), total, culprits, _advice(culprits, strategy, len(steps[-1]), fixed))
+    return Findings(len(steps), total, culprits, _advice(culprits, strategy, _stealing(steps) / total, fixed))
 
 
-def _advice(culprits: Sequence[Culprit], strategy: str, workers: int, fixed: bool) -> list[Advice]:
+def _stealing(steps: Sequence[Mapping[int, Times]]) -> float:
+    """Return the seconds that work stealing would save: all workers compute until the last microbatch, at their speeds.
+
+    A pause of a worker cannot be stolen, so only what a worker usually takes counts.
+    """
+    ranks = [[step[rank] for step in steps if rank in step] for rank in steps[-1]]
+    usual = [Times(*(median(column) for column in zip(*times, strict=True))) for times in ranks]
+    together = len(usual) / sum(1 / max(_LEAST_COMPUTE, times.compute) for times in usual)
+    compute = max(times.compute for times in usual)
+    return len(steps) * (compute - together)
+
+
+def _advice(culprits: Sequence[Culprit], strategy: str, stealing: float, fixed: bool) -> list[Advice]:
     """Return settings that would save time, with the shares that they save.
 
     Args:
+        stealing: share that work stealing saves: all workers compute until the last microbatch, each at its speed.
         fixed: whether the data set stays the same. If not, loader processes would not see the changes.
     """
-    gains: dict[str, float] = defaultdict(float)
+    shares: dict[str, float] = defaultdict(float)
     for one in culprits:
-        if one.kind == "compute" and strategy == "allreduce":
-            gains["strategy=stealing"] += one.share * (1 - 1 / workers)  # the rest is shared out among all
-        elif one.kind == "load" and fixed:
-            gains["workers_per_loader=2"] += one.share
-        elif one.kind == "exchange" and strategy in ("allreduce", "stealing"):
-            gains["wire=bfloat16"] += one.share / 2
-        elif one.kind == "checkpoint":
-            gains["checkpoint.every=auto"] += one.share / 2
-    return sorted((Advice(key, round(gain, 4)) for key, gain in gains.items()), key=lambda one: -one.gain)
+        shares[one.kind] += one.share
+    gains = {}
+    if shares["compute"] and strategy == "allreduce":
+        gains["strategy=stealing"] = stealing
+    if shares["load"] and fixed:
+        load, rest = shares["load"], 1 - shares["load"]
+        processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
+        gains[f"workers_per_loader={processes}"] = load - max(0.0, load / processes - rest)
+    if shares["exchange"] and strategy in ("allreduce", "stealing"):
+        gains["wire=bfloat16"] = shares["exchange"] / 2
+    if shares["checkpoint"]:
+        gains["checkpoint.every=auto"] = shares["checkpoint"] / 2
+    found = [Advice(key, round(gain, 4)) for key, gain in gains.items() if gain >= _LEAST_SHARE]
+    return sorted(found, key=lambda one: -one.gain)
 
 
 _OF_RANK = {
     "compute": "rank {rank}{where} takes longer to compute than the others",
     "load": "rank {rank}{where} waits longer for its data than the others",
     "script": "rank {rank}{where} takes longer between steps than the others",
+    "checkpoint": "rank {rank}{where} waits longer for checkpoints than the others",
+    "evaluate": "rank {rank}{where} takes longer to evaluate than the others",
+    "map": "rank {rank}{where} takes longer in session.map than the others",
 }
 _OF_ALL = {
     "exchange": "all workers wait for the exchange of data",

@@ -78,6 +78,30 @@ def test_only_what_a_strategy_can_change_is_advised() -> None:
     assert explain(steps, strategy="pipeline").advice == []
 
 
+def test_the_gain_of_stealing_is_that_of_workers_with_their_speeds() -> None:
+    steps = [step_of([usual(compute=1.5), usual(), usual()], exchange=0.0)] * STEPS
+    (advice,) = explain(steps, strategy="allreduce").advice
+    assert (advice.set, advice.gain) == ("strategy=stealing", pytest.approx((1.5 - 9 / 14) / 1.53, abs=1e-3))
+    turns = [step_of([usual(compute=1.5 if rank == step % 3 else 0.5) for rank in range(3)]) for step in range(STEPS)]
+    assert explain(turns, strategy="allreduce").advice == [], "pauses, as of a garbage collection, cannot be stolen"
+
+
+def test_as_many_loader_processes_as_hide_the_loading() -> None:
+    (advice,) = explain([step_of([usual(load=2.3, compute=0.75)] * 3, exchange=0.0)] * STEPS).advice
+    assert (advice.set, advice.gain) == ("workers_per_loader=4", pytest.approx(2.3 / 3.06, abs=1e-3))
+    (advice,) = explain([step_of([usual(load=9.24, compute=0.75)] * 3, exchange=0.0)] * STEPS).advice
+    assert (advice.set, advice.gain) == ("workers_per_loader=8", pytest.approx((9.24 - 9.24 / 8 + 0.76) / 10, abs=1e-3))
+
+
+def test_pauses_of_a_rank_are_not_its_script() -> None:
+    steps = [step_of([usual(script=0.8), usual(script=0.2)], exchange=0.0)] * STEPS
+    found = {(one.kind, one.rank): one.share for one in explain(steps, pauses={"checkpoint": 10.0}).culprits}
+    length = 1.32 * STEPS
+    assert found["checkpoint", None] == pytest.approx(0.2 * STEPS / length, abs=1e-3)
+    assert found["checkpoint", 0] == pytest.approx((10.0 - 0.2 * STEPS) / length, abs=1e-3)
+    assert found["script", 0] == pytest.approx((0.8 * STEPS - 10.0) / length, abs=1e-3)
+
+
 def test_loader_processes_are_not_advised_if_the_data_change() -> None:
     found = explain([step_of([usual(load=0.4, script=0.5)] * 3)] * STEPS, pauses={"map": 8.0})
     assert {"load", "map"} <= {one.kind for one in found.culprits} and not found.advice
@@ -129,7 +153,7 @@ def test_the_records_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "stage": 1,
         "layer": None,
     }
-    assert known["advice"][0] == {"set": "strategy=stealing", "gain": pytest.approx(0.2 / 0.55, abs=1e-3)}
+    assert known["advice"][0] == {"set": "strategy=stealing", "gain": pytest.approx((0.5 - 0.25) / 0.55, abs=1e-3)}
     with pytest.raises(SystemExit):
         main(["why", str(tmp_path)])
     assert capsys.readouterr().out.startswith("rank 1 (stage 1) takes longer to compute than the others: 55% of the")
