@@ -105,14 +105,14 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None) -> 
     """
     about: dict[Any, dict[str, Any]] = defaultdict(dict, {rank: {"stage": one} for rank, one in (stages or {}).items()})
     pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
-    strategy = ""
+    start: Record = {}
 
     def noted() -> Iterator[Record]:
-        nonlocal strategy
+        nonlocal start
         for record in records:
             event, rank = record["event"], record["rank"]
             if event == "start":
-                host, strategy = record.get("host"), str(record.get("strategy"))
+                host, start = record.get("host"), record
                 about[rank]["host"] = host if isinstance(host, str) else None
             elif event in _PAUSES:
                 pauses[event][rank] += number(record.get(_PAUSES[event])) or 0.0
@@ -120,7 +120,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None) -> 
 
     steps = _steps(noted())
     longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
-    return explain(steps, about, longest, strategy)
+    return explain(steps, about, longest, start)
 
 
 def find_at_end(run: Path) -> Findings:
@@ -187,7 +187,7 @@ def explain(
     steps: Sequence[Mapping[int, Times]],
     about: Mapping[int, Mapping[str, Any]] | None = None,
     pauses: Mapping[str, float] | None = None,
-    strategy: str = "",
+    start: Mapping[str, Any] | None = None,
 ) -> Findings:
     """Return which workers and parts of a step take the time of some steps.
 
@@ -195,7 +195,7 @@ def explain(
         steps: durations of each step by rank.
         about: ``host`` and ``stage`` of ranks, if known.
         pauses: seconds of saves and evaluations, by event.
-        strategy: strategy of the run, which decides what may be advised.
+        start: settings of the run that decide what may be advised, from its event ``start``.
 
     >>> fast, slow = Times(0.0, 0.0, 1.0, 1.5), Times(0.0, 0.0, 2.0, 0.5)
     >>> explain([{0: fast, 1: slow, 2: fast}] * 4).culprits[0]
@@ -229,7 +229,7 @@ def explain(
     ]
     culprits.sort(key=lambda one: -one.share)
     fixed = not pauses.get("map") and not pauses.get("extend")
-    return Findings(len(steps), total, culprits, _advice(culprits, strategy, _stealing(steps) / total, fixed))
+    return Findings(len(steps), total, culprits, _advice(culprits, start or {}, _stealing(steps) / total, fixed))
 
 
 def _stealing(steps: Sequence[Mapping[int, Times]]) -> float:
@@ -244,7 +244,7 @@ def _stealing(steps: Sequence[Mapping[int, Times]]) -> float:
     return len(steps) * (compute - together)
 
 
-def _advice(culprits: Sequence[Culprit], strategy: str, stealing: float, fixed: bool) -> list[Advice]:
+def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: float, fixed: bool) -> list[Advice]:
     """Return settings that would save time, with the shares that they save.
 
     Args:
@@ -255,13 +255,14 @@ def _advice(culprits: Sequence[Culprit], strategy: str, stealing: float, fixed: 
     for one in culprits:
         shares[one.kind] += one.share
     gains = {}
-    if shares["compute"] and strategy == "allreduce":
+    if shares["compute"] and start.get("strategy") == "allreduce":
         gains["strategy=stealing"] = stealing
     if shares["load"] and fixed:
-        load, rest = shares["load"], 1 - shares["load"]
+        rest, before = 1 - shares["load"], number(start.get("workers_per_loader")) or 0.0
+        load = before or shares["load"]  # loader processes that are too slow have been busy all the time
         processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
-        gains[f"workers_per_loader={processes}"] = load - max(0.0, load / processes - rest)
-    if shares["exchange"] and strategy in ("allreduce", "stealing"):
+        gains[f"workers_per_loader={processes}"] = 1 - max(rest, load / processes)
+    if shares["exchange"] and start.get("strategy") in ("allreduce", "stealing") and start.get("wire") == "float32":
         gains["wire=bfloat16"] = shares["exchange"] / 2
     if shares["checkpoint"]:
         gains["checkpoint.every=auto"] = shares["checkpoint"] / 2

@@ -184,7 +184,8 @@ def _begin(
     loop = _current = TrainingLoop(Beginning(context, run_spec, state, checkpointer, resume), script)
     if checkpointer.enabled or context.world.coordinator is not None:
         catch_notices(context.world)
-    rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
+    rules: dict[str, object] = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
+    rules |= {"workers_per_loader": settings.workers_per_loader, "wire": settings.wire}
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
     about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}

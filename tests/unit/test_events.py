@@ -4,10 +4,16 @@ import json
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from paceline.events import EventLog
+from paceline.comm.transport.base import Message
+from paceline.comm.waiting import RecordedTransfer, Waiting
+from paceline.comm.world import World
+from paceline.events import EventLog, Level
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -39,6 +45,60 @@ def test_a_record_has_the_step_that_it_is_about(tmp_path: Path) -> None:
     log.close()
     assert [one.get("step") for one in records(tmp_path / "rank-3.jsonl")] == [None, 7, 5, None]
     assert "step" not in records(tmp_path / "rank-3.jsonl")[3]
+
+
+@pytest.mark.parametrize(
+    ("level", "kept"),
+    [("minimal", {"step"}), ("steps", {"step", "exchange"}), ("operations", {"step", "exchange", "wait"})],
+)
+def test_a_level_leaves_out_events(tmp_path: Path, level: Level, kept: set[str]) -> None:
+    log = EventLog(tmp_path, 0)
+    log.level = level
+    for event in ("step", "exchange", "wait"):
+        log.mark(event)
+    with log.span("exchange"):
+        pass
+    log.close()
+    assert {one["event"] for one in records(tmp_path / "rank-0.jsonl")} == kept
+
+
+def test_waits_and_transfers_are_recorded_with_their_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, object]] = []
+    waiting, now = Waiting(0, 3, 10.0), [0.0]
+    waiting.clock = lambda: now[0]
+    waiting.mark = lambda event, **fields: found.append({"event": event, **fields})
+    with waiting.awaiting("to send the output of stage 0"):
+        for ranks, seconds in (((1, 2), 1.0), ((2,), 2.0), ((), 5.0)):
+            waiting.waits_for(ranks)
+            now[0] += seconds
+    what = {"what": "to send the output of stage 0"}
+    assert found == [
+        {"event": "wait", "ranks": (1, 2), "seconds": 1.0, **what},
+        {"event": "wait", "ranks": (2,), "seconds": 2.0, **what},
+    ]
+    times = iter([3.0, 3.5])
+    monkeypatch.setattr("paceline.comm.waiting.time.perf_counter", lambda: next(times))
+    transfer = RecordedTransfer(waiting, SimpleNamespace(wait=lambda: None), [1], "here", "send", 64)
+    transfer.wait()
+    assert found[-1] == {"event": "transfer", "way": "send", "ranks": [1], "bytes": 64, "what": "here", "seconds": 0.5}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_each_message_is_recorded(together: bool) -> None:
+    found: list[tuple[object, ...]] = []
+    world: Any = object.__new__(World)
+    Waiting.__init__(world, 0, 3, 10.0)
+    work: Any = SimpleNamespace(wait=lambda: None)
+    started = [(work, [1, 2])] if together else [(work, [1]), (work, [2])]
+    world.transport = SimpleNamespace(start=lambda *_: started)
+    sends, receives = [Message(torch.zeros(4), 2, 0)], [Message(torch.zeros(2), 1, 0)]
+    assert not any(isinstance(one, RecordedTransfer) for one in world.start_transfers(sends, receives))
+    world.mark = lambda event, **fields: (
+        event == "wait" or found.append((fields["way"], fields["ranks"], fields["bytes"]))
+    )
+    for transfer in world.start_transfers(sends, receives):
+        transfer.wait()
+    assert found == ([("exchange", [1, 2], 24)] if together else [("receive", [1], 8), ("send", [2], 16)])
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:

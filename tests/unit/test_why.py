@@ -18,6 +18,7 @@ from paceline.observe.why import EVENTS, Findings, Times, explain, find, find_at
 
 Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 20
+ALLREDUCE = {"strategy": "allreduce", "wire": "float32"}
 
 
 def step_of(own: list[Times], exchange: float = 0.05) -> dict[int, Times]:
@@ -51,7 +52,7 @@ def test_ranks_in_turn_share_the_blame() -> None:
 
 
 def test_what_all_wait_for() -> None:
-    found = explain([step_of([usual()] * 3, exchange=0.42)] * STEPS, strategy="allreduce")
+    found = explain([step_of([usual()] * 3, exchange=0.42)] * STEPS, start=ALLREDUCE)
     assert (found.culprits[0].kind, found.culprits[0].rank, found.culprits[0].share) == ("exchange", None, 0.4421)
     assert (found.advice[0].set, found.advice[0].gain) == ("wire=bfloat16", pytest.approx(0.221, abs=1e-3))
     found = explain([step_of([usual(load=0.4)] * 3)] * STEPS)
@@ -74,21 +75,25 @@ def test_nothing_to_blame() -> None:
 
 def test_only_what_a_strategy_can_change_is_advised() -> None:
     steps = [step_of([usual(), usual(compute=2.0)], exchange=0.0)] * STEPS
-    assert [one.set for one in explain(steps, strategy="allreduce").advice] == ["strategy=stealing"]
-    assert explain(steps, strategy="pipeline").advice == []
+    assert [one.set for one in explain(steps, start=ALLREDUCE).advice] == ["strategy=stealing"]
+    assert explain(steps, start={"strategy": "pipeline"}).advice == []
 
 
 def test_the_gain_of_stealing_is_that_of_workers_with_their_speeds() -> None:
     steps = [step_of([usual(compute=1.5), usual(), usual()], exchange=0.0)] * STEPS
-    (advice,) = explain(steps, strategy="allreduce").advice
+    (advice,) = explain(steps, start=ALLREDUCE).advice
     assert (advice.set, advice.gain) == ("strategy=stealing", pytest.approx((1.5 - 9 / 14) / 1.53, abs=1e-3))
     turns = [step_of([usual(compute=1.5 if rank == step % 3 else 0.5) for rank in range(3)]) for step in range(STEPS)]
-    assert explain(turns, strategy="allreduce").advice == [], "pauses, as of a garbage collection, cannot be stolen"
+    assert explain(turns, start=ALLREDUCE).advice == [], "pauses, as of a garbage collection, cannot be stolen"
 
 
 def test_as_many_loader_processes_as_hide_the_loading() -> None:
     (advice,) = explain([step_of([usual(load=2.3, compute=0.75)] * 3, exchange=0.0)] * STEPS).advice
     assert (advice.set, advice.gain) == ("workers_per_loader=4", pytest.approx(2.3 / 3.06, abs=1e-3))
+    (advice,) = explain(
+        [step_of([usual(load=1.0, compute=0.99)] * 3, exchange=0.0)] * STEPS, start={"workers_per_loader": 2}
+    ).advice
+    assert (advice.set, advice.gain) == ("workers_per_loader=4", pytest.approx(0.5, abs=1e-3))
     (advice,) = explain([step_of([usual(load=9.24, compute=0.75)] * 3, exchange=0.0)] * STEPS).advice
     assert (advice.set, advice.gain) == ("workers_per_loader=8", pytest.approx((9.24 - 9.24 / 8 + 0.76) / 10, abs=1e-3))
 
