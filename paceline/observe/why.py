@@ -220,7 +220,9 @@ def explain(
         left = seconds
         for rank in (None, *sorted(rank for kind, rank in lost if kind == "script" and rank is not None)):
             part = min(left, lost["script", rank])
-            lost[event, rank], lost["script", rank], left = part, lost["script", rank] - part, left - part
+            left -= part
+            lost["script", rank] -= part
+            lost[event, None if event == "checkpoint" else rank] += part  # rank 0 saves for all
     about = about or {}
     culprits = [
         Culprit(kind, round(seconds / total, 4), rank, **({} if rank is None else about.get(rank, {})))
@@ -274,7 +276,6 @@ _OF_RANK = {
     "compute": "rank {rank}{where} takes longer to compute than the others",
     "load": "rank {rank}{where} waits longer for its data than the others",
     "script": "rank {rank}{where} takes longer between steps than the others",
-    "checkpoint": "rank {rank}{where} waits longer for checkpoints than the others",
     "evaluate": "rank {rank}{where} takes longer to evaluate than the others",
     "map": "rank {rank}{where} takes longer in session.map than the others",
 }

@@ -100,11 +100,13 @@ def test_as_many_loader_processes_as_hide_the_loading() -> None:
 
 def test_pauses_of_a_rank_are_not_its_script() -> None:
     steps = [step_of([usual(script=0.8), usual(script=0.2)], exchange=0.0)] * STEPS
-    found = {(one.kind, one.rank): one.share for one in explain(steps, pauses={"checkpoint": 10.0}).culprits}
+    found = {(one.kind, one.rank): one.share for one in explain(steps, pauses={"evaluate": 10.0}).culprits}
     length = 1.32 * STEPS
-    assert found["checkpoint", None] == pytest.approx(0.2 * STEPS / length, abs=1e-3)
-    assert found["checkpoint", 0] == pytest.approx((10.0 - 0.2 * STEPS) / length, abs=1e-3)
+    assert found["evaluate", None] == pytest.approx(0.2 * STEPS / length, abs=1e-3)
+    assert found["evaluate", 0] == pytest.approx((10.0 - 0.2 * STEPS) / length, abs=1e-3)
     assert found["script", 0] == pytest.approx((0.8 * STEPS - 10.0) / length, abs=1e-3)
+    first = explain(steps, pauses={"checkpoint": 10.0}).culprits[0]
+    assert (first.kind, first.rank, first.share) == ("checkpoint", None, pytest.approx(10.0 / length, abs=1e-3))
 
 
 def test_loader_processes_are_not_advised_if_the_data_change() -> None:
