@@ -133,9 +133,10 @@ def test_a_rank_that_moves_to_another_machine(tmp_path: Path) -> None:
 
 
 def test_the_ledger_orders_by_one_clock(tmp_path: Path) -> None:
-    write(tmp_path, "rank-0", comparison(110.0), {"event": "resume", "time": 112.0, "step": 3})
+    write(tmp_path, "rank-0", {"event": "resume", "time": 109.0, "step": 2}, comparison(110.0))
+    write(tmp_path, "rank-0", {"event": "resume", "time": 112.0, "step": 3})
     write(tmp_path, "rank-1", {"event": "step", "time": 106.0, "step": 4, "samples": 8})
-    assert read(tmp_path / "events").resumed == ((107.0, 3),)
+    assert read(tmp_path / "events").resumed == ((104.0, 2), (107.0, 3))
 
 
 def test_no_receive_ends_before_its_send_begins() -> None:

@@ -189,9 +189,9 @@ def test_the_last_line_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(why, "_HEAD_BYTES", 1 << 10)
     monkeypatch.setattr(why, "_END_BYTES", 1 << 12)
     assert last_line(run) == said and 20 <= find_at_end(run).steps < 40, "of the ends of the files"
-    (run / "events" / "rank-0.jsonl").rename(run / "events" / "rank-0.old")
+    (run / "events" / "rank-1.jsonl").rename(run / "events" / "rank-1.old")
     assert last_line(run) == "", "the other rank is on another machine"
-    (run / "events" / "rank-0.jsonl").mkdir()
+    (run / "events" / "rank-1.jsonl").mkdir()
     assert last_line(run) == ""
     assert last_line(tmp_path) == ""
 
