@@ -5,7 +5,7 @@
     records      the lines of the event files
     index        all records in SQLite, to be searched
     parquet      records as a Parquet file
-    tracing      what each worker did, as slices on tracks, and the file that Perfetto reads
+    tracing      one clock for all machines; what each worker did, as slices on tracks, and the file for Perfetto
     why          where the time went, and which worker or stage takes it
     pipelines    the cuts of a model into stages, their steps, and the operations of their workers
     completeness the steps whose records are complete

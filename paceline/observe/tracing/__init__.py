@@ -1,1 +1,1 @@
-"""Traces: what each worker did, as slices on tracks, and the file that Perfetto reads."""
+"""Traces: what each worker did on one clock, as slices on tracks, and the file that Perfetto reads."""
