@@ -1,6 +1,7 @@
-"""What records cost: the median time of a step at each level of ``events``, beside steps that record nothing.
+"""What records cost: the time of a step at each level of ``events``, beside steps that record nothing.
 
-The levels take turns within one run, ten steps each, so what else the machine does falls on all of them alike.
+The levels take turns within one run, ten steps each, so what else the machine does falls on all of them alike. The
+processor time of rank 0 counts all its threads, with the one that writes the records. Medians.
 
     python bench/events.py --workers 3 --strategy pipeline
 """
@@ -49,19 +50,27 @@ def train() -> None:
         threads=1,
     )
     times: dict[str, list[float]] = {level: [] for level in LEVELS}
+    processor: dict[str, list[float]] = {level: [] for level in LEVELS}
+    events: Any = session._context.events
+    since = 0.0
     for batch in session.batches(steps=STEPS):
         turn, place = divmod(batch.step, TURN)
         level = LEVELS[(turn if turn // len(LEVELS) % 2 else -1 - turn) % len(LEVELS)]
         if place == 0:
             choose(session, level)
+            since = time.process_time()
         begin = time.perf_counter()
         session.step(batch)
         if place > 0 and batch.step >= WARM:
             times[level].append(time.perf_counter() - begin)
-    medians = {level: statistics.median(values) for level, values in times.items()}
-    for level, seconds in medians.items():
-        more = seconds / medians["none"] - 1
-        session.print(f"{level:<12} {1e3 * seconds:8.3f} ms a step  {100 * more:+6.2f} %")
+        if place == TURN - 1 and batch.step >= WARM:
+            events.flush()
+            processor[level].append((time.process_time() - since) / TURN)
+    for what, measured in (("time", times), ("processor time", processor)):
+        medians = {level: statistics.median(values) for level, values in measured.items()}
+        for level, seconds in medians.items():
+            more = 100 * (seconds / medians["none"] - 1)
+            session.print(f"{what:<15} {level:<12} {1e3 * seconds:8.3f} ms a step  {more:+6.2f} %")
 
 
 def main() -> None:
