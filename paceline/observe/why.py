@@ -42,7 +42,7 @@ WHERE event = 'forward' AND typeof(rank) = 'integer' GROUP BY rank
 """Query for the first stage of each rank of a pipeline."""
 _HEAD_BYTES = 1 << 15
 _END_BYTES = 1 << 18
-_ENDS_BYTES = 1 << 22
+_ENDS_BYTES = 1 << 21
 """Bytes that are read at the end of a run: the head of each file, its end, and the ends of all files at most."""
 _LEAST_STEPS, _LEAST_SECONDS, _WORTH_SAYING = 20, 2.0, 0.05
 """Fewest steps, their least duration, and the smallest share that the last lines of a run mention."""
