@@ -111,7 +111,7 @@ def evaluating(context: TrainingContext) -> Iterator[None]:
     model.eval()
     context.compute.buffers.take_all()
     try:
-        with preserve_generators(), torch.no_grad(), context.update.averages.in_place(), context.update.evaluating():
+        with preserve_generators(), torch.no_grad(), context.update.evaluating():
             yield
     finally:
         for module, mode in training.items():

@@ -59,7 +59,8 @@ class Evaluations:
 
         def act(call: Call) -> tuple[Any, int]:
             self._warn_of_past(_NO_RESULT, call)
-            return evaluate(self._context, loop.progress.steps, measure, data)
+            with self._context.update.averages.in_place():
+                return evaluate(self._context, loop.progress.steps, measure, data)
 
         with self._context.events.span("evaluate", step=loop.position.steps):
             value = loop.make(EVALUATE, "evaluating", act)
@@ -77,7 +78,10 @@ class Evaluations:
 
         def act(call: Call) -> tuple[None, int]:
             self._warn_of_past(_PAST, call)
-            outputs, notice = evaluate(context, loop.progress.steps, measure, data, "predict", everywhere=everywhere)
+            with context.update.averages.in_place():
+                outputs, notice = evaluate(
+                    context, loop.progress.steps, measure, data, "predict", everywhere=everywhere
+                )
             found[:] = [outputs] if everywhere or context.world.rank == 0 else []
             return None, notice
 
@@ -86,7 +90,8 @@ class Evaluations:
             if not found and (everywhere or context.world.rank == 0):
                 self._warn_of_past(_PAST, call)
                 loop.activity.begin("predicting", busy=True)
-                found.append(evaluate_alone(context, loop.progress.steps, measure, data, "predict"))
+                with context.update.averages.in_place(alone=True):
+                    found.append(evaluate_alone(context, loop.progress.steps, measure, data, "predict"))
 
         with context.events.span("predict", step=loop.position.steps):
             loop.make(PREDICT, "predicting", act, come_later)
@@ -112,7 +117,8 @@ class Evaluations:
             progress = loop.progress
             key = *call, len(progress.results(MAP, call))
             progress.forget_maps(self._context.order.epoch_of(max(0, progress.steps - 1)))
-            return map_items(self._context, key, progress.steps, compute, given, found.setdefault(key, {}))
+            with self._context.update.averages.in_place():
+                return map_items(self._context, key, progress.steps, compute, given, found.setdefault(key, {}))
 
         with self._context.events.span("map", step=loop.position.steps):
             results = loop.make(MAP, "in session.map", act)

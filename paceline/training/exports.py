@@ -19,7 +19,7 @@ from paceline.training.progress import WEIGHTS, Call
 _log = logging.getLogger("paceline")
 _PAST = (
     "The other workers made this call of session.model_state() before this worker joined or resumed. With strategy "
-    "{strategy!r} a worker has the weights of its own stages only, so it cannot get them alone. Use "
+    "{strategy!r} a worker has a part of the weights only, so it cannot get them alone. Use "
     "session.model_state(everywhere=False), which gives them to rank 0, or session.export(path)."
 )
 
@@ -57,8 +57,9 @@ class Exports:
 
         if not self._together("copying the weights", copy) and everywhere:
             try:
-                copy()
-            except InputError:  # a pipeline's worker has the weights of its own stages only
+                with self._context.update.averages.in_place(alone=True):
+                    copy()
+            except InputError:  # this worker has its stages, or its share of averages, only
                 raise InputError(_PAST.format(strategy=self._context.settings.strategy)) from None
         return found
 
@@ -81,9 +82,7 @@ class Exports:
         return location
 
     def _complete(self, dtype: torch.dtype | None = None, copied: bool = True) -> dict[str, Any]:
-        averages = self._context.update.averages
-        instead = averages.values() if averages.chosen else None
-        return complete_weights(self._context.compute.model, dtype, instead, copied)
+        return complete_weights(self._context.compute.model, dtype, copied)
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
         """Call ``act`` on all workers together. Return False if a resumed or joined worker's run is already past it."""
@@ -97,7 +96,8 @@ class Exports:
             loop.activity.begin(doing, busy=True)
             failed = ""
             try:
-                act()
+                with self._context.update.averages.in_place():
+                    act()
             except CheckpointError as error:
                 failed = str(error)
             everyone = self._context.world.gather((failed, self._context.world.notice()), doing)

@@ -21,13 +21,13 @@ no state and is its own average, because an optimizer may mistake a foreign entr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings
 from paceline.system.torch_internals import foreach_lerp_
 
@@ -46,8 +46,9 @@ class Averages:
     def __init__(self, settings: AverageSettings, optimizer: Optimizer) -> None:
         self.settings = settings
         self.chosen = False  # whether the script currently evaluates and exports the averages
-        # averages after the last update, if the optimizer has the state of slices of the parameters. None otherwise
-        self.gathered: dict[nn.Parameter, torch.Tensor] | None = None
+        # returns a context in which all workers put the averages of their shares into the weights. None if this worker
+        # has all averages
+        self.divided: Callable[[], AbstractContextManager[None] | None] = lambda: None
         self._optimizer = optimizer
 
     @property
@@ -76,14 +77,26 @@ class Averages:
 
     def values(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the averages by parameter, without parameters that have none and are their own average."""
-        if self.gathered is not None:
-            return self.gathered
         held = ((value, self._optimizer.state.get(value, {}).get(KEY)) for value in self._parameters)
         return {value: average for value, average in held if average is not None}
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Put the averages into the parameters if they are chosen, and restore the parameters afterwards."""
+    def in_place(self, alone: bool = False) -> Iterator[None]:
+        """Put the averages into the parameters if they are chosen, and restore the parameters afterwards.
+
+        Args:
+            alone: whether the other workers do not call this.
+        """
+        if self.chosen and (divided := self.divided()) is not None:
+            if alone:
+                raise InputError(
+                    "Each worker has the averages of its share of the weights only, and the other workers have made "
+                    "this call of session.averaged() before this worker joined or resumed. Use session.export(path), "
+                    "or session.model_state(everywhere=False)."
+                )
+            with divided:
+                yield
+            return
         averages = self.values() if self.chosen else {}
         kept = {value: value.detach().clone() for value in averages}
         try:

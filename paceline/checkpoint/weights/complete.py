@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 def complete_weights(
     model: nn.Module,
     dtype: torch.dtype | None = None,
-    instead: Mapping[nn.Parameter, torch.Tensor] | None = None,
     copied: bool = True,
 ) -> dict[str, Any]:
     """Return the contents of ``model.state_dict()`` on the host.
@@ -21,7 +19,6 @@ def complete_weights(
     Args:
         model: model whose parameters all have their values on this worker.
         dtype: dtype of the floating-point tensors. Defaults to their own.
-        instead: replacements for values of parameters, such as averages.
         copied: whether to copy tensors that are contiguous, of this dtype and on the host already.
 
     Returns:
@@ -34,8 +31,7 @@ def complete_weights(
             return copy.deepcopy(value)
         if id(value) not in found:
             kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            source = (instead or {}).get(value, value) if isinstance(value, nn.Parameter) else value
-            found[id(value)] = source.detach().to("cpu", kind, copy=copied, memory_format=torch.contiguous_format)
+            found[id(value)] = value.detach().to("cpu", kind, copy=copied, memory_format=torch.contiguous_format)
         return found[id(value)]
 
     return {name: on_host(value) for name, value in model.state_dict(keep_vars=True).items()}

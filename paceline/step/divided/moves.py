@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -106,6 +107,20 @@ class _Ranges:
         )
 
 
+class _Windows:
+    """Two windows of each worker in the memory that the workers share, for all transfers of a membership."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        blocks, self.flag = memory.share(2 * ROUND_BYTES), memory.reserve(2)
+        size = 2 * ROUND_BYTES
+        self.of = [torch.frombuffer(block, dtype=torch.uint8, count=size).view(2, -1) for block in blocks]
+        self.readers: list[set[int]] = [set(), set()]  # workers that read what this worker has written into a window
+        self.rounds = 0
+
+
+_WINDOWS: WeakKeyDictionary[SharedMemory, _Windows] = WeakKeyDictionary()
+
+
 class _Transfer:
     """Transfer of elements of this worker's old share, and into its new share."""
 
@@ -124,18 +139,20 @@ class _Transfer:
             self._over_network(rounds)
 
     def _through_shared_memory(self, memory: SharedMemory, rounds: Sequence[Sequence[Move]]) -> None:
-        rank, blocks, flag = self._world.rank, memory.share(2 * ROUND_BYTES), memory.reserve(2)
-        windows = [torch.frombuffer(block, dtype=torch.uint8, count=2 * ROUND_BYTES).view(2, -1) for block in blocks]
-        readers: list[set[int]] = [set(), set()]
-        for number, moves in enumerate(rounds, 1):
+        if (windows := _WINDOWS.get(memory)) is None:
+            windows = _WINDOWS[memory] = _Windows(memory)
+        rank, flag = self._world.rank, windows.flag
+        for moves in rounds:
+            number = windows.rounds = windows.rounds + 1
+            at = number % 2
             if own := [move for move in moves if move.sender == rank]:
-                memory.wait(flag + 1, number - 2, sorted(readers[number % 2]))
-                self._pack(windows[rank][number % 2], own)
+                memory.wait(flag + 1, number - 2, sorted(windows.readers[at]))
+                self._pack(windows.of[rank][at], own)
                 memory.announce(flag, number)
-                readers[number % 2] = {one for move in own for one in move.receivers}
+                windows.readers[at] = {one for move in own for one in move.receivers}
             for sender in dict.fromkeys(move.sender for move in moves if rank in move.receivers):
                 memory.wait(flag, number, [sender])
-                self._unpack(windows[sender][number % 2], [move for move in moves if move.sender == sender])
+                self._unpack(windows.of[sender][at], [move for move in moves if move.sender == sender])
             memory.announce(flag + 1, number)
 
     def _over_network(self, rounds: Sequence[Sequence[Move]]) -> None:

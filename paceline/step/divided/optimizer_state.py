@@ -49,13 +49,6 @@ class DividedOptimizerState:
         everyone = self._world.gather(found, what)
         self.hashes = {name: text for one in everyone for name, text in one.items()}
 
-    def gather(self, key: str) -> dict[str, torch.Tensor]:
-        """Return the tensors under a key of the state, whole, by parameter. All workers call this together."""
-        division = self._division("synchronizing")
-        names, everyone = [name for name in division.parts if name.endswith(f"/{key}")], range(self._world.size)
-        tensors = division.put_together(names, lambda _: everyone)
-        return {parameter_of(name): value.clone() for name, value in tensors}
-
     def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
         """See ``DividedState``."""
         self._collecting = True

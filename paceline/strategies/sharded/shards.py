@@ -112,6 +112,12 @@ class OptimizerShard:
                         found[slice_name(name, one.start, one.stop) if cut else name] = tensor
         return found
 
+    def entries(self, key: str) -> dict[int, torch.Tensor]:
+        """Return the tensors under a key of the state, by index of the held slice."""
+        states = [optimizer.state for optimizer in parts_of(self._optimizer)]
+        held = ((index, state.get(value, {}).get(key)) for index, value in self.own.items() for state in states)
+        return {index: tensor for index, tensor in held if tensor is not None}
+
     def name_of(self, one: Slice) -> str:
         """Return the name of a slice or of a parameter that is not cut, see ``schedule.slices``."""
         name = self._names[one.parameter]

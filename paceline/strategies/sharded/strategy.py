@@ -32,7 +32,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights.averages import KEY
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
@@ -52,6 +51,7 @@ from paceline.step.probes.probe import warn
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.sharded.averaged import DividedAverages
 from paceline.strategies.sharded.holders import receivers_of
 from paceline.strategies.sharded.prepared import prepared
 from paceline.strategies.sharded.shards import unite
@@ -126,6 +126,8 @@ class Sharded(Strategy):
         self._workers = AllReduce(context, self._reducer, apply=self._apply)
         self._addresses = self._data_pointers()
         self._is_whole, self._first = not state.is_loaded, True
+        self._averages = DividedAverages(world, state)
+        context.update.averages.divided = lambda: None if self._is_whole else self._averages.in_place()
         self._undecided: _Update | None = None
         self._unfinished: WorkerLost | None = None
 
@@ -206,7 +208,6 @@ class Sharded(Strategy):
     def _make(self, made: _Update, norm: torch.Tensor) -> float:
         """Update the held slices, and return the learning rate."""
         self._is_whole = False
-        self._context.update.averages.gathered = None
         self._context.held.clear()
         if self._weights is None:
             self._follow()
@@ -272,11 +273,6 @@ class Sharded(Strategy):
         frozen = (name for name, _ in model.named_parameters() if name not in trained)
         return self._shard.names.union(self._context.held.names, buffers, frozen)
 
-    def synchronize(self, steps: int) -> None:
-        averages, named = self._context.update.averages, self._context.update.parameters
-        if averages.chosen and averages.gathered is None and not self._is_whole:  # the evaluation needs all of them
-            averages.gathered = {named[name]: value for name, value in self._divided.gather(KEY).items()}
-
     @property
     def divided(self) -> DividedOptimizerState | None:
         return None if self._is_whole else self._divided
@@ -325,9 +321,10 @@ class Sharded(Strategy):
         Args:
             interrupted: whether a worker may have been lost while it updated its slices.
         """
+        interrupted |= self._averages.restore()
         if self._weights is not None and interrupted:
             self._weights.restore()
-        self._context.update.averages.gathered = None
+        self._context.update.averages.divided = lambda: None
         if not self._is_whole:
             self._context.held.add(self._shard.names, self._shard.release())
         self._parts, self._weights, self._division.weights = [], None, None
