@@ -368,7 +368,9 @@ class Session:
         """
         return self._exports.weights(everywhere)
 
-    def export(self, path: Path | str, *, dtype: torch.dtype | None = None) -> Path | str:
+    def export(
+        self, path: Path | str, *, dtype: torch.dtype | None = None, max_shard_size: int = 5_000_000_000
+    ) -> Path | str:
         """Write the complete weights to a file. Every worker must call it; rank 0 writes.
 
         The file is complete when the call returns on any rank. An existing file is replaced atomically, by a rename.
@@ -376,16 +378,19 @@ class Session:
         Args:
             path: path or URL that ends in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a torch state_dict.
             dtype: type of floating-point tensors in the file, such as ``torch.bfloat16``. Defaults to their own types.
+            max_shard_size: number of bytes above which safetensors are written to several files with an index, as by
+                Hugging Face: ``model-00001-of-00002.safetensors``, ..., ``model.safetensors.index.json``.
 
         Returns:
-            the absolute path, or the URL.
+            the absolute path, or the URL, from which :func:`paceline.start` reads the weights, also in several files.
 
         Raises:
-            ConfigError: the path has another suffix, or ``dtype`` is not a floating-point type.
+            ConfigError: the path has another suffix, ``dtype`` is not a floating-point type, or ``max_shard_size`` is
+                not a positive integer.
             CheckpointError: the file cannot be written, or safetensors or the package for the URL is not installed.
             WorkerLost: another worker has exited or has not responded before the timeout.
         """
-        return self._exports.export(path, dtype)
+        return self._exports.export(path, dtype, max_shard_size)
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of parameters, buffers and optimizer state, as 64 hexadecimal digits.

@@ -53,7 +53,7 @@ class Exports:
             found.clear()
             if everywhere or self._context.world.rank == 0:
                 with self._context.update.evaluating():
-                    found.update(self._complete())
+                    found.update(complete_weights(self._context.compute.model))
 
         if not self._together("copying the weights", copy) and everywhere:
             try:
@@ -63,11 +63,15 @@ class Exports:
                 raise InputError(_PAST.format(strategy=self._context.settings.strategy)) from None
         return found
 
-    def export(self, path: Path | str, dtype: torch.dtype | None) -> Path | str:
+    def export(self, path: Path | str, dtype: torch.dtype | None, max_shard_size: int) -> Path | str:
         """Write the complete weights to a file and return its location. On return the file is complete, on any rank."""
         check_suffix(path)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"export(dtype={dtype!r}): give a floating-point type, such as torch.bfloat16.")
+        if not isinstance(max_shard_size, int) or max_shard_size < 1:
+            raise ConfigError(
+                f"export(max_shard_size={max_shard_size!r}): give a number of bytes, such as 5_000_000_000."
+            )
 
         location = place(str(path))
         location = location.absolute() if isinstance(location, Path) else location
@@ -75,14 +79,11 @@ class Exports:
         def act() -> None:
             if self._context.world.rank == 0:
                 with self._context.update.evaluating():
-                    write(location, self._complete(dtype, copied=False))
+                    write(location, self._context.compute.model.state_dict(keep_vars=True), dtype, max_shard_size)
 
         if not self._together("exporting the weights", act) and self._context.world.rank == 0:
             _log.info("%s is not written again: training has gone on since", location)
         return location
-
-    def _complete(self, dtype: torch.dtype | None = None, copied: bool = True) -> dict[str, Any]:
-        return complete_weights(self._context.compute.model, dtype, copied)
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
         """Call ``act`` on all workers together. Return False if a resumed or joined worker's run is already past it."""

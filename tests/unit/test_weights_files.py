@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from paceline.checkpoint.weights import files
 from paceline.checkpoint.weights.complete import complete_weights
 from paceline.checkpoint.weights.files import check_suffix, write
 from paceline.checkpoint.weights.match import match
@@ -37,10 +38,41 @@ def test_written_weights_load_with_plain_torch(tmp_path: Path, name: str) -> Non
 
 
 def test_a_type_for_inference_changes_floating_point_tensors_only(tmp_path: Path) -> None:
-    weights = complete_weights(tied(), torch.bfloat16)
-    assert {value.dtype for value in weights.values()} == {torch.bfloat16, torch.int64}
-    write(tmp_path / "w.safetensors", weights)
-    assert load_file(tmp_path / "w.safetensors")["1.num_batches_tracked"].dtype == torch.int64
+    write(tmp_path / "w.safetensors", tied().state_dict(), torch.bfloat16)
+    found = load_file(tmp_path / "w.safetensors")
+    assert {value.dtype for value in found.values()} == {torch.bfloat16, torch.int64}
+    assert found["1.num_batches_tracked"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("folder", ["", "memory://parts"])
+def test_large_weights_are_in_several_files(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is converted and written alone. Files of an earlier export are gone."""
+    model, path = tied(), f"{folder or tmp_path}/w.safetensors"
+    source, held, moved = path if folder else Path(path), list[int](), files.on_host
+
+    def recorded(*given: Any) -> dict[str, Any]:
+        found = moved(*given)
+        held.append(sum(value.nbytes for value in found.values()))
+        return found
+
+    monkeypatch.setattr(files, "on_host", recorded)
+    write(path, model.state_dict(keep_vars=True), None, 20)
+    write(path, model.state_dict(keep_vars=True), torch.bfloat16, 50)
+    assert held[-2:] == [48, 44] and max(held[:-2]) == 60
+    names = [f"w-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    if not folder:
+        index = json.loads((tmp_path / "w.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": 48 + 44}
+        assert sorted(one.name for one in tmp_path.iterdir()) == [*names, "w.safetensors.index.json"]
+        for name, file in index["weight_map"].items():
+            assert load_file(tmp_path / file)[name].equal(read(source)[name])
+    found = read(source)
+    assert found.keys() == model.state_dict().keys()
+    assert torch.equal(found["2.weight"], model.state_dict()["2.weight"].bfloat16())
+    write(path, model.state_dict())
+    assert torch.equal(read(source)["2.weight"], model.state_dict()["2.weight"])
+    if not folder:
+        assert [one.name for one in tmp_path.iterdir()] == ["w.safetensors"]
 
 
 def test_a_place_that_cannot_be_written_is_named_and_what_was_there_stays(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
 """Files of weights, with the format by suffix: safetensors, or a state_dict written by ``torch.save``.
 
 A file is written under a temporary name in the same folder and renamed, so a reader finds either the whole new file or
-the old one. For a URL, the file is written to a local disk first and uploaded in one put.
+the old one. For a URL, the file is written to a local disk first and uploaded in one put. Large safetensors are written
+as Hugging Face does, one file after the other::
+
+    model-00001-of-00002.safetensors   model-00002-of-00002.safetensors   model.safetensors.index.json
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Mapping
-from glob import escape
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from glob import escape, glob
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,9 +23,14 @@ import torch
 
 from paceline.checkpoint.files import reason_of
 from paceline.checkpoint.storage.locations import is_url, place
+from paceline.checkpoint.weights.complete import dtype_of, on_host
 from paceline.errors import CheckpointError, ConfigError
 
 SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
+INDEX = ".index.json"
+"""End of the name of the file that tells which file has which tensor."""
+MAX_SHARD_SIZE = 5_000_000_000
+"""Number of bytes in a file of safetensors, as in ``save_pretrained`` of Hugging Face."""
 
 
 def check_suffix(path: Path | str) -> None:
@@ -40,25 +50,34 @@ def check_package(path: Path | str) -> None:
         )
 
 
-def write(path: Path | str, weights: Mapping[str, Any]) -> Path | str:
-    """Write weights to a file, atomically.
+def write(
+    path: Path | str, weights: Mapping[str, Any], dtype: torch.dtype | None = None, max_shard_size: int = MAX_SHARD_SIZE
+) -> Path | str:
+    """Write weights to a file, atomically, or to several files with an index, which is written last.
+
+    Weights are moved to the host and converted when their file is written, so that only those of one file need memory.
 
     Args:
         path: path, or URL that fsspec supports. The suffix chooses the format.
-        weights: tensors on the host by name. A torch file may hold other values too.
+        weights: tensors by name. A torch file may hold other values too.
+        dtype: type of the floating-point tensors in the file. Defaults to their own.
+        max_shard_size: number of bytes above which safetensors are written to several files.
 
     Returns:
-        the absolute path, or the URL.
+        the absolute path, or the URL. If there are several files, they have names that begin alike, in the same folder.
     """
     check_package(path)
     location = place(str(path))
+    name = os.path.basename(str(location))
     try:
+        parts = _parts_of(weights, dtype, max_shard_size if name.endswith(SAFETENSORS) else None)
+        files = _files_of(name, weights, dtype, parts)
         if isinstance(location, Path):
             location = location.absolute()
             location.parent.mkdir(parents=True, exist_ok=True)
-            _write_beside(location, weights)
+            _write_beside(location, files)
         else:
-            _put(location, weights)
+            _put(location, files)
     except CheckpointError:
         raise
     except Exception as error:  # each kind of store raises its own errors
@@ -66,33 +85,89 @@ def write(path: Path | str, weights: Mapping[str, Any]) -> Path | str:
     return location
 
 
-def _write_beside(path: Path, weights: Mapping[str, Any]) -> None:
-    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):  # left by a killed process
-        left.unlink(missing_ok=True)
-    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
+def _parts_of(weights: Mapping[str, Any], dtype: torch.dtype | None, most: int | None) -> list[list[str]]:
+    """Return the names of the weights in each file, in order. A tensor of more than ``most`` bytes has its own file."""
+    parts, room = [list[str]()], most or 0
+    for name, value in weights.items():
+        size = value.numel() * dtype_of(value, dtype).itemsize if most and isinstance(value, torch.Tensor) else 0
+        if parts[-1] and size > room:
+            parts.append([])
+            room = most or 0
+        parts[-1].append(name)
+        room -= size
+    return parts
+
+
+def _files_of(
+    name: str, weights: Mapping[str, Any], dtype: torch.dtype | None, parts: Sequence[Sequence[str]]
+) -> dict[str, Callable[[Path], None]]:
+    """Return the function that writes each file, by name. The index is the last file, as Hugging Face names it."""
+    stem, suffix = os.path.splitext(name)
+
+    def write_part(names: Sequence[str], path: Path) -> None:
+        _write_file(path, suffix, on_host({name: weights[name] for name in names}, dtype))
+
+    if len(parts) == 1:
+        return {name: partial(write_part, parts[0])}
+    of = {f"{stem}-{number:05d}-of-{len(parts):05d}{suffix}": names for number, names in enumerate(parts, 1)}
+    total = sum(one.numel() * dtype_of(one, dtype).itemsize for one in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": {one: file for file in of for one in of[file]}}
+    text = json.dumps(index, indent=2, sort_keys=True)
+    made: dict[str, Callable[[Path], None]] = {file: partial(write_part, names) for file, names in of.items()}
+    return made | {name + INDEX: lambda path: _write_text(path, text)}
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(f"{text}\n")
+
+
+def _patterns(path: str) -> list[str]:
+    """Return patterns of all files that may hold weights exported to a path, the index first."""
+    stem, suffix = os.path.splitext(escape(path))
+    return [escape(path) + INDEX, escape(path), f"{stem}-?????-of-?????{suffix}"] if suffix == SAFETENSORS else []
+
+
+def _write_beside(path: Path, files: Mapping[str, Callable[[Path], None]]) -> None:
+    """Write files under temporary names, rename them, and remove those of an earlier export to this path."""
+    folder, made = path.parent, list[tuple[Path, Path]]()
+    for name in (escape(path.name), f"{escape(path.stem)}-?????-of-?????{path.suffix}"):
+        for left in folder.glob(f".{name}.*.partial"):  # left by a killed process
+            left.unlink(missing_ok=True)
     try:
-        _write_file(beside, path.suffix, weights)
-        with beside.open("rb+") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
+        for name, write in files.items():
+            made.append((folder / f".{name}.{os.urandom(4).hex()}.partial", folder / name))
+            write(made[-1][0])
+            with made[-1][0].open("rb+") as file:
+                os.fsync(file.fileno())
+        if len(files) > 1:  # no reader mixes files of two exports
+            Path(f"{path}{INDEX}").unlink(missing_ok=True)
+        for beside, final in made:
+            beside.replace(final)
     finally:
-        beside.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
+        for beside, _ in made:
+            beside.unlink(missing_ok=True)
+    for old in (Path(found) for pattern in _patterns(str(path)) for found in glob(pattern)):
+        if old.name not in files:
+            old.unlink(missing_ok=True)
+    directory = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(directory)
     finally:
         os.close(directory)
 
 
-def _put(url: str, weights: Mapping[str, Any]) -> None:
-    files, target = file_system(url)
-    with tempfile.TemporaryDirectory() as folder:
-        local = Path(folder, "weights")
-        _write_file(local, os.path.splitext(url)[1], weights)
-        parent = target.rpartition("/")[0]
-        if parent:
-            files.makedirs(parent, exist_ok=True)
-        files.put_file(str(local), target)
+def _put(url: str, files: Mapping[str, Callable[[Path], None]]) -> None:
+    system, target = file_system(url)
+    parent = target.rpartition("/")[0]
+    if parent:
+        system.makedirs(parent, exist_ok=True)
+    for name, write in files.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write(local := Path(folder, name))
+            system.put_file(str(local), f"{parent}/{name}" if parent else name)
+    for old in (found for pattern in _patterns(target) for found in system.glob(pattern)):
+        if os.path.basename(old) not in files:
+            system.rm(old)
 
 
 def file_system(url: str) -> tuple[Any, str]:

@@ -18,8 +18,9 @@ import torch
 from paceline.checkpoint import load
 from paceline.checkpoint.files import reason_of
 from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.storage.locations import place
 from paceline.checkpoint.weights.averages import KEY
-from paceline.checkpoint.weights.files import SAFETENSORS, TORCH, check_package, check_suffix, file_system
+from paceline.checkpoint.weights.files import INDEX, SAFETENSORS, TORCH, check_package, check_suffix, file_system
 from paceline.errors import CheckpointError, PacelineError
 from paceline.system.regular_files import open_regular
 
@@ -43,6 +44,8 @@ def read(path: Path | str, key: str | None = None) -> dict[str, torch.Tensor]:
         ConfigError: the name or the key cannot be used.
     """
     try:
+        if str(path).endswith(SAFETENSORS) and not _exists(path) and _exists(index := f"{path}{INDEX}"):
+            return _read_parts(index, key)
         if isinstance(path, Path) and not os.path.lexists(path):
             raise CheckpointError(f"There are no weights at {path}: there is no such file or folder.")
         if isinstance(path, Path) and path.is_dir():
@@ -100,28 +103,45 @@ def _names(content: load.Content, where: Path | str) -> dict[str, str]:
 def _read_folder(path: Path, key: str | None) -> dict[str, torch.Tensor]:
     for index in _INDEXES:
         if (path / index).exists():
-            with open_regular(path / index) as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
-            found: dict[str, torch.Tensor] = {}
-            for name in names:
-                if not isinstance(name, str) or os.path.basename(name) != name:
-                    raise CheckpointError(f"{path / index} names {name!r}, which is no file beside it.")
-                found.update(_read_file(path / name, key))
-            return found
+            return _read_parts(str(path / index), key)
     for name in _SINGLE:
         if (path / name).exists():
             return _read_file(path / name, key)
     return of_checkpoint(path)
 
 
+def _read_parts(index: str, key: str | None) -> dict[str, torch.Tensor]:
+    """Read the files that an index names. They lie beside it."""
+    with _opened(place(index)) as file:
+        names = sorted(set(json.load(file)["weight_map"].values()))
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name:
+            raise CheckpointError(f"{index} names {name!r}, which is no file beside it.")
+        found.update(_read_file(place(f"{index.rpartition('/')[0]}/{name}"), key))
+    return found
+
+
+def _exists(path: Path | str) -> bool:
+    location = place(str(path))
+    if isinstance(location, Path):
+        return os.path.lexists(location)
+    files, target = file_system(location)
+    return bool(files.exists(target))
+
+
+def _opened(path: Path | str) -> BinaryIO:
+    if isinstance(path, Path):
+        return open_regular(path)
+    files, target = file_system(path)
+    return io.BytesIO(files.cat_file(target))
+
+
 def _read_file(path: Path | str, key: str | None) -> dict[str, torch.Tensor]:
     check_suffix(path)
     check_package(path)
-    if isinstance(path, Path):
-        with open_regular(path) as file:
-            return _parse(file, path, key)
-    files, target = file_system(str(path))
-    return _parse(io.BytesIO(files.cat_file(target)), path, key)
+    with _opened(path) as file:
+        return _parse(file, path, key)
 
 
 def _parse(file: BinaryIO, path: Path | str, key: str | None) -> dict[str, torch.Tensor]:
