@@ -161,28 +161,28 @@ class Checkpointer:
         elif self._divided:
             self._write_part(storage, state.snapshot(step))
 
-    def repeat_save(self, state: TrainingState, step: int, begun: bool) -> None:
-        """Begin the save of a step again, unless it is complete. Call this after a loss, as its writer may be lost.
+    def repeat_save(self, state: TrainingState, step: int, lost: bool, able: bool) -> None:
+        """Begin a save of the current step again if its writer may be lost, or report its loss. All workers call this.
 
         Args:
-            begun: whether this worker has begun the save.
+            able: whether the state is still that of the save.
         """
-        divided = state.divided() is not None
-        if divided:  # workers that have joined send their shares, too
-            begun = any(self._world.gather(begun, "saving a checkpoint"))
+        found = self._world.gather((lost and self.made == step, able), "saving a checkpoint")
+        begun, able = map(any, zip(*found, strict=True))  # workers that have joined take part, too
         if not begun:
             return
-        storage, is_there = self._require_storage(), False
-        if self._world.rank == 0:
+        storage, is_there, rank = self._require_storage(), False, self._world.rank
+        if rank == 0:
             self.finish()
             with contextlib.suppress(Exception):  # each kind of store has errors of its own; a save tries again
                 is_there = bool(storage.complete_in(manifest.name_of(step)))
-        if divided:
-            is_there = self._world.gather(is_there, "saving a checkpoint")[0]
-        if not is_there:
-            self.saved_before = None
+        is_there = self._world.gather(is_there, "saving a checkpoint")[0]
+        self.saved_before = step if is_there else None
+        if able and not is_there:
             self.begin_save(state, step)
-        self.saved_before = step
+            self.saved_before = step
+        elif rank == 0 and not is_there:
+            _log.warning("The checkpoint of step %d was lost with the worker that wrote it: save it again.", step)
 
     def finish(self) -> None:
         """Wait for the background save. Raises CheckpointError if the save failed. Raised on rank 0 only."""

@@ -65,7 +65,7 @@ class TrainingLoop:
         self.activity = Activity(context.world)  # current activity of this worker, for hang detection
         self.loads_ahead = False  # whether batches after the next one may be prefetched
         beginning.state.divided = lambda: self.strategy.divided if self._strategy_ready else None
-        self._begun, self._notice = -1, 0  # step of the last automatic save; notice of the current step
+        self._notice = 0  # notice of the current step
         self._recovery: Recovery | None = None
         fault_points.arm(lambda: -1 if self._progress is None else context.world.rank)
         if context.world.coordinator is None:
@@ -142,14 +142,13 @@ class TrainingLoop:
         steps = self.position.steps
         saves = not others_did or self._checkpointer.lacks(self._state, steps)  # else others have saved it
         if steps == self.progress.steps and saves and self._due(steps):
-            self._begun = -1
             self._together(lambda: self._meet_and_save(steps))
         notice, self._notice = self._notice, 0
         self._follow(notice)
 
     def _meet_and_save(self, steps: int) -> None:
         self._meet("synchronizing")
-        if self._begun != steps:  # else the step was repeated in a recovery, and saved then
+        if self._checkpointer.made != steps:  # else the step was repeated in a recovery, and saved then
             self._begin_save()
 
     def _take(self, batch: Batch, phase: str, turn: int) -> StepResult:
@@ -288,7 +287,6 @@ class TrainingLoop:
         """Start a background save. The workers must be synchronized."""
         self.activity.begin("saving a checkpoint", busy=True)
         self._checkpointer.begin_save(self._state, self.progress.steps)
-        self._begun = self.progress.steps
         self.activity.begin("in the script")
 
     def _follow(self, notice: int) -> None:
@@ -362,9 +360,8 @@ class TrainingLoop:
             self._take_over(self._recovery.re_form(self._progress, planned, ended))
             try:
                 self._set_up_strategy()
-                begun = lost is not None and self._begun == self.progress.steps >= self.progress.repeat_until
-                begun = begun and not self.context.loop.lacks_copies
-                self._checkpointer.repeat_save(self._state, self.progress.steps, begun)
+                able = self.progress.steps >= self.progress.repeat_until and not self.context.loop.lacks_copies
+                self._checkpointer.repeat_save(self._state, self.progress.steps, lost is not None, able)
                 return
             except WorkerLost as again:
                 planned, lost = False, again

@@ -361,3 +361,43 @@ def test_some_do_not_know_whether_a_step_was_done(run: Run, undisturbed: Any, pa
     ran = run(script if path == "memory" else OVER_THE_NETWORK + script, *ELASTIC, faults=killed, GIVEN=COPIED)
     check(ran, undisturbed(SEEN), 2)
     assert not went_back(ran), ran.report()
+
+
+BY_HAND = """
+import os
+import scripted
+
+session = scripted.begin()
+bias = next(reversed([*session._context.compute.model.parameters()]))
+for batch in session.batches(steps=12):
+    scripted.say(session, session.step(batch))
+    if batch.step == 4:
+        bias.data.mul_(SCALE)
+        if "ALONE" not in os.environ:
+            session.save()
+scripted.end(session)
+"""
+BEFORE = *ELASTIC, "--set", "checkpoint.every=5", "--set", "checkpoint.background=true"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scale", "given"),
+    [
+        (ELASTIC, "1", "{}"),
+        *(pytest.param(ELASTIC, *one, marks=pytest.mark.slow) for one in (("0.5", "{}"), ("1", COPIED))),
+        pytest.param(BEFORE, "0.5", COPIED, marks=pytest.mark.slow),
+    ],
+    ids=["allreduce", "allreduce, changed", "sharded", "sharded, while another save is written"],
+)
+def test_rank_0_is_lost_in_a_save_by_hand(run: Run, undisturbed: Any, arguments: Any, scale: str, given: str) -> None:
+    """Another worker writes the checkpoint, which session.save() of the others has named, or reports its loss.
+
+    What the loop has changed for the first time since the step is not in the state that a worker could save again.
+    """
+    script = BY_HAND.replace("SCALE", scale)
+    ran = run(script, *arguments, faults=faults.kill(rank=0, step=5, point="inside a save"), GIVEN=given)
+    check(ran, undisturbed(script), 2)
+    saved = len([*ran.run.glob("checkpoints/step-000005/*/manifest.json")])
+    assert saved == (scale == "1" or given == COPIED), ran.report()
+    told = "The checkpoint of step 5 was lost with the worker that wrote it" in ran.report()
+    assert told == (scale == "0.5"), ran.report()

@@ -51,7 +51,8 @@ class Disk:
 class Checkpointer:
     """Checkpointer for the disk that all workers share, in place of ``checkpoint.checkpointer.Checkpointer``."""
 
-    enabled, launch, last, made, saved_before = True, None, None, -1, None
+    enabled, launch, last, saved_before = True, None, None, None
+    made = -1
 
     def lacks(self, state: State, steps: int) -> bool:
         return False
@@ -72,12 +73,14 @@ class Checkpointer:
             self._disk.saved[steps] = snapshot.tensors["parts"], snapshot.state
         if share is not None:
             share.end(steps)
+        self.made = steps
         return "there"
 
     begin_save = save
 
-    def repeat_save(self, state: State, steps: int, begun: bool) -> None:
-        if begun:
+    def repeat_save(self, state: State, steps: int, lost: bool, able: bool) -> None:
+        found = self._world.gather([lost and self.made == steps, able], "saving a checkpoint")
+        if all(map(any, zip(*found, strict=True))):
             self.save(state, steps)
 
     def finish(self) -> None:
@@ -90,6 +93,7 @@ class Checkpointer:
         if steps:
             parts, script = self._disk.saved[steps]
             state.load({"parts": parts}, script)
+        self.made = steps or -1
         return steps
 
 
