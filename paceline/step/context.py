@@ -46,12 +46,13 @@ class HeldShare:
 
     ``names``: parameters and slices of parameters (``schedule.slices``). Their values are in the parameters.
     ``tensors``: their optimizer state by name. ``is_handed_on``: whether this worker, which leaves, has given others
-    what only it had.
+    what only it had. ``has_weights``: whether the values of all other parameters are those of the same step.
     """
 
     names: set[str] = field(default_factory=set)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     is_handed_on: bool = False
+    has_weights: bool = False
 
     def add(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Add parameters and slices with their optimizer state."""
@@ -62,7 +63,7 @@ class HeldShare:
         """Drop the share."""
         self.names.clear()
         self.tensors.clear()
-        self.is_handed_on = False
+        self.is_handed_on = self.has_weights = False
 
 
 @dataclass(frozen=True)

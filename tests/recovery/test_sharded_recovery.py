@@ -401,3 +401,36 @@ def test_rank_0_is_lost_in_a_save_by_hand(run: Run, undisturbed: Any, arguments:
     assert saved == (scale == "1" or given == COPIED), ran.report()
     told = "The checkpoint of step 5 was lost with the worker that wrote it" in ran.report()
     assert told == (scale == "0.5"), ran.report()
+
+
+# Each worker tells how many bytes of weights and of the optimizer's state change hands.
+MOVED = """
+from paceline.step.divided.moves import _Transfer
+
+run = _Transfer.run
+def counted(transfer, moves):
+    sent = {"parameter": 0, "optimizer": 0}
+    for move in moves:
+        if not move.is_local:
+            sent[move.name.partition("/")[0]] += transfer._bytes_of(move) * len(move.receivers)
+    print("moved", *sent.values())
+    run(transfer, moves)
+_Transfer.run = counted
+"""
+
+
+@pytest.mark.slow
+@PATHS
+@pytest.mark.parametrize("standby", [0, 1])
+def test_workers_that_have_all_weights_get_none(run: Run, undisturbed: Any, path: str, standby: int) -> None:
+    """Weights go to a worker that joins only."""
+    alone = "import scripted\nscripted.hold_back(3, 'end')\n" * (not standby)
+    script = alone + OVER_THE_NETWORK * (path == "network") + MOVED + PLAIN
+    script += "print('size', sum(value.nbytes for value in session._context.compute.model.parameters()))\n"
+    given = json.dumps({"strategy": "sharded", "shard": "gradients"})
+    arguments = "-n", 3, "--elastic", f"{2 + standby}:3", *(("--standby", 1) if standby else ())
+    ran = run(script, *arguments, faults=faults.kill(rank=1, step=5), GIVEN=given)
+    check(ran, undisturbed(PLAIN), 2)
+    lines = {line for log in ran.logs.values() for line in log.splitlines() if line.startswith(("moved", "size"))}
+    (_, weights, moments), (_, size) = map(str.split, sorted(lines))
+    assert int(weights) == int(size) * standby and int(moments) > 0, ran.report()

@@ -91,3 +91,18 @@ def test_loaded_shards_that_are_released_are_held_until_they_are_moved() -> None
     unite(update, made._held.tensors)
     (state,) = optimizer.state_dict()["state"].values()
     assert state["exp_avg"].shape == (4, 4) and state["exp_avg"][:2].eq(1.0).all() and not made._held.tensors
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_only_slices_of_the_optimizer_move_between_workers_that_have_all_weights(
+    has_weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has all of them keeps them, and may send any of them to one that joins."""
+    made, _ = made_for()
+    part = slice_name("0.weight", 0, 8)
+    made._held.add({part}, {slice_name("optimizer/0.weight/exp_avg", 0, 8): torch.zeros(8)})
+    made._held.has_weights, found = has_weights, list[str]()
+    monkeypatch.setattr(prepared, "move_shares", lambda _, held, *__: found.extend(held) or {})
+    made.move(frozenset({part, "1.running_mean"}), "")
+    weights = "parameter/0.weight" if has_weights else f"parameter/{part}"
+    assert sorted(found) == [slice_name("optimizer/0.weight/exp_avg", 0, 8), weights]

@@ -131,7 +131,9 @@ class _Transfer:
         """Carry out a plan. Raises WorkerLost if a worker is lost on which this one depends."""
         for move in moves:
             if move.is_local and move.sender == self._world.rank:
-                self._targets.find(move).copy_(self._sources.find(move))
+                target, source = self._targets.find(move), self._sources.find(move)
+                if target.data_ptr() != source.data_ptr():  # else weights that stay where they are
+                    target.copy_(source)
         rounds = rounds_of(moves, self._item_bytes, ROUND_BYTES, CACHE_LINE)
         if rounds and self._world.shared_memory is not None:
             self._through_shared_memory(self._world.shared_memory, rounds)

@@ -98,7 +98,8 @@ class PreparedShards:
         if owned is None:
             materialize(self._model)
             owned, state = frozenset(self._parameters), dict(optimizer_state(self._model, self._optimizer))
-        values = {f"parameter/{name}": self._value_of(name) for name in owned if split_name(name)[0] in self._sizes}
+        known = self._sizes if owned and self._held.has_weights else owned
+        values = {f"parameter/{name}": self._value_of(name) for name in known if split_name(name)[0] in self._sizes}
         self._moved = move_shares(self._world, state | values, self, what)
         if whole:
             self._held.add(owned, state)  # until all workers have their new shares
@@ -172,6 +173,7 @@ class PreparedShards:
         if self.is_loaded:
             buffers = (name for name, _ in self._model.named_buffers())
             self._held.add(self.shard.names, self.shard.release())
+            self._held.has_weights = self.weights is None
             owned = frozenset(self._held.names).union(buffers, self._frozen)
         self.weights = None
         self.shard.own.clear()

@@ -327,6 +327,7 @@ class Sharded(Strategy):
         self._context.update.averages.divided = lambda: None
         if not self._is_whole:
             self._context.held.add(self._shard.names, self._shard.release())
+            self._context.held.has_weights = self._weights is None and not interrupted
         self._parts, self._weights, self._division.weights = [], None, None
         self._shard.own.clear()
         self._reduction.close()
