@@ -20,6 +20,7 @@ from paceline.settings import Settings
 from paceline.step.forward import ForwardRunner
 from paceline.step.loss import Forward
 from paceline.step.optimizer import OptimizerStep
+from paceline.step.optimizers.exclusive import refuse_parts
 from paceline.step.optimizers.loss_scale import LossScale
 
 
@@ -101,6 +102,12 @@ class TrainingContext:
     prepared: list[Any] = field(default_factory=list)
     held: HeldShare = field(default_factory=HeldShare)
     audits: AuditSchedule = field(default_factory=AuditSchedule)
+
+    def end(self) -> None:
+        """Drop a share that the last strategy has left when the session ends, and refuse its optimizer from now on."""
+        if self.held.names:
+            refuse_parts(self.update.optimizer)
+            self.held.clear()
 
     def __post_init__(self) -> None:
         if self.settings.autocast == "float16":

@@ -296,7 +296,7 @@ class TrainingLoop:
         if action is Action.RE_FORM:
             assert self._recovery is not None
             with self.context.loop.not_watched():
-                self._recovery.prepare_to_leave()
+                self._recovery.prepare_to_leave(self.progress.steps)
                 self._re_form(planned=True)
         elif action is Action.SAVE_AND_STOP:
             world, place = self.context.world, self.save()
@@ -312,9 +312,10 @@ class TrainingLoop:
         self.context.loop.forward_values.end()
         self.context.loop.outside.end()
         with contextlib.suppress(WorkerLost):
-            self.strategy.unite(self.progress.steps)
+            self.strategy.synchronize(self.progress.steps)
             world.gather(None, "start")
         self.strategy.close()
+        self.context.end()
         world.end_servers()
         if world.coordinator is not None:
             world.leave()

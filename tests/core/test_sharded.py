@@ -267,6 +267,12 @@ ways = {
     },
     "small buckets, gradients": lambda: steps(start(shard="gradients", bucket_megabytes=0.0005)),
 }
+def refused(act):
+    try:
+        act()
+    except paceline.InputError as error:
+        return [str(error), str(error.__context__)]
+
 def by_hand(act):
     kept = []
     def make(parameters):
@@ -276,6 +282,17 @@ def by_hand(act):
     for batch in session.batches(steps=2):
         session.step(batch)
         act(kept[0])
+
+def kept():
+    optimizers = []
+    def make(parameters):
+        optimizers.append(optim.AdamW(parameters, lr=1e-2))
+        return optimizers[0]
+    steps(start(optimizer=make), 2)
+    try:
+        start(optimizer=lambda parameters: optimizers[0])
+    finally:
+        by_hand(lambda _: optimizers[0].state_dict())
 
 def converted():
     model = mlp(12, 4)
@@ -289,6 +306,7 @@ if "REFUSED" in os.environ:
     ways = {
         "contradicting": lambda: steps(start(shard_copy=False, shard_within="machine")),
         "converted": converted,
+        "kept": lambda: refused(kept),
         "copied": lambda: start(shard_copy=True)._context.probe_results.warnings,
         "state_dict": lambda: by_hand(lambda optimizer: optimizer.state_dict()),
         "load_state_dict": lambda: by_hand(lambda optimizer: optimizer.load_state_dict({})),
@@ -374,6 +392,8 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert found["contradicting"].startswith("ConfigError: shard_copy = False contradicts shard_within")
         assert "this run ends when a worker is lost" in found["copied"][-1]
         assert "torch.float32 with strides (12, 1) to torch.bfloat16" in found["converted"]
+        for text in found["kept"]:
+            assert text.startswith("This worker has only a part of the optimizer's state")
         for call in ("state_dict", "load_state_dict"):
             assert found[call].startswith("InputError: This worker has only a part of the optimizer's state")
 

@@ -363,6 +363,23 @@ def test_some_do_not_know_whether_a_step_was_done(run: Run, undisturbed: Any, pa
     assert not went_back(ran), ran.report()
 
 
+def resumes(run: Run, undisturbed: Any) -> None:
+    again = run(PLAIN, "-n", 2, "--resume", "auto", GIVEN=SHARDED)
+    assert again.code == 0, again.report()
+    assert {one["fingerprint"] for one in again.printed()} == {undisturbed(PLAIN)["fingerprint"]}, again.report()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaving", [1, 2])
+def test_too_few_workers_stay(run: Run, undisturbed: Any, leaving: int) -> None:
+    """They save together before the run ends."""
+    leave = "".join(f"    scripted.leave(session, batch, {rank}, 4)\n" for rank in range(2 - leaving, 2))
+    ran = run(DIVIDED + PLAIN.replace("    scripted.say", f"{leave}    scripted.say"), *TWO, GIVEN=SHARDED)
+    assert ran.code == 75, ran.report()
+    assert ran.saved() == [5] and not [one for one in ran.events() if one["event"] == "not saved"], ran.report()
+    resumes(run, undisturbed)
+
+
 BY_HAND = """
 import os
 import scripted
@@ -434,3 +451,28 @@ def test_workers_that_have_all_weights_get_none(run: Run, undisturbed: Any, path
     lines = {line for log in ran.logs.values() for line in log.splitlines() if line.startswith(("moved", "size"))}
     (_, weights, moments), (_, size) = map(str.split, sorted(lines))
     assert int(weights) == int(size) * standby and int(moments) > 0, ran.report()
+
+
+AVERAGED = """
+import scripted
+from subjects import images
+
+session, values = scripted.begin(average={"kind": "ema", "decay": 0.5}), []
+for batch in session.batches(steps=12):
+    scripted.say(session, session.step(batch))
+    if batch.step in (4, 8):
+        with session.averaged():
+            values.append(session.evaluate(images(70)).hex())
+scripted.end(session, values=values)
+"""
+
+
+@pytest.mark.sampled(1)
+@PATHS
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_worker_is_lost_while_averages_are_evaluated(run: Run, undisturbed: Any, path: str, victim: int) -> None:
+    """The others have kept their weights, in whose place the averages were."""
+    script = DIVIDED + OVER_THE_NETWORK * (path == "network") + AVERAGED
+    ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=5, point="in evaluate"), GIVEN=COPIED)
+    check(ran, undisturbed(AVERAGED), 2)
+    assert not went_back(ran), ran.report()

@@ -136,6 +136,7 @@ class State:
         self.loaded_script: dict[str, Any] = {}
         self.loaded: list[tuple[dict[str, torch.Tensor], Any]] = []
         self.script_loaded = False
+        self.divided = lambda: None
 
     def snapshot(self, steps: int, without: tuple[str, ...]) -> Any:
         return SimpleNamespace(tensors=state_at(steps), state={"at": steps})
@@ -705,7 +706,7 @@ def test_before_a_planned_change_workers_wait_for_each_other() -> None:
             world.gathered.clear()
             world.leaving = leaving
             world.coordinator = SimpleNamespace(alarm=int(alarmed), generation=0)
-            scene.of.prepare_to_leave()
+            scene.of.prepare_to_leave(7)
             return world.gathered, scene.saver.finished
 
         return run(size, act, hosts=hosts)

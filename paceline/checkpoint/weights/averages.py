@@ -91,8 +91,8 @@ class Averages:
             if alone:
                 raise InputError(
                     "Each worker has the averages of its share of the weights only, and the other workers have made "
-                    "this call of session.averaged() before this worker joined or resumed. Use session.export(path), "
-                    "or session.model_state(everywhere=False)."
+                    "this call inside session.averaged() before this worker joined or resumed, so it cannot make it "
+                    "alone. Use everywhere=False, which gives the result to rank 0, or session.export(path)."
                 )
             with divided:
                 yield

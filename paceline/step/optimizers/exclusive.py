@@ -1,11 +1,17 @@
-"""Guard of optimizers: only the session calls ``step``. A script that calls it too would update the model twice."""
+"""Guards of optimizers.
+
+Only the session calls ``step``: a script that calls it too would update the model twice. And nobody takes the state of
+an optimizer for the whole state while it is divided among the workers.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
+from weakref import WeakSet
 
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import InputError
 from paceline.step.optimizers.several import parts_of, with_wrapped
@@ -25,6 +31,8 @@ class _Updating(threading.local):
 
 
 updating = _Updating()
+_ENDED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers of ended sessions that have a part of their state only."""
 
 
 def refuse_other_steps(optimizer: Optimizer) -> None:
@@ -46,3 +54,31 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"model would be updated twice. Remove optimizer.step() from the script, and the loss.backward() and "
             f"optimizer.zero_grad() that go with it. A further loss is added in forward(model, microbatch)."
         )
+
+
+def guard_parts(optimizer: Optimizer) -> list[RemovableHandle]:
+    """Make ``state_dict`` and ``load_state_dict`` of an optimizer raise while this worker has a part of its state."""
+    return [
+        optimizer.register_state_dict_pre_hook(_refuse),
+        optimizer.register_load_state_dict_pre_hook(_refuse),
+    ]
+
+
+def refuse_parts(optimizer: Optimizer) -> None:
+    """Refuse an optimizer of an ended session, which has a part of its state only, for ever."""
+    for one in parts_of(optimizer):
+        guard_parts(one)
+        _ENDED.add(one)
+
+
+def check_whole(optimizer: Optimizer) -> None:
+    """Raise InputError if an earlier session has left only a part of an optimizer's state on this worker."""
+    if optimizer in _ENDED:
+        _refuse()
+
+
+def _refuse(*_: object) -> None:
+    raise InputError(
+        "This worker has only a part of the optimizer's state, because strategy 'sharded' divides it. Save it with "
+        "session.save() and load it with resume=, or use strategy 'allreduce'."
+    )

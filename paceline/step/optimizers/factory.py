@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.adapters.keras import optimizer as keras_optimizer
 from paceline.errors import InputError
+from paceline.step.optimizers.exclusive import check_whole
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, share_state
 
 OptimizerFactory = Callable[..., Any]
@@ -66,6 +67,7 @@ def _checked(made: Any, name: str = "") -> Optimizer:
     if not isinstance(made, Optimizer):
         what = f"for {name!r} it returned {_kind(made)}" if name else f"it returned {_kind(made)}"
         raise InputError(f"The optimizer factory must return a torch optimizer, or several by name, but {what}.")
+    check_whole(made)
     share_state(made, made.state if isinstance(made.state, defaultdict) else defaultdict(dict))
     return made
 

@@ -176,7 +176,7 @@ class PreparedShards:
             self._held.has_weights = self.weights is None
             owned = frozenset(self._held.names).union(buffers, self._frozen)
         self.weights = None
-        self.shard.own.clear()
+        self.shard.drop()
         return owned
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.reduction.buckets import full, split
-from paceline.errors import InputError
 from paceline.schedule import slices
 from paceline.schedule.slices import Slice, slice_name, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.optimizer import OptimizerStep
+from paceline.step.optimizers.exclusive import guard_parts
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.slice_probe import updates_slices_alike
 
@@ -140,8 +140,7 @@ class OptimizerShard:
             return
         self.divided, held = True, self._held()
         for optimizer in parts_of(self._optimizer):
-            self._guards.append(optimizer.register_state_dict_pre_hook(_refuse))
-            self._guards.append(optimizer.register_load_state_dict_pre_hook(_refuse))
+            self._guards += guard_parts(optimizer)
             for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
                 state = optimizer.state.pop(parameter, None)
                 for one, value in held.get(parameter, ()) if state else ():
@@ -200,6 +199,11 @@ class OptimizerShard:
                 optimizer.state.pop(value, None)
         return found
 
+    def drop(self) -> None:
+        """Drop the held slices, which may lie in memory that the workers share."""
+        self.own.clear()
+        self._stored = None
+
 
 def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
     """Move the state of slices into states of whole parameters. All other elements are undefined.
@@ -225,13 +229,6 @@ def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
             if key not in state:
                 state[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
             state[key].view(-1)[part] = value
-
-
-def _refuse(*_: object) -> None:
-    raise InputError(
-        "This worker has only a part of the optimizer's state, because strategy 'sharded' divides it. Save it with "
-        "session.save() and load it with resume=, or use strategy 'allreduce'."
-    )
 
 
 def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:

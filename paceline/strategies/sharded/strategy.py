@@ -286,11 +286,9 @@ class Sharded(Strategy):
     def hand_on(self, steps: int) -> None:
         world, launched = self._context.world, env.launch_info()
         leaving = [rank for rank, leaves in enumerate(world.gather(world.leaving, "synchronizing")) if leaves]
-        if launched is None:  # the run ends with a save
+        if launched is None or len(leaving) == world.size:  # the run ends with a save
             return
-        if world.size - len(leaving) < max(1, launched.least or world.size):  # the same, but one worker saves alone
-            self.unite(steps)
-        elif not self._is_whole:
+        if not self._is_whole:
             self._division.hand_on(leaving, "synchronizing")
         self._context.held.is_handed_on = world.rank in leaving
 
@@ -329,5 +327,6 @@ class Sharded(Strategy):
             self._context.held.add(self._shard.names, self._shard.release())
             self._context.held.has_weights = self._weights is None and not interrupted
         self._parts, self._weights, self._division.weights = [], None, None
-        self._shard.own.clear()
+        self._shard.drop()
         self._reduction.close()
+        del self._workers, self._reducer, self._reduction  # a session that has ended may keep its strategy

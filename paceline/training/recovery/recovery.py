@@ -329,17 +329,35 @@ class Recovery:
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
             if progress.owned is None:
                 self._checkpointer.save(self._state, progress.steps)
-            else:  # a checkpoint of a part of the model would be mistaken for a complete one
+            elif (
+                self._checkpointer.made < progress.steps
+            ):  # a checkpoint of a part would be mistaken for a complete one
                 self._context.events.mark("not saved", step=progress.steps)
         if departure.code in (0, PREEMPTED):
             raise SystemExit(departure.code)
         raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
 
-    def prepare_to_leave(self) -> None:
-        """Finish pending communication, and a running save if this worker leaves, before a planned :meth:`re_form`."""
+    def prepare_to_leave(self, steps: int) -> None:
+        """Finish pending communication, and a running save if this worker leaves, before a planned :meth:`re_form`.
+
+        If the run is to end, workers that have the state in shares save it together.
+        """
         world = self._context.world
+        if self._state.divided() is not None:
+            with contextlib.suppress(WorkerLost):  # the workers re-form without those that are lost
+                self._save_if_last(steps)
         if world.size > 1 and world.shared_memory is None and not world.alarmed:
             with contextlib.suppress(WorkerLost):  # closing a connection may discard data that a peer has not read
                 world.gather(None, "leaving")
         if world.leaving:
             self._checkpointer.finish()  # another worker writes the next checkpoint
+
+    def _save_if_last(self, steps: int) -> None:
+        """Save the state that the workers have in shares, if fewer stay than the run needs."""
+        world, launched = self._context.world, env.launch_info()
+        assert launched is not None
+        staying = world.gather(world.leaving, "leaving").count(False)
+        if staying < max(1, launched.least or world.size):
+            if self._checkpointer.enabled:
+                self._checkpointer.save(self._state, steps)
+            self._context.held.is_handed_on |= world.leaving
