@@ -371,23 +371,18 @@ class Session:
     def export(
         self, path: Path | str, *, dtype: torch.dtype | None = None, max_shard_size: int = 5_000_000_000
     ) -> Path | str:
-        """Write the complete weights to a file. Every worker must call it; rank 0 writes.
-
-        The file is complete when the call returns on any rank. An existing file is replaced atomically, by a rename.
+        """Write the complete weights to a file on rank 0, atomically, and return when it is there. All must call it.
 
         Args:
             path: path or URL that ends in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a torch state_dict.
             dtype: type of floating-point tensors in the file, such as ``torch.bfloat16``. Defaults to their own types.
-            max_shard_size: number of bytes above which safetensors are written to several files with an index, as by
-                Hugging Face: ``model-00001-of-00002.safetensors``, ..., ``model.safetensors.index.json``.
+            max_shard_size: bytes above which safetensors go to several files with an index, as with Hugging Face.
 
         Returns:
             the absolute path, or the URL, from which :func:`paceline.start` reads the weights, also in several files.
 
         Raises:
-            ConfigError: the path has another suffix, ``dtype`` is not a floating-point type, or ``max_shard_size`` is
-                not a positive integer.
-            CheckpointError: the file cannot be written, or safetensors or the package for the URL is not installed.
+            ConfigError, CheckpointError: an argument is not valid, the file cannot be written, or a package is missing.
             WorkerLost: another worker has exited or has not responded before the timeout.
         """
         return self._exports.export(path, dtype, max_shard_size)
