@@ -152,8 +152,8 @@ class Empty(nn.Module):
     def forward(self, values):
         return self.layer(values) + self.none.sum()
 
-def averaged():
-    session, found = start(average={"kind": "ema", "decay": 0.9}), []
+def averaged(**more):
+    session, found = start(average={"kind": "ema", "decay": 0.9}, **more), []
     for batch in session.batches(steps=4):
         session.step(batch)
         if batch.step in (1, 2):
@@ -251,6 +251,7 @@ ways = {
     "empty": lambda: steps(start(model=Empty())),
     "empty, whole": lambda: steps(start(model=Empty(), clip_norm=0.1)),
     "averaged": averaged,
+    "averaged, gradients": lambda: averaged(shard="gradients"),
     "evaluated": evaluated,
     "between": between,
     "size": size,

@@ -401,10 +401,10 @@ BEFORE = *ELASTIC, "--set", "checkpoint.every=5", "--set", "checkpoint.backgroun
     ("arguments", "scale", "given"),
     [
         (ELASTIC, "1", "{}"),
-        *(pytest.param(ELASTIC, *one, marks=pytest.mark.slow) for one in (("0.5", "{}"), ("1", COPIED))),
+        pytest.param(ELASTIC, "0.5", "{}", marks=pytest.mark.slow),
         pytest.param(BEFORE, "0.5", COPIED, marks=pytest.mark.slow),
     ],
-    ids=["allreduce", "allreduce, changed", "sharded", "sharded, while another save is written"],
+    ids=["allreduce", "allreduce, changed", "sharded, while another save is written"],
 )
 def test_rank_0_is_lost_in_a_save_by_hand(run: Run, undisturbed: Any, arguments: Any, scale: str, given: str) -> None:
     """Another worker writes the checkpoint, which session.save() of the others has named, or reports its loss.
@@ -437,8 +437,7 @@ _Transfer.run = counted
 
 
 @pytest.mark.slow
-@PATHS
-@pytest.mark.parametrize("standby", [0, 1])
+@pytest.mark.parametrize(("path", "standby"), [("network", 0), ("memory", 1)])
 def test_workers_that_have_all_weights_get_none(run: Run, undisturbed: Any, path: str, standby: int) -> None:
     """Weights go to a worker that joins only."""
     alone = "import scripted\nscripted.hold_back(3, 'end')\n" * (not standby)
@@ -467,9 +466,8 @@ scripted.end(session, values=values)
 """
 
 
-@pytest.mark.sampled(1)
-@PATHS
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "victim"), [("memory", 1), ("network", 0)])
 def test_a_worker_is_lost_while_averages_are_evaluated(run: Run, undisturbed: Any, path: str, victim: int) -> None:
     """The others have kept their weights, in whose place the averages were."""
     script = DIVIDED + OVER_THE_NETWORK * (path == "network") + AVERAGED
