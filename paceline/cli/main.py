@@ -22,6 +22,7 @@ COMMANDS = {
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
     "why": "Say where the time of a run went, and what to change.",
     "trace": "Write a trace of a run for Perfetto: what each worker did, and when.",
+    "replay": "Repeat a step of a run with the same bits, and look at it.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
@@ -31,6 +32,7 @@ _FILES = {
     "profile": "profiling",  # profile.py would hide Python's module from scripts in this folder
     "horovodrun": "foreign.horovodrun",
     "logs": "observing.logs",
+    "replay": "observing.replay",
     "timeline": "observing.timeline",
     "trace": "observing.trace",
     "why": "observing.why",

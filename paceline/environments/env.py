@@ -21,6 +21,7 @@ SETTINGS = "PACELINE_SET"
 PLAN = "PACELINE_PLAN"
 TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
+REPLAY = "PACELINE_REPLAY"  # what ``paceline replay`` has requested, as JSON
 SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
 PROFILE = "PACELINE_PROFILE"
 COORDINATOR = "PACELINE_COORDINATOR"
@@ -35,7 +36,7 @@ ELASTIC = "PACELINE_ELASTIC"
 FAULTS = "PACELINE_FAULTS"  # fault plan of a test as JSON (``paceline.testing.faults``)
 ULFM = "PACELINE_ULFM"
 _INTEL_BITS = "MPIR_CVAR_CH4_OFI_RANK_BITS", "MPIR_CVAR_CH4_OFI_TAG_BITS"
-_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
+_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, REPLAY, SHOW_CONFIG, PROFILE, FAULTS}
 _OF_AGENTS = {SECRET, USER_COMMAND, END_WITH_PARENT, EXIT_CODE_FILE}
 _RESERVED = {
     RUN_DIRECTORY,
@@ -58,6 +59,15 @@ class Trace:
 
     directory: Path
     steps: int
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Request of ``paceline replay``: the step after which the run ends, and what to observe in it."""
+
+    step: int
+    observe: str  # a key of ``diagnostics.replay.observer.OBSERVERS``; empty to only repeat the step
+    directory: Path  # where to write what is too large for a record
 
 
 def _number(name: str, default: int) -> int:
@@ -278,6 +288,19 @@ def trace() -> Trace | None:
     if TRACE_DIRECTORY not in os.environ:
         return None
     return Trace(Path(os.environ[TRACE_DIRECTORY]), int(os.environ[TRACE_STEPS]))
+
+
+def replay() -> Replay | None:
+    """Return what ``paceline replay`` has requested, if anything."""
+    if REPLAY not in os.environ:
+        return None
+    asked = json.loads(os.environ[REPLAY])
+    return Replay(asked["step"], asked["observe"], Path(asked["directory"]))
+
+
+def is_rehearsal() -> bool:
+    """Return whether this run only looks at steps, so that it reports to nobody and leaves no files behind."""
+    return TRACE_DIRECTORY in os.environ or REPLAY in os.environ
 
 
 def config_report() -> Path | None:

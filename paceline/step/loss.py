@@ -236,13 +236,18 @@ def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
         features, target = pair_of(data)
         return loss(model(features), target)
 
-    setattr(forward, _OF_LOSS, True)
+    setattr(forward, _OF_LOSS, loss)
     return forward
 
 
 def is_of_loss(forward: Forward) -> bool:
     """Return whether a forward pass was made by :func:`loss_of`."""
-    return hasattr(forward, _OF_LOSS)
+    return loss_given(forward) is not None
+
+
+def loss_given(forward: Forward) -> Callable[[Any, Any], Any] | None:
+    """Return the loss of which :func:`loss_of` has made a forward pass, or None."""
+    return getattr(forward, _OF_LOSS, None)
 
 
 def pair_of(data: Any) -> tuple[Any, Any]:

@@ -85,6 +85,11 @@ class Strategy(ABC):
         """Optimizer state that the workers have in shares. None if each worker has all of it when synchronized."""
         return None
 
+    @property
+    def held(self) -> frozenset[str] | None:
+        """Names of the parameters whose newest values this worker has between two steps. None if it has all."""
+        return None
+
     def settle(self) -> None:  # noqa: B027 - most steps end when all weights are known
         """Raise WorkerLost if a worker was lost when the last step was done, but not all weights were exchanged."""
 

@@ -149,6 +149,10 @@ class BatchLosses(Strategy):
     def divided(self) -> DividedOptimizerState | None:
         return self._inner.divided
 
+    @property
+    def held(self) -> frozenset[str] | None:
+        return self._inner.held
+
     def settle(self) -> None:
         self._inner.settle()
 

@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoint.storage.locations import place
 from paceline.checkpoint.weights.complete import complete_weights
 from paceline.checkpoint.weights.files import check_suffix, write
+from paceline.environments import env
 from paceline.errors import CheckpointError, ConfigError, InputError
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import WEIGHTS, Call
@@ -77,7 +78,7 @@ class Exports:
         location = location.absolute() if isinstance(location, Path) else location
 
         def act() -> None:
-            if self._context.world.rank == 0:
+            if self._context.world.rank == 0 and not env.is_rehearsal():
                 with self._context.update.evaluating():
                     write(location, self._context.compute.model.state_dict(keep_vars=True), dtype, max_shard_size)
 

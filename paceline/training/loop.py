@@ -178,7 +178,7 @@ class TrainingLoop:
             try_forward_pass(context, groups, step)
         context.events.step = step
         fault_points.reach("before forward", step)
-        result = self.strategy.step(step, groups)
+        result = self.records.take(self.strategy, self.progress, step, groups)
         self._memory.step_done()
         self.loads_ahead = True
         return result

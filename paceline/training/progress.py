@@ -70,6 +70,7 @@ class Progress:
     ahead: bool = False
     # names of the values that the script's loop has changed between steps
     changes: list[str] = field(default_factory=list)
+    chain: str = ""  # chained digest of all steps so far (``diagnostics.replay.digests``)
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -162,6 +163,7 @@ class Progress:
             "once": {call: values for call, values in once.items() if call != BEFORE_TRAINING},
             "maps": dict(self.results_of.get(MAP, {})),
             "results": [{key: _number(value) for key, value in asdict(one).items()} for one in results],
+            "chain": self.chain,
             **({"again": False} if self.begins_next else {}),
         }
 
@@ -176,6 +178,7 @@ class Progress:
         results_of = {EVALUATE: history["evaluations"], ONCE: history["once"]}
         again = history.get("again", True)
         progress = cls(steps, results_of, result=result, phases=phases, received=steps, again=again)
+        progress.chain = history.get("chain", "")
         progress.turns = progress.received_turns = len(phases)
         return progress.with_maps(history)
 
@@ -265,11 +268,13 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     repeat_until = max(max(one.repeat_until, one.steps) for one in known)
     results_of = _all_results(known)
     most = replace(furthest_of(everyone), owned=None, ahead=False)
-    back = replace(most, steps=steps, repeat_until=repeat_until, results_of=results_of).with_maps(history)
+    saved = Progress.resumed(steps, history)
+    back = replace(most, steps=steps, repeat_until=repeat_until, results_of=results_of, chain=saved.chain)
+    back = back.with_maps(history)
     # a script that waits for a step before the checkpoint gets the result of others, as it must not take the step again
     if own is not None and own.steps >= steps and own.has_script_at(steps):
         return replace(back, received=own.received, again=own.again, entered=own.entered)
-    entered, saved = -1 if own is None else own.entered, Progress.resumed(steps, history)
+    entered = -1 if own is None else own.entered
     return replace(back, again=saved.again, received=steps, entered=entered, result=saved.result)
 
 

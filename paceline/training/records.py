@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from paceline.checkpoint.training_state import TrainingState
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
+from paceline.diagnostics.replay.digests import StepDigest, StepDigests
+from paceline.diagnostics.replay.observer import observed
 from paceline.diagnostics.verify.trace_writer import TraceWriter
 from paceline.environments import env
 from paceline.step.context import StepResult, TrainingContext
+from paceline.strategies.base import Strategy
+from paceline.training.progress import Progress
 
 
 class Records:
     """Recorder of steps: as events, and in a trace for ``paceline verify``."""
 
     def __init__(self, context: TrainingContext, state: TrainingState) -> None:
-        self._context = context
+        self._context, self._state = context, state
         traced = env.trace()
         self._trace = None if traced is None else TraceWriter(traced, context, state.tensors)
+        self._replay = env.replay()
+        self._digests = StepDigests(context)
+        self._digest: tuple[int, StepDigest | None] = -1, None  # step that this worker has taken last, and its digest
 
     @property
     def needs_whole_state(self) -> bool:
@@ -24,8 +32,21 @@ class Records:
 
     @property
     def last_step(self) -> int:
-        """Number of steps after which a traced run ends; ``UNKNOWN`` for other runs."""
+        """Number of steps after which a traced or replayed run ends; ``UNKNOWN`` for other runs."""
+        if self._replay is not None:
+            return self._replay.step + 1
         return UNKNOWN if self._trace is None else self._trace.steps
+
+    def take(self, strategy: Strategy, progress: Progress, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        """Take a step, observe it if it is the one to replay, and chain its digest to the progress."""
+        if self._replay is not None and self._replay.step == step:
+            result = observed(self._replay, self._context, self._state, strategy, step, groups)
+        else:
+            result = strategy.step(step, groups)
+        self._digest = step, self._digests.after(progress.chain, step, result, strategy)
+        if self._digest[1] is not None:
+            progress.chain = self._digest[1].chain
+        return result
 
     def add(
         self,
@@ -37,11 +58,16 @@ class Records:
         turn: int = 0,
         again: bool = False,  # whether the step is a repetition, which is not traced again
     ) -> None:
-        """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases."""
+        """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases.
+
+        Raises:
+            SystemExit: it was the step to replay.
+        """
         context = self._context
         samples = context.order.samples_of(step)
         metrics = {"metrics": result.metrics} if result.metrics else {}
         awaited, late = context.world.take_waits()
+        taken, digest = self._digest  # of an earlier step if this worker got the step's result from others
         context.events.mark(
             "phase" if turn else "step",
             **({"optimizer": phase} if phase else {}),
@@ -56,6 +82,10 @@ class Records:
             gradient_norm=float(result.norm),
             learning_rate=result.learning_rate,
             **metrics,
+            **(digest.fields() if digest is not None and taken == step else {}),
         )
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
+        if self._replay is not None and step == self._replay.step and turn + 1 >= len(context.phases):
+            context.world.gather(None, "leaving")  # no worker exits while another needs it to end the step
+            raise SystemExit(0)

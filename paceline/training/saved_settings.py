@@ -53,7 +53,7 @@ def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
     if run is not None:
         return run / f"checkpoints{suffix}"
     wanted = settings.checkpoint.every is not None or settings.resume == "auto"
-    return Path("checkpoints") / f"{script().stem}{suffix}" if wanted and env.trace() is None else None
+    return Path("checkpoints") / f"{script().stem}{suffix}" if wanted and not env.is_rehearsal() else None
 
 
 def resolve(given: Mapping[str, Any], run: Path | None, number: int, rank: int) -> Resolved:

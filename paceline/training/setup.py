@@ -15,7 +15,7 @@ from paceline.adapters.trackers.tracking import Tracking
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
-from paceline.comm.collectives.agreement import versions
+from paceline.comm.collectives.agreement import code_hashes, versions
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
 from paceline.coordinator.failure import known_errors
@@ -174,8 +174,9 @@ def _begin(
     if context.compute.carried is not None:
         state.parts["carried"] = context.compute.carried
     saves, resume = settings.checkpoint, settings.resume
-    if env.trace() is not None:  # a traced run starts from the beginning and saves nothing
-        saves, resume = CheckpointSettings(), None
+    if env.is_rehearsal():  # saves into the run's temporary directory, and only what the script itself saves
+        saves = saves.model_copy(update={"every": None, "directory": None})
+        resume = None if env.replay() is None else resume  # a trace starts from the beginning
     state.parts[saved_settings.PART] = saved_settings.SavedSettings(config.kept(settings, context.given))
     place = saved_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)
@@ -189,6 +190,8 @@ def _begin(
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
     about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}
+    by_workers = settings.batch_per_worker is not None or settings.scale_lr is not None
+    about |= {"same_bits": bool(settings.exact) and not by_workers, "session": number, "code": code_hashes()}
     context.events.mark("start", **about, run=state.run, **rules)
     return Run(context, loop, state, script, tracking, _noted(context))
 

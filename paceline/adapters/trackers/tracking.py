@@ -28,7 +28,7 @@ class Tracking:
     def __init__(
         self, settings: Settings, sources: Mapping[str, str], events: EventLog, run: Path | None, number: int
     ) -> None:
-        names = settings.trackers if env.trace() is None else ()
+        names = () if env.is_rehearsal() else settings.trackers
         registry.check(names)
         self._settings = settings
         self._sources = sources

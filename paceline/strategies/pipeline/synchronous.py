@@ -199,6 +199,10 @@ class Synchronous(Strategy):
     def synchronize(self, steps: int) -> None:
         self.stages.synchronize()
 
+    @property
+    def held(self) -> frozenset[str] | None:
+        return self.stages.owned
+
     def close(self) -> frozenset[str] | None:
         self.stages.close()
         for parameter in self._parameters.values():

@@ -177,6 +177,10 @@ class Sharded(Strategy):
             self._shard.follow()
             self._addresses = now
 
+    @property
+    def held(self) -> frozenset[str] | None:
+        return None if self._unfinished is None else frozenset()
+
     def settle(self) -> None:
         if self._unfinished is not None:
             raise self._unfinished

@@ -1,0 +1,206 @@
+"""What a run directory tells of a run: how it was started, its steps with their digests, and its checkpoints. No torch.
+
+A step may be recorded several times: by each worker, and again after a return to a checkpoint. The last record counts,
+as later steps follow from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, InputError
+from paceline.launchers.runs import version
+from paceline.observe.records import Record, read
+from paceline.system.masking import MASK
+from paceline.system.regular_files import open_regular, read_text
+
+_EVENTS = ("start", "step", "checkpoint", "resume")
+_ASYNCHRONOUS = "Only strategies that compute the same function on any number of workers record digests of their steps"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Records of a step, of the last time that it was taken."""
+
+    time: float
+    generation: int
+    loss: str  # in hexadecimal digits, as NaN is not equal to itself
+    norm: str
+    chain: str
+    digests: Mapping[str, str] = field(default_factory=dict)  # by parameter
+    ranks: frozenset[int] = frozenset()
+
+    def difference(self, other: RecordedStep) -> str:
+        """Describe the first difference from another record of the step. Empty if there is none."""
+        for name, mine, theirs in (
+            ("loss", self.loss, other.loss),
+            ("norm of the gradients", self.norm, other.norm),
+            *((f"parameter {key}", one, other.digests.get(key, one)) for key, one in self.digests.items()),
+            ("chain of all steps before", self.chain, other.chain),
+        ):
+            if mine != theirs:
+                return f"the {name}, {_shown(mine)} and {_shown(theirs)}"
+        return ""
+
+
+def _shown(value: str) -> str:
+    """Return a number that is in hexadecimal digits in decimal digits, and a digest as it is."""
+    return repr(float.fromhex(value)) if "x" in value or value in ("nan", "inf", "-inf") else value
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Run that can be replayed."""
+
+    folder: Path
+    launch: Mapping[str, Any]  # as in launch.json
+    starts: tuple[Record, ...]
+    steps: Mapping[int, RecordedStep]
+    checkpoints: Mapping[int, Path]  # those that are still there, by their number of steps
+
+    @property
+    def script(self) -> Path:
+        """Script of the run."""
+        return Path(self.launch["script"])
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether any number of workers gives the same bits."""
+        return bool(self.starts[-1].get("same_bits"))
+
+    def workers_at(self, step: int) -> int:
+        """Return the number of workers that took a step, or the last step before it that is recorded."""
+        known = [one for one in self.steps if one <= step]
+        return len(self.steps[max(known)].ranks) if known else int(self.starts[-1].get("workers", 1))
+
+    def checkpoint_before(self, step: int) -> tuple[int, Path | None]:
+        """Return the nearest checkpoint from which a step can be replayed, and its step; 0 and None from the start."""
+        found = [one for one in self.checkpoints if one <= step]
+        if found:
+            return max(found), self.checkpoints[max(found)]
+        if self.steps and min(self.steps) > 0:
+            raise InputError(
+                f"{self.folder.name} began at step {min(self.steps)}, from a checkpoint that is not there any more, and "
+                f"has no other one before step {step}. Replay a later step."
+            )
+        return 0, None
+
+    def check(self, step: int) -> None:
+        """Raise ConfigError or InputError if a step cannot be replayed."""
+        last = max(self.steps, default=-1)
+        if not 0 <= step <= last + 1:
+            has = f"the steps {min(self.steps)} to {last}" if self.steps else "no steps with a digest"
+            raise ConfigError(f"--step {step}: {self.folder.name} has {has}.")
+        for name, was in self.starts[-1].get("code", {}).items():
+            path = self.script.parent / name
+            now = _hash(path)
+            if now != was:
+                raise ConfigError(
+                    f"{path} is not the file with which {self.folder.name} was trained: its hash was {was} and is "
+                    f"{now or 'none, as it is missing'}. Check out the version of then."
+                )
+
+
+def load(folder: Path) -> RecordedRun:
+    """Read a run directory.
+
+    Raises:
+        InputError: it is not the directory of a run, or its steps cannot be replayed.
+        ConfigError: a newer version has recorded it, or an argument was a secret and is not in the record.
+    """
+    launch = _launch(folder)
+    records: dict[str, list[Record]] = {name: [] for name in _EVENTS}
+    for record in read(folder, _EVENTS):
+        records[record["event"]].append(record)
+    starts = tuple(sorted(records["start"], key=lambda one: one["time"]))
+    if not starts:
+        raise InputError(f"{folder} has no record of a start, so there is nothing to replay.")
+    if any(one.get("session", 1) != 1 for one in starts):
+        raise InputError(f"{folder.name} called paceline.start several times, so a step is not of one session.")
+    steps = steps_in(records["step"])
+    if not steps and records["step"]:
+        strategy = starts[-1].get("strategy")
+        raise InputError(
+            f"The steps of {folder.name} have no digests, so they cannot be replayed: its strategy is {strategy!r}. "
+            f"{_ASYNCHRONOUS}, and versions of Paceline from this one on."
+        )
+    found = dict(_checkpoints(folder, [*records["checkpoint"], *records["resume"]]))
+    return RecordedRun(folder, launch, starts, steps, found)
+
+
+def _launch(folder: Path) -> dict[str, Any]:
+    path = folder / "launch.json"
+    try:
+        launch = json.loads(read_text(path))
+        words = [*launch["arguments"], *launch["settings"].values()]
+        known = isinstance(launch["script"], str) and all(isinstance(word, str) for word in words)
+        recorded = launch["versions"]["paceline"]
+    except FileNotFoundError:
+        raise InputError(f"{folder} has no launch.json, so it is not the directory of a run.") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error!r}.") from None
+    if not known:
+        raise InputError(f"{path} does not say which script was run.")
+    if recorded and _parts(recorded) > _parts(version("paceline") or recorded):
+        raise ConfigError(f"{folder.name} was recorded by Paceline {recorded}, which is newer: install that version.")
+    if any(MASK in word for word in words):
+        raise ConfigError(
+            f"An argument or setting of {folder.name} was a secret, which is not in its record: pass secrets to the "
+            f"script in environment variables or files, then its runs can be replayed."
+        )
+    return dict(launch)
+
+
+def _parts(text: str) -> list[int]:
+    return [int(one) for one in re.findall(r"\d{1,9}", text)[:3]]
+
+
+def steps_in(records: list[Record]) -> dict[int, RecordedStep]:
+    """Return the steps in records by number. Records without a digest are left out."""
+    found: dict[int, RecordedStep] = {}
+    for record in sorted(records, key=lambda one: one["time"]):
+        step, loss, norm, chain = (record.get(name) for name in ("step", "loss", "gradient_norm", "chain"))
+        if type(step) is not int or not isinstance(chain, str) or not all(_is_number(one) for one in (loss, norm)):
+            continue
+        one = RecordedStep(record["time"], record["generation"], _hex(loss), _hex(norm), chain)
+        before = found.get(step)
+        digests, ranks = dict[str, str](), frozenset[int]()
+        if before is not None and before.generation == one.generation and before.chain == one.chain:
+            digests, ranks = dict(before.digests), before.ranks
+        if isinstance(record.get("digest"), str) and isinstance(record.get("tensor"), str):
+            digests[record["tensor"]] = record["digest"]
+        found[step] = RecordedStep(
+            one.time, one.generation, one.loss, one.norm, chain, digests, ranks | {record["rank"]}
+        )
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _hex(value: Any) -> str:
+    return float(value).hex()
+
+
+def _checkpoints(folder: Path, records: list[Record]) -> Iterator[tuple[int, Path]]:
+    """Yield the number of steps and the path of each complete checkpoint on this machine."""
+    own = [(path.name.rpartition("-")[2], path) for path in folder.glob("checkpoints/step-*")]
+    known = [(str(record.get("step")), Path(str(record.get("path")))) for record in records]
+    for step, path in [*known, *own]:
+        if step.isdecimal() and any(path.glob("**/manifest.json")):
+            yield int(step), path
+
+
+def _hash(path: Path) -> str:
+    try:
+        with open_regular(path) as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError:
+        return ""
