@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.observing.logs import RunsDir
 from paceline.cli.options import Arguments, Plan, Script, Set
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from paceline.launchers.base import Request
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
-MORE_HELP = """ Options may also follow the script; what follows -- is passed to the script.
+MORE_HELP = """ Or find where two runs part: paceline verify RUN RUN.
 
-Exit code: 0 if all sizes train the same (up to rounding, unless exact is set), else 1.
+Options may also follow the script; what follows -- is passed to the script.
+
+Exit code: 0 if all sizes train the same (up to rounding, unless exact is set), or both runs have the same bits; else 1.
 """
 
 
@@ -40,14 +43,19 @@ def command(
     steps: Annotated[int, typer.Option(help="Steps to train at each size.")] = 20,
     set_: Set = None,
     plan: Plan = None,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Check that a script trains the same on any number of workers."""
+    """Check that a script trains the same on any number of workers, or compare two runs."""
     from dataclasses import replace
 
     from paceline import config
     from paceline.launchers.base import Request
     from paceline.launchers.prepare import check
 
+    if len(arguments or ()) == 1 and script.suffix != ".py" and not script.is_file():
+        from paceline.cli.observing.parting import compare
+
+        raise typer.Exit(compare(runs_dir, str(script), (arguments or [])[0]))
     sizes = _sizes(workers, steps)
     settings = config.parse_command_line(set_ or [])
     base = Request(script, tuple(arguments or ()), settings=settings, plan=plan)

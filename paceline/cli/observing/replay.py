@@ -25,7 +25,6 @@ MORE_HELP = """ It starts from the nearest checkpoint, and writes none.
 
 Exit code: 0 if the replayed steps have the recorded bits, else 1; or that of the script, if it fails.
 """
-_SHOWN_SAMPLES = 20
 
 
 def command(  # noqa: PLR0913 - each argument is an option
@@ -52,8 +51,9 @@ def command(  # noqa: PLR0913 - each argument is an option
         raise ConfigError(f"Give one of --{' and --'.join(asked)}, not both.")
     known = recorded.load(found(runs_dir, run).absolute())
     with replayed(known, step, ranks, asked[0] if asked else "") as (records, code):
-        for record in records:
-            _LINES.get(record["event"], _nothing)(record)
+        for event, lines_of in _LINES.items():
+            for line in lines_of(known, [record for record in records if record["event"] == event]):
+                print(line)
         if not _compare(known, step, records) and not code:
             raise typer.Exit(1)
         raise typer.Exit(code)
@@ -94,9 +94,11 @@ def replayed(
             name=known.folder.name,
             environment={env.REPLAY: json.dumps(asked), "OMP_NUM_THREADS": str(known.launch.get("threads", 1))},
         )
-        _say(f"replaying {known.folder.name} from {checkpoint.name if checkpoint else 'the start'} on {_count(workers)}")
+        _say(
+            f"replaying {known.folder.name} from {checkpoint.name if checkpoint else 'the start'} on {_count(workers)}"
+        )
         code = _run(request, interactive=observe == "pdb")
-        yield [*records.read(Path(directory) / known.folder.name, _WANTED, range(start, step + 1))], code
+        yield [*records.read(Path(directory) / known.folder.name, ["step", *_LINES], range(start, step + 1))], code
 
 
 def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> int:
@@ -109,8 +111,8 @@ def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> 
         raise ConfigError(f"--ranks {ranks}: at least one worker must train.")
     if workers != recorded and not known.same_bits:
         raise ConfigError(
-            f"--ranks {workers}: the bits of {known.folder.name} depend on its {_count(recorded)}, as exact is not set, "
-            f"or batch_per_worker or scale_lr is. Leave out --ranks."
+            f"--ranks {workers}: the bits of {known.folder.name} depend on its {_count(recorded)}, because exact is not "
+            f"set, or batch_per_worker or scale_lr is. Leave out --ranks."
         )
     if observe == "pdb" and workers > 1:
         raise ConfigError(f"--pdb debugs one worker, and this is a replay on {workers}: with exact, set --ranks 1.")
@@ -156,7 +158,9 @@ def _compare(known: RecordedRun, step: int, records: Sequence[Record]) -> bool:
             print(f"step {number}: recorded and replayed differ in {text}")
             return False
     if step not in steps:
-        print(f"step {step}: the replay did not complete it")
+        print(
+            f"step {step}: the replay did not complete it{'' if step in known.steps else ', and neither did the run'}"
+        )
         return step not in known.steps
     if step not in known.steps:
         print(f"step {step}: the run has no record of it to compare with")
@@ -173,31 +177,41 @@ def replayed_steps(records: Sequence[Record]) -> dict[int, RecordedStep]:
     return steps_in([record for record in records if record["event"] == "step"])
 
 
-def _print_anomaly(record: Record) -> None:
-    if not record["found"]:
-        print(f"step {record['step']}, rank {record['rank']}: all values and gradients are finite")
-    for one in record["found"]:
-        many = "s" * (len(one["samples"]) > 1)
-        where = f"sample{many} {', '.join(map(str, one['samples']))} (microbatch {one['microbatch']})"
-        operation = f"; {one['operation']}" if one["operation"] else ""
-        print(f"step {record['step']}, {where}: not finite in the {one['pass']} pass, layer {one['layer']}{operation}")
+def _anomaly_lines(known: RecordedRun, records: Sequence[Record]) -> Iterator[str]:
+    found = [(record["step"], one) for record in records for one in record["found"]]
+    if records and not found:
+        yield f"step {records[0]['step']}: all values and gradients are finite"
+    for step, one in found:
+        if one["pass"] != "parameters":
+            yield f"step {step}, {_place(one)}"
+            continue
+        first = next((at for at in sorted(known.steps) if not known.steps[at].is_finite), None)
+        where = f": replay step {first}, the first whose loss or gradient is not" if first not in (None, step) else ""
+        yield f"step {step}: the parameter {one['layer']!r} is not finite before the step{where}"
+        return
 
 
-def _print_samples(record: Record) -> None:
+def _place(found: Record) -> str:
+    many = "s" * (len(found["samples"]) > 1)
+    where = f"sample{many} {', '.join(map(str, found['samples']))} (microbatch {found['microbatch']})"
+    if found["pass"] == "data":
+        return f"{where}: the data are not finite, layer {found['layer']} gets them first"
+    operation = f"; {found['operation']}" if found["operation"] else ""
+    return f"{where}: not finite in the {found['pass']} pass, layer {found['layer']}{operation}"
+
+
+def _sample_lines(_: RecordedRun, records: Sequence[Record]) -> list[str]:
     from paceline.cli.display import table
 
-    ranked = sorted(record["found"], key=lambda one: (one["loss"] == one["loss"], -one["loss"]))
-    rows = [("sample", "microbatch", "loss")]
-    rows += [(str(one["sample"]), str(one["microbatch"]), f"{one['loss']:.6g}") for one in ranked]
-    print("\n".join(table.lines(rows)))
+    found = [one for record in records for one in record["found"]]
+    ranked = sorted(found, key=lambda one: (one["loss"] == one["loss"], -one["loss"]))  # NaN first
+    rows = [(str(one["sample"]), str(one["microbatch"]), f"{one['loss']:.6g}") for one in ranked]
+    return table.lines([("sample", "microbatch", "loss"), *rows]) if rows else []
 
 
-def _print_profile(record: Record) -> None:
-    print(f"{record['text']}\nrank {record['rank']}: {record['path']}, for Perfetto")
-
-
-def _nothing(_: Record) -> None:
-    """Print nothing of a record."""
+def _profile_lines(_: RecordedRun, records: Sequence[Record]) -> Iterator[str]:
+    for record in sorted(records, key=lambda one: -int(one["rank"])):
+        yield from (record["text"], f"rank {record['rank']}: {record['path']}, for Perfetto")
 
 
 def _say(text: str) -> None:
@@ -206,5 +220,4 @@ def _say(text: str) -> None:
     say(text)
 
 
-_LINES = {"anomaly": _print_anomaly, "samples": _print_samples, "profile": _print_profile}
-_WANTED = ("step", *_LINES)
+_LINES = {"anomaly": _anomaly_lines, "samples": _sample_lines, "profile": _profile_lines}

@@ -40,8 +40,10 @@ def find_anomaly(context: TrainingContext, step: int, group: MicrobatchGroup) ->
     watch = _watched(context, step, group)
     if watch.layer is None:
         return []
-    places = [] if watch.phase == "parameters" else _rows_of(watch.value, len(numbers))
-    if not places and watch.phase != "parameters":  # the value has another first dimension: compute each sample alone
+    if watch.phase == "parameters":
+        return [{"pass": watch.phase, "layer": watch.layer, "microbatch": microbatch, "samples": [], "operation": ""}]
+    places = _rows_of(watch.value, len(numbers))
+    if not places:  # the value has another first dimension: compute each sample alone
         places = [at for at in range(len(numbers)) if _is_bad_alone(context, step, single(group, at))]
     return [
         {
@@ -59,9 +61,9 @@ def _watched(context: TrainingContext, step: int, group: MicrobatchGroup) -> _Wa
     model = context.compute.model
     watch = _Watch(model)
     for name, parameter in model.named_parameters():
-        watch.see("parameters", f"the parameter {name}, before the step", parameter)
+        watch.see("parameters", name, parameter)
     for value in tensors_in(group.data):
-        watch.see("data", "the data", value)
+        watch.see("data", "", value)
     with without_trace(context), watch.hooked():
         _compute(context, step, group, watch)
     return watch
@@ -114,7 +116,7 @@ class _Watch:
     """Hooks on all modules, which remember the first value that is not finite.
 
     Attributes:
-        layer: module that has computed the value. None before any was seen.
+        layer: module that has computed the value, or that gets the data first. None before any was seen.
         phase: parameters, data, forward or backward.
         value: the value.
     """
@@ -124,6 +126,7 @@ class _Watch:
         self._modules = dict(model.named_modules())
         self._hooks: list[Any] = []
         self._inputs: dict[int, tuple[str, Any, torch.Tensor]] = {}  # kept, so that no other tensor gets its id
+        self._reached = False  # whether the innermost module that gets the data first is known
         self.layer: str | None = None
         self.phase = ""
         self.value: torch.Tensor | None = None
@@ -153,6 +156,9 @@ class _Watch:
     def _before(self, module: nn.Module, given: Any, named: Any) -> None:
         name = self._names[module]
         around = self._shown(name.rpartition(".")[0]) if name else "the forward function"
+        gets_data = self.phase == "data" and not all(map(_is_finite, tensors_in((given, named))))
+        if gets_data and not self._reached:  # goes on to the first module without others inside
+            self.layer, self._reached = self._shown(name), not list(module.children())
         for value in tensors_in((given, named)):
             self.see("forward", f"{around}, before {self._shown(name)}", value)
             if value.requires_grad:

@@ -36,13 +36,22 @@ class RecordedStep:
     digests: Mapping[str, str] = field(default_factory=dict)  # by parameter
     ranks: frozenset[int] = frozenset()
 
-    def difference(self, other: RecordedStep) -> str:
-        """Describe the first difference from another record of the step. Empty if there is none."""
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and norm are finite."""
+        return not {self.loss, self.norm} & {"nan", "inf", "-inf"}
+
+    def difference(self, other: RecordedStep, chains: bool = True) -> str:
+        """Describe the first difference from another record of the step. Empty if there is none.
+
+        Args:
+            chains: whether to compare the chains, too, which differ if any step before differs.
+        """
         for name, mine, theirs in (
             ("loss", self.loss, other.loss),
             ("norm of the gradients", self.norm, other.norm),
             *((f"parameter {key}", one, other.digests.get(key, one)) for key, one in self.digests.items()),
-            ("chain of all steps before", self.chain, other.chain),
+            *([("chain of all steps so far", self.chain, other.chain)] if chains else []),
         ):
             if mine != theirs:
                 return f"the {name}, {_shown(mine)} and {_shown(theirs)}"
@@ -86,8 +95,8 @@ class RecordedRun:
             return max(found), self.checkpoints[max(found)]
         if self.steps and min(self.steps) > 0:
             raise InputError(
-                f"{self.folder.name} began at step {min(self.steps)}, from a checkpoint that is not there any more, and "
-                f"has no other one before step {step}. Replay a later step."
+                f"{self.folder.name} began at step {min(self.steps)}, from a checkpoint that is not there any more, "
+                f"and has no other one before step {step}. Replay a later step."
             )
         return 0, None
 
