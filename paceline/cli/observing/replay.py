@@ -111,8 +111,8 @@ def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> 
         raise ConfigError(f"--ranks {ranks}: at least one worker must train.")
     if workers != recorded and not known.same_bits:
         raise ConfigError(
-            f"--ranks {workers}: the bits of {known.folder.name} depend on its {_count(recorded)}, because exact is not "
-            f"set, or batch_per_worker or scale_lr is. Leave out --ranks."
+            f"--ranks {workers}: the bits of {known.folder.name} depend on its {_count(recorded)}, because exact is "
+            f"not set, or batch_per_worker or scale_lr is. Leave out --ranks."
         )
     if observe == "pdb" and workers > 1:
         raise ConfigError(f"--pdb debugs one worker, and this is a replay on {workers}: with exact, set --ranks 1.")

@@ -34,7 +34,7 @@ def _differs(one: RecordedRun, two: RecordedRun, step: int) -> bool:
 
 
 def first_of(last_equal: int, first_different: int, differs: Callable[[int], bool]) -> int:
-    """Return the first step after which the runs differ, by bisection.
+    """Return the first step after which the runs differ, by bisection that begins with the last steps.
 
     Args:
         last_equal: step after which they are known to be equal.
@@ -44,10 +44,11 @@ def first_of(last_equal: int, first_different: int, differs: Callable[[int], boo
     >>> first_of(-1, 8, lambda step: step >= 3)
     3
     """
+    back = 1  # a record soon shows a difference
     while first_different - last_equal > 1:
-        middle = (last_equal + first_different) // 2
+        middle = max(first_different - back, (last_equal + first_different) // 2)
         if differs(middle):
-            first_different = middle
+            first_different, back = middle, 2 * back
         else:
             last_equal = middle
     return first_different
