@@ -320,6 +320,16 @@ def outside(saved: Mapping[str, list[object]]) -> dict[str, object]:
     }
 
 
+def given_outside(settings: Settings, sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings that were set outside of the script, as ``--set`` accepts them, for a replay."""
+    values = flat(settings)
+    return {
+        key: ",".join(map(str, value)) if isinstance(value := values[key], tuple | list) else shown(value)
+        for key, source in sources.items()
+        if source != "script" and key not in ("resume", "transport")
+    }
+
+
 def changes(saved: Mapping[str, list[object]], now: Resolved) -> list[str]:
     """Describe each setting that differs from the checkpoint: name, old value, new value and its source."""
     defaults, values = flat(Settings()), flat(now.settings)

@@ -85,7 +85,7 @@ OPTIONS = {
     },
     "horovodrun": set(),  # those of horovodrun: see its own table
     "config": {"--set", "--plan"},
-    "verify": {"--workers", "--steps", "--set", "--plan"},
+    "verify": {"--workers", "--steps", "--set", "--plan", "--runs-dir"},
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
     "export": {"--dtype", "--averaged"},
     "logs": {
@@ -93,6 +93,7 @@ OPTIONS = {
         *("--collect", "--runs-dir"),
     },
     "timeline": {"--step", "--output", "--runs-dir"},
+    "replay": {"--step", "--ranks", "--anomaly", "--samples", "--profile", "--pdb", "--runs-dir"},
     "why": {"--json", "--collect", "--runs-dir"},
     "trace": {"--step", "--output", "--collect", "--runs-dir"},
     "demo": {"--workers", "-n"},

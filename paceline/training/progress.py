@@ -163,7 +163,7 @@ class Progress:
             "once": {call: values for call, values in once.items() if call != BEFORE_TRAINING},
             "maps": dict(self.results_of.get(MAP, {})),
             "results": [{key: _number(value) for key, value in asdict(one).items()} for one in results],
-            "chain": self.chain,
+            **({"chain": self.chain} if self.chain else {}),
             **({"again": False} if self.begins_next else {}),
         }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from paceline import config
-from paceline.adapters.trackers.tracking import Tracking
+from paceline.adapters.trackers.tracking import Tracking, masked
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
@@ -192,6 +192,7 @@ def _begin(
     about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}
     by_workers = settings.batch_per_worker is not None or settings.scale_lr is not None
     about |= {"same_bits": bool(settings.exact) and not by_workers, "session": number, "code": code_hashes()}
+    about["settings"] = {key: masked(text) for key, text in config.given_outside(settings, context.given).items()}
     context.events.mark("start", **about, run=state.run, **rules)
     return Run(context, loop, state, script, tracking, _noted(context))
 

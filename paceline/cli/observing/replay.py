@@ -79,7 +79,7 @@ def replayed(
     known.check(step)
     start, checkpoint = known.checkpoint_before(step)
     workers = _workers(known, step, ranks, observe)
-    settings = {key: value for key, value in known.launch["settings"].items() if key != "resume"}
+    settings = known.settings_of(step)
     if checkpoint is not None:
         settings["resume"] = str(checkpoint)
     asked = {"step": step, "observe": observe, "directory": str(traces or known.folder)}
@@ -89,7 +89,6 @@ def replayed(
             tuple(known.launch["arguments"]),
             workers,
             settings,
-            Path(known.launch["plan"]) if known.launch.get("plan") else None,
             runs=Path(directory),
             name=known.folder.name,
             environment={env.REPLAY: json.dumps(asked), "OMP_NUM_THREADS": str(known.launch.get("threads", 1))},

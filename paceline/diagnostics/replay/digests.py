@@ -1,14 +1,15 @@
-"""Digest of each step: a part of the parameters in turn, chained with the loss and the norm of the gradients.
+"""Digest of each step: the chain of losses and norms of the gradients, and a part of the parameters in turn.
 
 ::
 
     step             0          1          2          3          4
+    loss, norm       │          │          │          │          │        from all parameters and samples
+    chain       ""  ─┴────> c0 ─┴────> c1 ─┴────> c2 ─┴────> c3 ─┴────> c4
     parameters     a[0:]      a[256K:]     b          c         a[0:]     up to 1 MB of float32 in each step
-    chain       ""  ─────> c0  ─────> c1  ─────> c2  ─────> c3  ─────> c4
 
-Equal chains after step t mean equal losses, norms and digests in all steps up to t. Where each worker has a part of the
-model only (a pipeline), or of the optimizer's state (sharded), the chain has losses and norms, and the worker that
-holds the parameter records its digest. Strategies that depend on the number of workers have no chain.
+Equal chains after step t mean equal losses and norms in all steps up to t. All workers have both, so the chain does not
+depend on the strategy; a digest of a parameter in the chain would, as in a pipeline only one worker holds it. That one
+records the digest. Strategies that depend on the number of workers have no chain.
 """
 
 from __future__ import annotations
@@ -45,8 +46,7 @@ class StepDigests:
     """Digests of the steps of a run. Build this before the strategy, which may release parameters."""
 
     def __init__(self, context: TrainingContext) -> None:
-        able = capabilities(context.settings, 2)  # not the current number of workers, which may change
-        self._chains, self._folds = able.exact, able.replicated
+        self._chains = capabilities(context.settings, 2).exact  # not with the current number of workers: it may change
         self._parts = [
             (name, value, start)
             for name, value in context.update.parameters.items()
@@ -64,9 +64,8 @@ class StepDigests:
         name, value, start = self._parts[step % len(self._parts)]
         held = strategy.held
         digest = f"{digest_of(_part(value, start)):016x}" if held is None or name in held else ""
-        norm = float(result.norm)
         return StepDigest(
-            chained(chain, step, result.loss, norm, digest if self._folds else ""),
+            chained(chain, step, result.loss, float(result.norm)),
             f"{name}[{start}:]" if start or value.numel() > _ELEMENTS else name,
             digest,
         )
@@ -76,11 +75,11 @@ def _part(value: torch.Tensor, start: int) -> torch.Tensor:
     return value if value.numel() <= _ELEMENTS else value.detach().reshape(-1)[start : start + _ELEMENTS]
 
 
-def chained(chain: str, step: int, loss: float, norm: float, digest: str) -> str:
+def chained(chain: str, step: int, loss: float, norm: float) -> str:
     """Return the chain after a step.
 
-    >>> chained("", 0, 0.5, 2.0, "00ff")
-    '0b0b'
+    >>> chained(chained("", 0, 0.5, 2.0), 1, float("nan"), 2.0)
+    '212be9669b6ebf2c'
     """
-    text = f"{chain} {step} {float(loss).hex()} {norm.hex()} {digest}"
+    text = f"{chain} {step} {float(loss).hex()} {norm.hex()}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

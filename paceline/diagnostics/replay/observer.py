@@ -100,7 +100,7 @@ def _profile(
 ) -> StepResult:
     from torch.profiler import ProfilerActivity, profile
 
-    on_gpu = context.world.device.type == "cuda"
+    on_gpu = torch.cuda.is_initialized()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds) as profiled:
         result = take()

@@ -1,17 +1,14 @@
-"""First step at which two runs part: by their chains, then by bisection with replays. No torch.
+"""First step at which two runs part: by their records, then by bisection with replays. No torch.
 
 ::
 
     step          0  1  2  3  4  5  6  7
-    chain a       =  =  =  =  =  ≠  ≠  ≠      the records part at step 5
-    parameters             ≠  ≠               replays find the step, if the loss shows a difference later
-
-A chain that differs once differs in all later steps, so the records are bisected, too.
+    records       =  =  =  =  =  ≠  ≠  ≠      part at step 5
+    state         =  =  =  ≠  ≠  ≠  ≠  ≠      replays find step 3, whose difference the loss of step 5 shows first
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 
 from paceline.diagnostics.replay.recorded import RecordedRun
@@ -20,17 +17,7 @@ from paceline.diagnostics.replay.recorded import RecordedRun
 def first_recorded(one: RecordedRun, two: RecordedRun) -> int | None:
     """Return the first step whose records differ, or None if all steps that both runs have are equal."""
     common = sorted(one.steps.keys() & two.steps.keys())
-    at = bisect_left(common, True, key=lambda step: one.steps[step].chain != two.steps[step].chain)
-    if at == len(common):
-        return None
-    if _differs(one, two, common[at]):
-        return common[at]
-    # a strategy that cuts the model chains less than others, or the step that differs was not recorded
-    return next((step for step in common if _differs(one, two, step)), common[at] if at else None)
-
-
-def _differs(one: RecordedRun, two: RecordedRun, step: int) -> bool:
-    return bool(one.steps[step].difference(two.steps[step], chains=False))
+    return next((step for step in common if one.steps[step].difference(two.steps[step])), None)
 
 
 def first_of(last_equal: int, first_different: int, differs: Callable[[int], bool]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from paceline.system.regular_files import open_regular, read_text
 
 _EVENTS = ("start", "step", "checkpoint", "resume")
 _ASYNCHRONOUS = "Only strategies that compute the same function on any number of workers record digests of their steps"
+_SECRET = (
+    "An argument or setting of {run} was a secret, which is not in its record: pass secrets to the script in "
+    "environment variables or files, then its runs can be replayed."
+)
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,13 @@ class RecordedStep:
         """Whether loss and norm are finite."""
         return not {self.loss, self.norm} & {"nan", "inf", "-inf"}
 
-    def difference(self, other: RecordedStep, chains: bool = True) -> str:
-        """Describe the first difference from another record of the step. Empty if there is none.
-
-        Args:
-            chains: whether to compare the chains, too, which differ if any step before differs.
-        """
+    def difference(self, other: RecordedStep) -> str:
+        """Describe the first difference from another record of the step. Empty if there is none."""
         for name, mine, theirs in (
             ("loss", self.loss, other.loss),
             ("norm of the gradients", self.norm, other.norm),
             *((f"parameter {key}", one, other.digests.get(key, one)) for key, one in self.digests.items()),
-            *([("chain of all steps so far", self.chain, other.chain)] if chains else []),
+            ("chain of all steps so far", self.chain, other.chain),
         ):
             if mine != theirs:
                 return f"the {name}, {_shown(mine)} and {_shown(theirs)}"
@@ -81,7 +82,23 @@ class RecordedRun:
     @property
     def same_bits(self) -> bool:
         """Whether any number of workers gives the same bits."""
-        return bool(self.starts[-1].get("same_bits"))
+        return all(one.get("same_bits") for one in self.starts)
+
+    def start_of(self, step: int) -> Record:
+        """Return the record of the start, or of the resume, after which a step was taken."""
+        until = self.steps[step].time if step in self.steps else math.inf
+        return next((one for one in reversed(self.starts) if one["time"] <= until), self.starts[0])
+
+    def settings_of(self, step: int) -> dict[str, str]:
+        """Return the settings of a step that the script has not set itself.
+
+        Raises:
+            ConfigError: a setting was a secret.
+        """
+        settings = dict(self.start_of(step).get("settings", {}))
+        if any(MASK in value for value in settings.values()):
+            raise ConfigError(_SECRET.format(run=self.folder.name))
+        return settings
 
     def workers_at(self, step: int) -> int:
         """Return the number of workers that took a step, or the last step before it that is recorded."""
@@ -106,7 +123,7 @@ class RecordedRun:
         if not 0 <= step <= last + 1:
             has = f"the steps {min(self.steps)} to {last}" if self.steps else "no steps with a digest"
             raise ConfigError(f"--step {step}: {self.folder.name} has {has}.")
-        for name, was in self.starts[-1].get("code", {}).items():
+        for name, was in self.start_of(step).get("code", {}).items():
             path = self.script.parent / name
             now = _hash(path)
             if now != was:
@@ -147,7 +164,7 @@ def _launch(folder: Path) -> dict[str, Any]:
     path = folder / "launch.json"
     try:
         launch = json.loads(read_text(path))
-        words = [*launch["arguments"], *launch["settings"].values()]
+        words = launch["arguments"]
         known = isinstance(launch["script"], str) and all(isinstance(word, str) for word in words)
         recorded = launch["versions"]["paceline"]
     except FileNotFoundError:
@@ -159,10 +176,7 @@ def _launch(folder: Path) -> dict[str, Any]:
     if recorded and _parts(recorded) > _parts(version("paceline") or recorded):
         raise ConfigError(f"{folder.name} was recorded by Paceline {recorded}, which is newer: install that version.")
     if any(MASK in word for word in words):
-        raise ConfigError(
-            f"An argument or setting of {folder.name} was a secret, which is not in its record: pass secrets to the "
-            f"script in environment variables or files, then its runs can be replayed."
-        )
+        raise ConfigError(_SECRET.format(run=folder.name))
     return dict(launch)
 
 
