@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.checkpoint.training_state import TrainingState
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
-from paceline.diagnostics.replay.digests import StepDigest, StepDigests
+from paceline.diagnostics.replay.digests import StepDigests
 from paceline.diagnostics.replay.observer import observed
 from paceline.diagnostics.verify.trace_writer import TraceWriter
 from paceline.environments import env
@@ -23,7 +23,7 @@ class Records:
         self._trace = None if traced is None else TraceWriter(traced, context, state.tensors)
         self._replay = env.replay()
         self._digests = StepDigests(context)
-        self._digest: tuple[int, StepDigest | None] = -1, None  # step that this worker has taken last, and its digest
+        self._digest: tuple[int, dict[str, str]] = -1, {}  # step that this worker has taken last, and its digest
 
     @property
     def needs_whole_state(self) -> bool:
@@ -43,9 +43,9 @@ class Records:
             result = observed(self._replay, self._context, self._state, strategy, step, groups)
         else:
             result = strategy.step(step, groups)
-        self._digest = step, self._digests.after(progress.chain, step, result, strategy)
-        if self._digest[1] is not None:
-            progress.chain = self._digest[1].chain
+        digest = self._digests.after(progress.chain, step, result, strategy)
+        self._digest = step, digest
+        progress.chain = digest.get("chain", "")
         return result
 
     def add(
@@ -82,7 +82,7 @@ class Records:
             gradient_norm=float(result.norm),
             learning_rate=result.learning_rate,
             **metrics,
-            **(digest.fields() if digest is not None and taken == step else {}),
+            **(digest if taken == step else {}),
         )
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
