@@ -141,12 +141,19 @@ class ServerSettings(BaseModel):
 
 
 class LocalSettings(BaseModel):
-    """Settings of strategy ``local-sgd``, which averages the models of workers that train independently."""
+    """Settings of strategies ``diloco`` and ``local-sgd``, whose replicas of the model train independently."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every: PositiveInt = Field(8, description="steps between averaging the models")
+    every: PositiveInt = Field(8, description="steps between two outer steps")
     after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
+    replicas: PositiveInt = Field(4, description="replicas of the model, a divisor of microbatches")
+    outer_lr: Annotated[float, Field(gt=0), BeforeValidator(number)] = Field(
+        0.7, description="diloco: learning rate of the outer steps"
+    )
+    outer_momentum: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = Field(
+        0.9, description="diloco: Nesterov momentum of the outer steps"
+    )
 
 
 class PipelineSettings(BaseModel):
@@ -349,7 +356,7 @@ class Settings(BaseModel):
 
 
 STRATEGIES = (
-    *("allreduce", "auto", "backup", "hogwild", "local-sgd"),
+    *("allreduce", "auto", "backup", "diloco", "hogwild", "local-sgd"),
     *("parameter-server", "pipeline", "sharded", "single", "stealing"),
 )
 """Strategy names in :mod:`paceline.strategies.registry`, for code that does not import torch."""

@@ -64,6 +64,7 @@ def ours(
         session.step(next(batches))
         seconds.append(time.perf_counter() - begin)
         mark(step)
+    next(batches, None)  # the end of the batches, where the workers hash what they have in shares
     return seconds[WARM:], session.fingerprint()
 
 
@@ -143,6 +144,11 @@ if __name__ == "__main__":
         seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
     elif way.startswith("wire-"):
         seconds, fingerprint = ours(model, data, steps, 2 * size, exact=True, wire=way.removeprefix("wire-"))
+    elif way.startswith("diloco-"):
+        every, wire = way.split("-")[1:]
+        local = {"every": int(every), "replicas": size}
+        more = {"strategy": "diloco", "local": local, "wire": wire, "exact": True}
+        seconds, fingerprint = ours(model, data, steps, 2 * size, **more)
     else:
         reduction = "collective" if way == "collective" else "auto"
         seconds, fingerprint = ours(model, data, steps, size, exact=way == "exact", reduction=reduction)

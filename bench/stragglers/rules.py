@@ -44,7 +44,7 @@ _ALL = (
     _server("bounded", steps=False),
     _server("async", steps=False),
     Rule("hogwild", {"strategy": "hogwild"}, steps=False),
-    Rule("local-sgd", {"strategy": "local-sgd"}),
+    Rule("local-sgd", {"strategy": "local-sgd", "local": {"replicas": 8}}),
 )
 RULES = {rule.name: rule for rule in _ALL}
 

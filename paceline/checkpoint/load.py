@@ -17,12 +17,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from paceline.checkpoint import files
+from paceline.checkpoint import encoding, files
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.checkpoint.storage import locations
@@ -378,3 +378,16 @@ def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None
 def _quoted(name: str) -> str:
     kind, _, rest = name.partition("/")
     return f"{kind} {rest!r}"
+
+
+def described(rest: dict[str, Any]) -> dict[str, object]:
+    """Return the values of an update that must match a checkpoint, as text for messages."""
+    if any("params" in group or not all(isinstance(key, str) for key in group) for group in rest["groups"]):
+        raise encoding.EncodingError("its parameter groups are not those of an optimizer")
+    if not isinstance(rest["run"], str) or not isinstance(rest["strategy_state"], dict):
+        raise encoding.EncodingError("it is not the state of a run")
+    return {
+        "the optimizer": rest["optimizer"],
+        "the number of its groups": len(rest["groups"]),
+        "a schedule": "none" if rest["schedule"] is None else "given",
+    }

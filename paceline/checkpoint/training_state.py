@@ -16,9 +16,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import encoding, files
 from paceline.checkpoint.encoding import EncodingError
-from paceline.checkpoint.load import Content, Shares, check_model
+from paceline.checkpoint.load import Content, Shares, check_model, described
 from paceline.checkpoint.manifest import METADATA, DamagedError, Manifest, first_difference
 from paceline.checkpoint.tensors import (
+    REPLICA,
     StreamedTensors,
     check_savable,
     each,
@@ -33,6 +34,8 @@ from paceline.checkpoint.tensors import (
 )
 from paceline.errors import CheckpointError, InputError, WorkerLost
 
+SHARES = "shares"
+"""Name of the tensors that the workers have in shares, for :meth:`TrainingState.snapshot`."""
 _NOT_HASHED = (
     "session.fingerprint(): each worker has a share of the optimizer's state, and the workers have not hashed it since "
     "the last step. Call it after the last batch of session.batches(), or after session.save()."
@@ -155,6 +158,7 @@ class DividedState(Protocol):
     """Tensors of the optimizer's state of which each worker has a share. Rank 0 collects them for a save."""
 
     hashes: Mapping[str, str] | None  # hash of each tensor by name. None if they are not known for the current step
+    prefix: str  # prefix of the names of the tensors
 
     def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
         """Return the local tensors and the divided ones. Rank 0 calls this while the others call :meth:`send`."""
@@ -198,6 +202,7 @@ class TrainingState:
         # returns the state that the workers have in shares. None if this worker has the whole state.
         self.divided: Callable[[], DividedState | None] = lambda: None
         self.shares: Shares | None = None  # loads a checkpoint if each worker reads its share. None if it reads all
+        self.replicas: dict[str, torch.Tensor] = {}  # tensors of replicas while no strategy has them
         self.keeps_script = False  # whether :meth:`load` leaves the values of the script unchanged
         self.loaded_script: dict[str, Any] = {}  # values of the script in the state that was loaded last
         self.run = ""  # identifier of the run in its checkpoints, the same for all runs that resume from one start
@@ -216,7 +221,7 @@ class TrainingState:
         """Return the state after ``step`` steps. The tensors are not copied, so training changes them.
 
         Args:
-            without: names of ``parts`` that are left out.
+            without: names of ``parts`` that are left out, or :data:`SHARES`.
         """
         if text := self._update.other_names():
             raise CheckpointError(text)
@@ -234,8 +239,10 @@ class TrainingState:
         inside = {name: tensor.detach() for name, tensor in inside.items()}
         changed = {} if self._loop is None else self._loop.tensors()
         tensors: Mapping[str, torch.Tensor] = self.tensors() | changed | inside
-        if (divided := self.divided()) is not None:
-            tensors = divided.collect(_undivided(tensors))
+        if SHARES not in without:
+            tensors = {**tensors, **self.replicas}
+        if (divided := self.divided()) is not None and SHARES not in without:
+            tensors = divided.collect(_undivided(tensors, divided.prefix))
         return Snapshot(step, tensors, state, self._order, self._numerics, self._versions)
 
     @contextmanager
@@ -262,7 +269,7 @@ class TrainingState:
             return fingerprint(tensors)
         if divided.hashes is None:
             raise InputError(_NOT_HASHED)
-        own = {name: hash_of(value).hex() for name, value in _undivided(tensors).items()}
+        own = {name: hash_of(value).hex() for name, value in _undivided(tensors, divided.prefix).items()}
         return fingerprint_of({**divided.hashes, **own})
 
     def _plain(self) -> dict[str, Any]:
@@ -324,6 +331,8 @@ class TrainingState:
         for name, part in rest.get("parts", {}).items():
             if name in self.parts:
                 self.parts[name].load(part)
+        self.replicas.clear()
+        self.replicas.update((name, value) for name, value in tensors.items() if name.startswith(REPLICA))
         self._strategy_state.clear()
         self._strategy_state.update(rest["strategy_state"])
 
@@ -348,7 +357,7 @@ class TrainingState:
         here = self._plain()
         try:
             saved = encoding.decode(manifest.state, dict.fromkeys(manifest.tensors, torch.empty(0)), here, "the state")
-            differs = first_difference(_described(saved), _described(here))
+            differs = first_difference(described(saved), described(here))
         except (EncodingError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise DamagedError(f"{location} is damaged: {files.reason_of(error)}.") from None
         if differs:
@@ -383,18 +392,5 @@ class TrainingState:
             )
 
 
-def _undivided(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in tensors.items() if not name.startswith("optimizer/")}
-
-
-def _described(rest: dict[str, Any]) -> dict[str, object]:
-    """Return the values of an update that must match a checkpoint, as text for messages."""
-    if any("params" in group or not all(isinstance(key, str) for key in group) for group in rest["groups"]):
-        raise EncodingError("its parameter groups are not those of an optimizer")
-    if not isinstance(rest["run"], str) or not isinstance(rest["strategy_state"], dict):
-        raise EncodingError("it is not the state of a run")
-    return {
-        "the optimizer": rest["optimizer"],
-        "the number of its groups": len(rest["groups"]),
-        "a schedule": "none" if rest["schedule"] is None else "given",
-    }
+def _undivided(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if not name.startswith(prefix)}

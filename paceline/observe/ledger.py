@@ -117,7 +117,7 @@ class Records:
     Attributes:
         applied: steps applied by each worker.
         recovered: recoveries after each membership change.
-        resumed: time and step of each resume.
+        resumed: time and step of each resume, and of each return to a state in memory after a loss.
         updates: updates by the single worker that computed a step, with asynchronous strategies.
         asynchronous: whether each step is computed by one worker.
         own_losses: whether each worker reports its own loss.
@@ -162,7 +162,7 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
             process = processes.get((generation, int(line["rank"])), f"rank {line['rank']}")
             all_new = "workers" in line and set(line["workers"]) <= set(joined)
             recovered.append(Recovery(when, generation, process, int(line["step"]), seconds, lost, joined, all_new))
-        elif event == "resume":
+        elif event in ("resume", "went back"):
             resumed.append((when, int(line["step"])))
         elif event in ("update", "skipped") and asynchronous:
             skipped, version = event == "skipped", int(line.get("version", 0))
@@ -180,7 +180,7 @@ def _has_own_losses(start: Mapping[str, Any]) -> bool:
     """Return whether a worker reports the loss of its own share, or of the newest step that it knows."""
     strategy = start.get("strategy")
     unflushed = strategy == "pipeline" and start.get("pipeline.schedule") in ASYNC_SCHEDULES
-    return strategy == "local-sgd" or unflushed or _is_asynchronous(start)
+    return strategy in ("diloco", "local-sgd") or unflushed or _is_asynchronous(start)
 
 
 def _processes(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:

@@ -199,10 +199,16 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     held = {one.untyped_storage().data_ptr(): one.nbytes for one in [*model.parameters(), *model.buffers()]}
     gradients = sum(one.nbytes for one in trained)
     wide = sum(one.numel() * max(4, one.element_size()) for one in trained)
+    weights = sum(held.values()) + (gradients if settings.average.kind else 0)
+    optimizer = sum(optimizer_bytes(one) for one in parts_of(context.update.optimizer))
+    if able.replicas:
+        weights, optimizer = _of_replicas(
+            context, -(-able.replicas // context.world.size), weights, optimizer, gradients
+        )
     return Run(
-        weights=sum(held.values()) + (gradients if settings.average.kind else 0),
+        weights=weights,
         gradients=gradients,
-        optimizer=sum(optimizer_bytes(one) for one in parts_of(context.update.optimizer)),
+        optimizer=optimizer,
         sums=wide if settings.fixed_point else gradients,
         segments=segments,
         batch=order.batch,
@@ -215,6 +221,19 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         holders=1 + len(copies_of(settings, context.world.hosts)[0]) if able.divides_state else 1,
         even_shares=able.even_shares,
     )
+
+
+def _of_replicas(context: TrainingContext, count: int, weights: int, optimizer: int, gradients: int) -> tuple[int, int]:
+    """Return the bytes of weights and of the optimizers' state on a worker with ``count`` replicas of the model.
+
+    The outer momentum counts as state, and so do the points to go back to after a loss, if they are in this memory: two
+    while a new one is made, each with the replicas of two workers.
+    """
+    at_rest = weights + gradients
+    points = 0
+    if context.world.coordinator is not None and context.world.device.type == "cpu":
+        points = 2 * (at_rest + min(2, context.world.size) * count * optimizer)
+    return weights + count * gradients, count * optimizer + gradients + points
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:

@@ -79,7 +79,8 @@ class TrainingContext:
     workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a batch has several
     (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited
     (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was loaded.
-    ``held``: this worker's share of a divided state while no strategy has it.
+    ``held``: this worker's share of a divided state while no strategy has it. ``replicas``: tensors of the replicas of
+    local training by name, while no strategy has them.
     """
 
     compute: ForwardRunner
@@ -101,6 +102,7 @@ class TrainingContext:
     phases: Mapping[str, Forward] = field(default_factory=dict)
     prepared: list[Any] = field(default_factory=list)
     held: HeldShare = field(default_factory=HeldShare)
+    replicas: dict[str, torch.Tensor] = field(default_factory=dict)
     audits: AuditSchedule = field(default_factory=AuditSchedule)
 
     def end(self) -> None:

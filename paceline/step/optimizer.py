@@ -6,8 +6,8 @@ import copy
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -236,26 +236,41 @@ class OptimizerStep:
         if self.loss_scale is not None and not self.loss_scale.observe(float(norm)):
             return norm, self.learning_rate
         self.clip(norm)
-        groups = self.optimizer.param_groups
-        full = [group["lr"] for group in groups]
-        now = self.scaling.at(step) / self.scaling.factor * factor
-        if now != 1.0:
-            for group, rate in zip(groups, full, strict=True):
-                group["lr"] = rate * now
-        used = float(groups[0]["lr"])
-        if here:
-            self.averages.around(step, self._step)
-        if made is not None:
-            made()
-        if now != 1.0:
-            for group, rate in zip(groups, full, strict=True):
-                group["lr"] = rate
+        with self._scaled(step, factor) as used:
+            if here:
+                self.averages.around(step, self._step)
+            if made is not None:
+                made()
         if here:
             self.advance()
         else:
             self.advance_after(1)
         fault_points.reach("after update", step)
         return norm, used
+
+    def apply_inner(self, step: int) -> tuple[torch.Tensor, float]:
+        """Update one replica of several, as :meth:`apply` does, but without averages and without the schedule."""
+        fault_points.reach("between reduction and update", step)
+        norm = self.norm()
+        self.clip(norm)
+        with self._scaled(step) as used:
+            self._step()
+        fault_points.reach("after update", step)
+        return norm, used
+
+    @contextmanager
+    def _scaled(self, step: int, factor: float = 1.0) -> Iterator[float]:
+        """Return a context with the learning rates of a step in the groups, as the rate of the first group."""
+        groups = self.optimizer.param_groups
+        full = [group["lr"] for group in groups]
+        now = self.scaling.at(step) / self.scaling.factor * factor
+        if now != 1.0:
+            for group, rate in zip(groups, full, strict=True):
+                group["lr"] = rate * now
+        yield float(groups[0]["lr"])
+        if now != 1.0:
+            for group, rate in zip(groups, full, strict=True):
+                group["lr"] = rate
 
     def _step(self) -> None:
         """Call the optimizer. If it fails and some gradients are sparse, explain its error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, get_args
 
@@ -90,6 +90,14 @@ class Strategy(ABC):
         """Names of the parameters whose newest values this worker has between two steps. None if it has all."""
         return None
 
+    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
+        """Return the tensors of this worker's replicas if the workers can go back to the state after ``steps`` steps.
+
+        The workers keep that state in memory, and these tensors a second time. Returns None after other steps, and if
+        a loss costs no steps.
+        """
+        return None
+
     def settle(self) -> None:  # noqa: B027 - most steps end when all weights are known
         """Raise WorkerLost if a worker was lost when the last step was done, but not all weights were exchanged."""
 
@@ -127,8 +135,9 @@ class Capabilities:
     cuts_model: bool = False  # whether the model is cut, so that its output and the loss are computed separately
     sparse_gradients: bool = False  # whether several workers can train with sparse gradients
     divides_update: bool = False  # whether different workers update different parameters
-    # whether each worker makes all updates of its weights although they are not ``replicated``
-    makes_all_updates: bool = False
+    replicas: int = (
+        0  # replicas of the model that workers hold between synchronizations. 0 if the model is the only one
+    )
     # whether a batch may have several losses in turn, each for the parameters of its own optimizer
     phases: bool = False
     # whether all microbatches of a batch may be computed before the step, for a loss over all of them

@@ -33,16 +33,17 @@ class FullBatch:
 
     Args:
         audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
+        encoded: whether gradients are added up in the format of the setting ``wire``.
     """
 
-    def __init__(self, context: TrainingContext, audited: bool = True) -> None:
+    def __init__(self, context: TrainingContext, audited: bool = True, encoded: bool = True) -> None:
         self._context = context
         self._audit = Audit(context, alone=True) if audited else None
         self._fusion = Fusion(context, together=False)
         self._parameters = list(context.update.parameters.values())
         # update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
         self.apply: Apply | None = None
-        self._codec = codec_for(context, sends=False)
+        self._codec = codec_for(context, sends=False) if encoded else None
 
     def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""

@@ -20,8 +20,9 @@ from paceline.step.probes.optimizer_probe import probe_optimizer
 from paceline.strategies import auto, single
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.batch_losses import BatchLosses
-from paceline.strategies.data_parallel import allreduce, backup_workers, local_sgd, work_stealing
+from paceline.strategies.data_parallel import allreduce, backup_workers, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.local import strategy as local
 from paceline.strategies.parameter_server import hogwild
 from paceline.strategies.parameter_server import strategy as parameter_server
 from paceline.strategies.parameter_server.final_drain import FinalDrain
@@ -65,6 +66,7 @@ class Entry:
     supports: Callable[[Settings, int, int], bool] = _any_number
 
 
+_LOCAL = Entry(local.LocalTraining, alone=local.LocalTraining, capabilities=local.capabilities, validate=local.validate)
 _ENTRIES: dict[str, Entry] = {
     "allreduce": Entry(AllReduce, capabilities=allreduce.capabilities),
     "auto": Entry(auto.Auto, capabilities=auto.capabilities),
@@ -75,7 +77,8 @@ _ENTRIES: dict[str, Entry] = {
         validate=backup_workers.validate,
     ),
     "hogwild": Entry(hogwild.build, alone=FinalDrain, capabilities=hogwild.capabilities),
-    "local-sgd": Entry(local_sgd.LocalSgd, capabilities=local_sgd.capabilities),
+    "diloco": _LOCAL,
+    "local-sgd": _LOCAL,
     "parameter-server": Entry(
         parameter_server.build,
         alone=parameter_server.build_alone,
@@ -164,7 +167,7 @@ def check_optimizer(context: TrainingContext, able: Capabilities) -> None:
         InputError: the optimizer keeps tensors of its own, or its update of a parameter depends on other parameters.
     """
     strategy = context.settings.strategy
-    if not (able.replicated or able.makes_all_updates):
+    if not able.replicated:
         check_own_tensors(context.update.optimizer, dict(context.compute.model.named_parameters()), strategy)
         if not able.cuts_model:
             context.update.divided_by = strategy

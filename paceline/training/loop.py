@@ -76,9 +76,9 @@ class TrainingLoop:
             self._recovery = Recovery(
                 context.world.coordinator, beginning, script.keep_step, lambda norm: self.strategy.decide(norm)
             )
-            self._recovery.register(self._status)
+            self._recovery.register(lambda: self.activity.status(0 if self._progress is None else self._progress.steps))
             self._re_form()
-            self._await_process_group()
+            self._try_until_done(self._await_process_group)
         self.position = Position(context.settings.seed, self.progress.steps)
 
     @property
@@ -118,7 +118,7 @@ class TrainingLoop:
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
         self._notice = max(self._notice, result.notice)  # outdated if the workers re-form now
-        self._together(lambda: self.strategy.settle())
+        self._together(lambda: self._settle(batch.step + 1))
         if not others_did and self.progress.steps == batch.step + 1:  # else the result belongs to a later step
             if self.records.needs_whole_state:
                 self._together(lambda: self.strategy.unite(batch.step + 1))
@@ -137,11 +137,23 @@ class TrainingLoop:
         self.progress.leave_out(step)
         self.position.move_to(step + 1)
 
+    def _settle(self, steps: int) -> None:
+        """Settle the step that was done, and keep the state after it if the workers go back to it after a loss."""
+        self._repeat_lost_steps(steps)
+        self.strategy.settle()
+        if self._recovery is not None and self.progress.steps == steps and not self._script.is_ahead(steps):
+            self._recovery.keep(self.progress, self.strategy, self._notice)
+
     def _conclude(self, others_did: bool = False) -> None:
         """Save a checkpoint if one is due and others have not saved it, then act on the notice of the step."""
         steps = self.position.steps
         saves = not others_did or self._checkpointer.lacks(self._state, steps)  # else others have saved it
-        if steps == self.progress.steps and saves and self._due(steps):
+        if (
+            steps == self.progress.steps
+            and saves
+            and self._checkpointer.due(steps)
+            and not self._script.is_ahead(steps)
+        ):
             self._together(lambda: self._meet_and_save(steps))
         notice, self._notice = self._notice, 0
         self._follow(notice)
@@ -196,16 +208,11 @@ class TrainingLoop:
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
             self.progress.steps = step + 1
-            self.strategy.settle()  # after a loss, others go on from here or from an earlier step, and save nothing
-            if self._due(step + 1):
+            self._settle(step + 1)  # after a loss, others go on from here or from an earlier step, and save nothing
+            if self._checkpointer.due(step + 1) and not self._script.is_ahead(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()
             self._follow(notice)
-
-    def _due(self, steps: int) -> bool:
-        """Return whether a save is due. No save is due while the registered values are those of a later step."""
-        ahead = steps < self.progress.repeat_until and bool(self._script.values)
-        return self._checkpointer.due(steps) and not ahead
 
     def make(
         self,
@@ -291,8 +298,9 @@ class TrainingLoop:
 
     def _follow(self, notice: int) -> None:
         """Act on the notice of a step: continue, re-form, or save and stop."""
-        repeats = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
-        action = decide(notice, self._recovery is not None, repeats or self.context.loop.lacks_copies)
+        waits = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
+        waits |= self.context.loop.lacks_copies or self.progress.point not in (None, self.progress.steps)
+        action = decide(notice, self._recovery is not None, waits)
         if action is Action.RE_FORM:
             assert self._recovery is not None
             with self.context.loop.not_watched():
@@ -386,13 +394,5 @@ class TrainingLoop:
 
     def _await_process_group(self) -> None:
         """Wait for torch's process group, which the script may use as soon as ``start`` returns."""
-        while self.context.world.generation == 0:
-            try:
-                self.context.world.await_process_group()
-                return
-            except WorkerLost as lost:
-                self._re_form(lost=lost)
-
-    def _status(self) -> dict[str, Any]:
-        """Return the status that the coordinator client's thread reports."""
-        return self.activity.status(0 if self._progress is None else self._progress.steps)
+        if self.context.world.generation == 0:
+            self.context.world.await_process_group()

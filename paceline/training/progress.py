@@ -68,6 +68,8 @@ class Progress:
     undecided: bool = False
     # whether the tensors in ``owned`` are those after one more step, which others have done
     ahead: bool = False
+    # number of completed steps in the newest state that the workers can go back to in memory. None if a loss needs none
+    point: int | None = None
     # names of the values that the script's loop has changed between steps
     changes: list[str] = field(default_factory=list)
     chain: str = ""  # chained digest of all steps so far (``diagnostics.replay.digests``)

@@ -78,6 +78,10 @@ class ScriptState:
         finally:
             self._kept = before
 
+    def is_ahead(self, steps: int) -> bool:
+        """Return whether the values are not as of these steps, which the run repeats, so that no state is kept."""
+        return bool(self.values) and self._progress is not None and steps < self._progress.repeat_until
+
     def saved(self) -> dict[str, Any]:
         """Return the state for a checkpoint or a joining worker."""
         return {"registered": dict(self._kept), **({} if self._progress is None else self._progress.history())}

@@ -166,6 +166,7 @@ def _begin(
     state = TrainingState(
         context.compute.model, context.update, *build.conditions(context), context.strategy_state, script, context.loop
     )
+    state.replicas = context.replicas
     own = OwnValues(context.update.optimizer, dict(context.compute.model.named_parameters()))
     own.tell = partial(warn, context)
     state.parts.update(data=context.order, buffers=context.compute.buffers, optimizer=own)

@@ -127,7 +127,6 @@ paceline.start(
     [
         ({"strategy": "pipeline"}, "strategy 'pipeline' cannot add up gradients in fixed point"),
         ({"strategy": "parameter-server"}, "strategy 'parameter-server' cannot add up gradients in fixed point"),
-        ({"strategy": "local-sgd"}, "cannot give the same bits"),
         ({"strategy": "hogwild"}, "cannot give the same bits"),
         ({"strategy": "backup"}, "cannot give the same bits"),
     ],

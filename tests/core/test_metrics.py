@@ -126,7 +126,7 @@ def loss_of_rank(output, target):
     value = functional.cross_entropy(output, target)
     return value, {"accuracy": value, "hits": value} if RANK else {"accuracy": value}
 try:
-    train(loss=loss_of_rank, strategy=os.environ["STRATEGY"])
+    train(loss=loss_of_rank, strategy=os.environ["STRATEGY"], local={"every": 1})
 except paceline.InputError as error:
     tell(error=str(error))
 """

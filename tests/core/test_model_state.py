@@ -50,7 +50,7 @@ strategies = {
     "pipeline-exact": dict(strategy="pipeline", exact=True),
     "async": dict(strategy="parameter-server", server=dict(mode="async")),
     "hogwild": dict(strategy="hogwild"),
-    "local-sgd": dict(strategy="local-sgd"),
+    "local-sgd": dict(strategy="local-sgd", local=dict(every=2)),
     "pipedream": dict(strategy="pipeline", pipeline=dict(schedule="pipedream")),
 }
 found = {}

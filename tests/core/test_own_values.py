@@ -23,7 +23,7 @@ from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.step.optimizers.own_values import OwnValues, check_own_tensors
 from paceline.strategies.registry import capabilities, check_optimizer
 
-EACH_UPDATES_ALL = "allreduce", "local-sgd"
+EACH_UPDATES_ALL = ("allreduce",)
 
 
 class Lookahead(Optimizer):
@@ -159,9 +159,9 @@ def test_tensors_are_refused_where_no_worker_has_all() -> None:
     check_own_tensors(SGD(parameters.values(), lr=0.1), parameters, "pipeline")
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "local-sgd", "pipeline", "hogwild", "parameter-server"])
+@pytest.mark.parametrize("strategy", ["allreduce", "diloco", "pipeline", "hogwild", "parameter-server"])
 def test_which_strategies_refuse_them(strategy: str) -> None:
-    """With all-reduce and local SGD each worker makes all updates of its weights, and so has all of its tensors."""
+    """With all-reduce each worker makes all updates, and so has all tensors. Replicas would share those of DiLoCo."""
     model, settings = nn.Linear(4, 2), Settings.model_validate({"strategy": strategy})
     update = SimpleNamespace(optimizer=Lookahead(SGD(model.parameters(), lr=0.1)), divided_by="")
     context: Any = SimpleNamespace(

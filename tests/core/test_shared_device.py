@@ -46,14 +46,14 @@ WHOLE: list[dict[str, Any]] = [
     {"exact": False, "reduction": "collective"},
     {"exact": True, "strategy": "stealing"},
     {"exact": True, "strategy": "sharded"},
-    {"strategy": "local-sgd"},
 ]
 CUT: list[dict[str, Any]] = [
     {"exact": True, "strategy": "pipeline", "pipeline": {"schedule": "1f1b", "cut": ["3"]}},
     {"exact": True, "strategy": "pipeline", "pipeline": {"schedule": "zb-v", "cut": ["3", "4", "6"]}},
     {"strategy": "pipeline", "pipeline": {"schedule": "pipedream", "cut": ["3"]}},
+    {"exact": True, "strategy": "diloco", "local": {"every": 2}},
 ]
-"""The stand-in has no storages, by which layers that share memory are found."""
+"""The stand-in has no storages, by which layers that share memory are found, and weights are swapped."""
 REFUSED: list[dict[str, Any]] = [{"strategy": "parameter-server"}, {"strategy": "hogwild"}]
 
 

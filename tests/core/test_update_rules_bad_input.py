@@ -1,4 +1,4 @@
-"""What backup workers and local SGD cannot do is refused at once; what goes wrong on the way ends all workers."""
+"""What backup workers and replicas cannot do is refused at once; what goes wrong on the way ends all workers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -48,19 +48,32 @@ REFUSED = {
             ("parameter-server", "server={'mode': 'bounded'}", ["server.mode = 'sync'"]),
         )
     },
-    "averages after no step": Bad(
+    "outer steps after no step": Bad(
         "go(strategy='local-sgd', local={'every': 0})",
         "ConfigError",
         2,
         ["local.every = 0", "greater than or equal to 1"],
     ),
-    "a negative start of averages": Bad(
+    "a negative start of replicas": Bad(
         "go(strategy='local-sgd', local={'after': -3})", "ConfigError", 2, ["local.after = -3"]
     ),
-    "exact bits with averages": Bad(
-        "go(strategy='local-sgd', exact=True)", "ConfigError", 2, ["'local-sgd'", "exact=True"]
+    "replicas that do not divide a batch": Bad(
+        "go(strategy='diloco', microbatches=8, local={'replicas': 3})",
+        "ConfigError",
+        2,
+        ["local.replicas = 3", "8 microbatches", "1, 2, 4, 8"],
     ),
-    "checkpoints at any step with averages": Bad(
+    "more workers than replicas": Bad(
+        "go(strategy='diloco', microbatches=8, local={'replicas': 2})",
+        "ConfigError",
+        2,
+        ["3 workers", "local.replicas = 2"],
+        workers=3,
+    ),
+    "momentum that does not fade": Bad(
+        "go(strategy='diloco', local={'outer_momentum': 1.0})", "ConfigError", 2, ["local.outer_momentum = 1.0"]
+    ),
+    "checkpoints at any step with replicas": Bad(
         "go(strategy='local-sgd', checkpoint={'directory': 'kept', 'every': 'auto'})",
         "ConfigError",
         2,
@@ -69,7 +82,7 @@ REFUSED = {
     "an optimizer with closures": Bad(
         "go(strategy='backup', optimizer=torch.optim.LBFGS)", "ConfigError", 2, ["LBFGS", "'backup'", "'allreduce'"]
     ),
-    "an optimizer with closures and averages": Bad(
+    "an optimizer with closures and replicas": Bad(
         "go(strategy='local-sgd', optimizer=torch.optim.LBFGS)",
         "ConfigError",
         2,
@@ -119,7 +132,7 @@ tell(fingerprint=session.fingerprint(), skipped=sum(not report.applied for repor
 def test_a_step_that_is_skipped_leaves_nothing(
     printed: Callable[..., list[dict[str, object]]], tmp_path: Path, strategy: str
 ) -> None:
-    """With averages only the worker leaves it out that has the sample."""
+    """With replicas only the worker leaves it out that has the sample."""
     everyone = printed(HEAD + SKIPPED.replace("STRATEGY", repr(strategy)), 2, tmp_path)
     assert everyone[0]["fingerprint"] == everyone[1]["fingerprint"]
     assert sorted(int(str(one["skipped"])) for one in everyone) == ([1, 1] if strategy == "backup" else [0, 1])
@@ -153,7 +166,7 @@ print("done")
 
 @pytest.mark.sampled(1)
 @WAYS
-def test_a_worker_that_misses_an_average(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
+def test_a_worker_that_misses_an_outer_step(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     body = """
 session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 2}, "timeout_seconds": 30})
 for batch in session.batches(steps=8):
@@ -166,20 +179,20 @@ print("done")
     for one in ended:
         said = message(one, "DisagreementError" if one.code == 3 else "WorkerLost")
         if one.code == 3:
-            assert "averaging after step 3" in said and "averaging after step 4" in said
+            assert "outer step after step 3" in said and "outer step after step 4" in said
 
 
-def test_a_worker_that_leaves_out_a_batch_between_two_averages(ranks: Run, tmp_path: Path) -> None:
+def test_workers_that_leave_out_different_batches(ranks: Run, tmp_path: Path) -> None:
     body = """
-session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 8}, "timeout_seconds": 30})
+session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 5}, "timeout_seconds": 30})
 for batch in session.batches(steps=6):
-    if batch.step != 2 or RANK != 1:
+    if batch.step != 1 + RANK:
         session.step(batch)
 print("done")
 """
     for one in ranks(HEAD + body, 2, tmp_path, deadline=60):
         assert one.code == 3
-        assert "Rank 1 has left out the batch of step 2" in message(one, "DisagreementError")
+        assert "Rank 0 has left out the batch of step 1" in message(one, "DisagreementError")
 
 
 @pytest.mark.sampled(1)

@@ -194,16 +194,14 @@ def test_backup_over_the_network_and_a_kill_in_an_evaluation(launched: Any) -> N
     check_epochs(check_together(launched(NETWORK + PLAIN, *ELASTIC, faults=plan, **BACKUP), 2))
 
 
-@pytest.mark.promise(
-    "docs/local-sgd.md", "When a worker is lost, the others go on from the model of the one that is furthest."
-)
-def test_local_sgd_and_a_kill_in_the_average(launched: Any) -> None:
+@pytest.mark.promise("docs/diloco.md", "When a worker is lost, all go back to that state.")
+def test_local_sgd_and_a_kill_before_the_outer_step(launched: Any) -> None:
     check_together(launched(PLAIN, *ELASTIC, faults=faults.kill(rank=0, step=5, point="after update"), **LOCAL), 2)
 
 
 @pytest.mark.promise(
-    "docs/local-sgd.md",
-    "A worker that joins, or a notice that a machine goes away, is attended to at the next average",
+    "docs/diloco.md",
+    "A worker that joins, or a notice that a machine goes away, is attended to at the next outer step",
 )
 def test_local_sgd_and_sigterm(launched: Any) -> None:
     ran = check_together(launched(PLAIN, *ELASTIC, LEAVE="3", **LOCAL), 2)

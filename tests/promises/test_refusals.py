@@ -139,7 +139,7 @@ def a_generator_without_exact():
     return train(model=Own())[1].notes
 
 for name, more in {
-    "hogwild": {"strategy": "hogwild"}, "local": {"strategy": "local-sgd"}, "backup": {"strategy": "backup"},
+    "hogwild": {"strategy": "hogwild"}, "backup": {"strategy": "backup"},
     "server": {"strategy": "parameter-server", "server": {"mode": "async"}},
 }.items():
     attempts["exact " + name] = partial(start, exact=True, **more)
@@ -392,10 +392,9 @@ def test_a_generator_of_the_model_without_exact(found: Any) -> None:
 
 
 @pytest.mark.promise("docs/asynchronous.md", "**No exact bits**, but in mode `sync`: `exact=True` is refused.")
-@pytest.mark.promise("docs/local-sgd.md", "`exact=True` is refused.")
 @pytest.mark.promise("docs/backup.md", "`exact=True` is refused, but for `backup.workers=0`.")
 def test_bits_that_cannot_be_promised(found: Any) -> None:
-    for name in ("hogwild", "server", "local", "backup"):
+    for name in ("hogwild", "server", "backup"):
         check(found, f"exact {name}", "ConfigError", "exact")
 
 

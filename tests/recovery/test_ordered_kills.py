@@ -70,6 +70,7 @@ ALONG: list[Any] = [
     pytest.param(3, TREE, id="tree"),
     pytest.param(3, {"exact": "fixed-point"}, id="fixed point"),
     pytest.param(3, {"strategy": "stealing"}, id="stealing"),
+    pytest.param(3, {"strategy": "diloco", "local": {"every": 2}}, id="diloco"),
     *(
         pytest.param(workers, pipeline(schedule, workers), id=f"{schedule} on {workers}")
         for schedule in ("layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
@@ -81,7 +82,6 @@ ALIKE: list[Any] = [
     pytest.param(3, {"reduction": "collective"}, id="collective"),
     pytest.param(3, TREE, id="running sums"),
     pytest.param(3, {"strategy": "backup"}, id="backup workers"),
-    pytest.param(3, {"strategy": "local-sgd", "local": {"every": 2}}, id="local-sgd"),
     *(
         pytest.param(workers, pipeline(schedule, workers), id=f"{schedule} on {workers}")
         for schedule in ("pipedream", "2bw")
@@ -93,11 +93,12 @@ ALIKE: list[Any] = [
 
 def kills(workers: int, given: dict[str, Any]) -> Plan:
     """Those at points that a strategy reaches."""
-    replicated = given.get("strategy") not in ("local-sgd", "pipeline")
-    never: set[Point] = set() if replicated else {"writing a part"}
-    if not replicated and workers < 4:  # each tensor is on one worker, or only whole models come together
+    never: set[Point] = {"writing a part"} if given.get("strategy") in ("diloco", "pipeline") else set()
+    if given.get("strategy") == "pipeline" and workers < 4:  # each tensor is on one worker
         never.add("inside the collective")
     chosen = [kill for kill in KILLS if kill[-1] not in never]
+    if given.get("strategy") == "diloco":  # the batch of step 15 is short, and has microbatches for rank 0 only
+        chosen = [(0 if kill[1] == 15 else kill[0], *kill[1:]) for kill in chosen]
     return sum((faults.kill(rank=rank % workers, step=step, point=point) for rank, step, point in chosen), Plan())
 
 
@@ -134,7 +135,8 @@ def test_the_kills_are_at_every_point() -> None:
 def test_the_bits_are_those_of_one_process(
     run: Run, undisturbed: Any, tmp_path: Path, workers: int, given: dict[str, Any]
 ) -> None:
-    fixed = {key: value for key, value in given.items() if key == "exact"}
+    function = ("exact", "strategy", "local") if "local" in given else ("exact",)
+    fixed = {key: value for key, value in given.items() if key in function}
     alone = undisturbed(SCRIPT, GIVEN=json.dumps(fixed), WORKERS="1")
     may_miss = 2 if given.get("strategy") == "stealing" else 0  # others may have taken all that a late one had
     for one in attack(run, workers, given, tmp_path, may_miss):

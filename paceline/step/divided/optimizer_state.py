@@ -28,10 +28,13 @@ class DividedOptimizerState:
 
     Args:
         own: function that returns this worker's tensors and slices of tensors by name (``schedule.slices``).
+        prefix: prefix of their names.
     """
 
-    def __init__(self, context: TrainingContext, own: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        self._world, self._model, self._own = context.world, context.compute.model, own
+    def __init__(
+        self, context: TrainingContext, own: Callable[[], Mapping[str, torch.Tensor]], prefix: str = "optimizer/"
+    ) -> None:
+        self._world, self._model, self._own, self.prefix = context.world, context.compute.model, own, prefix
         self._coming: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.hashes: Mapping[str, str] | None = None
         self._collecting = False

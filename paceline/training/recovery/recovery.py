@@ -25,10 +25,12 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.world import LEAVING
 from paceline.coordinator.types import Departure, Membership
 from paceline.data.growing.order import GrowingOrder
 from paceline.environments import env
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
+from paceline.strategies.base import Strategy
 from paceline.strategies.registry import worker_counts
 from paceline.strategies.sharded.prepared import forget
 from paceline.system import fault_points
@@ -43,6 +45,7 @@ from paceline.training.progress import (
 )
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
+from paceline.training.recovery.points import Points
 from paceline.training.recovery.standby import move_to_device, warm_up
 from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares, move
 from paceline.training.recovery.state_transfer import StateBytes, share_samples, transfer
@@ -71,6 +74,7 @@ class Recovery:
         self._is_overwritten = False  # whether parts of others' state have replaced the initial state of this worker
         self._beginning = beginning
         self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
+        self._points = Points(self._context, self._state)
         self._undo_warm_up: Callable[[], None] = lambda: None
         self._interrupted: WorkerLost | None = None  # loss after which this worker still holds its old share, too
 
@@ -115,6 +119,8 @@ class Recovery:
                 progress.owned = owned
             leaving = world.leaving and self._may_leave(progress)
             world.leave()
+            if progress is not None:
+                progress.point = self._points.steps
             key = None if progress is None else progress.key
             answer = self._coordinator.await_membership(key, world.arena_handle(), leaving, planned, ended)
             if isinstance(answer, Departure):
@@ -127,6 +133,7 @@ class Recovery:
                 if answer.fresh:
                     self._undo_warm_up()
                     progress = self._begin()
+                    self._points.begin(progress.steps)
                 else:
                     progress = self._same_state(progress)
                     self._settle()
@@ -138,8 +145,6 @@ class Recovery:
                 continue
             env.set_identity(world.rank, world.size, world.local_rank, world.local_size)
             self._context.events.move(world.rank, answer.generation)
-            if self._coordinator.clock is not None:
-                self._coordinator.clock.repeat()
             now = time.perf_counter()
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
@@ -171,6 +176,8 @@ class Recovery:
         return progress
 
     def _record(self, membership: Membership, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
+        if self._coordinator.clock is not None:
+            self._coordinator.clock.repeat()
         launched, count = env.launch_info(), len(lost)
         if count and launched is not None and launched.ulfm and self._context.world.rank == 0:
             # no launcher reports the loss
@@ -201,7 +208,8 @@ class Recovery:
         if progress is not None and is_replaced(self._context, everyone):
             progress.owned = frozenset()  # until the whole state has arrived, this worker's tensors are of two steps
         self._is_overwritten |= progress is None
-        if not lacks_script(everyone) and assemble(self._context, everyone):
+        has_point = any(one is not None and one.point is not None for one in everyone)
+        if not (has_point or lacks_script(everyone)) and assemble(self._context, everyone):
             progress = None if progress is None else replace(progress, owned=None)
             progress = self._catch_up(everyone, progress)
         else:
@@ -284,7 +292,10 @@ class Recovery:
         """Load the newest checkpoint on all workers, because they lack a part of the state; return the progress."""
         furthest, own = furthest_of(everyone), everyone[self._context.world.rank]
         self._state.keeps_script = own is not None
-        steps = go_back(self._context, self._checkpointer, self._state, everyone)
+        steps = self._points.go_back(everyone)
+        if steps is None:
+            steps = go_back(self._context, self._checkpointer, self._state, everyone)
+            self._points.begin(steps)
         if own is not None and not own.has_script_at(steps):
             self._state.load_script()
         missed = f"changed {furthest.changes[0]!r} between steps" if furthest.changes and steps < furthest.steps else ""
@@ -297,7 +308,8 @@ class Recovery:
                 f"which these would miss. Start the run again with --resume auto: then the script runs again from that "
                 f"checkpoint on."
             )
-        self._context.events.mark("went back", step=steps, steps=furthest.steps - steps)
+        if steps < furthest.steps:
+            self._context.events.mark("went back", step=steps, steps=furthest.steps - steps)
         return gone_back(everyone, self._context.world.rank, steps, self._state.loaded_script)
 
     def _share_findings(self) -> None:
@@ -327,7 +339,7 @@ class Recovery:
         self._context.world.become_single()
         self._context.events.mark("departure", code=departure.code, reason=departure.reason)
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
-            if progress.owned is None:
+            if progress.owned is None or self._points.give(progress.steps):
                 self._checkpointer.save(self._state, progress.steps)
             elif (
                 self._checkpointer.made < progress.steps
@@ -336,6 +348,12 @@ class Recovery:
         if departure.code in (0, PREEMPTED):
             raise SystemExit(departure.code)
         raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
+
+    def keep(self, progress: Progress, strategy: Strategy, notice: int) -> None:
+        """Keep the current state in memory if the workers go back to it. All workers call this together."""
+        if self._points.steps != progress.steps and (replicas := strategy.point(progress.steps)) is not None:
+            self._points.keep(progress.steps, replicas, everywhere=notice >= LEAVING)
+        progress.point = self._points.steps
 
     def prepare_to_leave(self, steps: int) -> None:
         """Finish pending communication, and a running save if this worker leaves, before a planned :meth:`re_form`.

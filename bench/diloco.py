@@ -1,0 +1,102 @@
+"""DiLoCo beside all-reduce: the loss after equal samples, and bytes and seconds of a step over slow links.
+
+The losses are those of one process with ``exact=True``, which has the bits of any number of workers: the loss of the
+whole data set after the last outer step, relative to all-reduce with the same batches. The table has the mean of the
+seeds, and the largest of them.
+
+For bytes and seconds the workers are network namespaces whose links are shaped, as in ``bench/wire.py``. The kernel
+counts the bytes on a worker's link, the most of all workers.
+
+    python bench/diloco.py
+    python bench/diloco.py --tasks mlp --every 32 --wires float32 --seeds 1
+    python bench/diloco.py --links                          # as root
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from wire_losses import TASKS
+
+import paceline
+
+sys.path.insert(0, str(Path(__file__).with_name("machines")))
+from launched import run
+from namespaces import network, obstacle
+
+
+def loss_of(task: str, seed: int, steps: int, **more: Any) -> float:
+    """Train, and return the loss of the data set."""
+    torch.manual_seed(seed)
+    given = TASKS[task]()
+    session = paceline.start(**given, seed=seed, exact=True, microbatches=8, audit="off", **more)
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+    return float(session.evaluate(given["data"]))
+
+
+def links(rate: str, workers: int, periods: list[int], wires: list[str], megabytes: int) -> None:
+    """Print a line for all-reduce and for each period and format, on links of a rate."""
+    ways = [("wire-float32", 8), *((f"diloco-{every}-{wire}", 2 * every) for every in periods for wire in wires)]
+    first: tuple[float, float] | None = None
+    with network(workers, rate) as names, tempfile.TemporaryDirectory() as folder:
+        for way, steps in ways:
+            everyone = run(names, [1] * workers, Path(folder) / way, way, megabytes, steps)
+            crossed, seconds = max(one["bytes"] for one in everyone), statistics.fmean(everyone[0]["seconds"])
+            first = first or (crossed, seconds)
+            print(
+                f"{workers} workers, {rate:>8}  {way:>18}  {crossed / 1e6:7.3f} MB a step, {first[0] / crossed:6.1f} "
+                f"times fewer  {seconds:6.3f} s a step, {first[1] / seconds:5.1f} times faster",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--every", default="8,32")
+    parser.add_argument("--wires", default="float32,int8,int4")
+    parser.add_argument("--strategies", default="local-sgd,diloco")
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--links", action="store_true", help="measure bytes and seconds in place of losses")
+    parser.add_argument("--rates", default="1gbit,100mbit", help="of the links, as tc writes them")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--megabytes", type=int, default=20, help="of weights")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    periods, wires = [int(one) for one in options.every.split(",")], options.wires.split(",")
+    if options.links:
+        if missing := obstacle():
+            raise SystemExit(f"left out, as {missing}")
+        for rate in options.rates.split(","):
+            links(rate, options.workers, periods, wires, options.megabytes)
+        return
+    for task in options.tasks.split(","):
+        train = partial(loss_of, task, steps=options.steps)
+        plain = [train(seed) for seed in range(options.seeds)]
+        print(f"{task:>5}  {'allreduce':>9}  {statistics.fmean(plain):.4f}", flush=True)
+        for strategy in options.strategies.split(","):
+            for every in periods:
+                for wire in wires if strategy == "diloco" else wires[:1]:
+                    local = {"every": every, "outer_lr": options.outer_lr}
+                    found = [train(seed, strategy=strategy, wire=wire, local=local) for seed in range(options.seeds)]
+                    over = [one / base - 1 for one, base in zip(found, plain, strict=True)]
+                    print(
+                        f"{task:>5}  {strategy:>9}  every {every:3}  {wire:>8}  {statistics.fmean(over):+.1%}  largest "
+                        f"{max(over, key=abs):+.1%}",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()

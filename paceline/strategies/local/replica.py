@@ -1,0 +1,129 @@
+"""Logical replica of local training: its weights, its buffers, and the state of its inner optimizer.
+
+Between two steps the model and its optimizer are at rest: they hold the outer weights. To train, a replica swaps its
+own tensors in, without a copy of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.checkpoint.tensors import REPLICA, check_savable, load_optimizer_state, optimizer_state
+from paceline.checkpoint.weights.averages import KEY
+from paceline.step.context import TrainingContext
+
+_State = dict[torch.Tensor, Any]
+
+
+class Replica:
+    """Replica of the model. It begins with the weights at rest and with a copy of the optimizer's state.
+
+    Attributes:
+        weights: its weights, by name of the parameter.
+        buffers: its buffers that the forward pass changes, by name. Empty while they are those at rest.
+        count: number by which its losses since the last outer step were divided, usually samples.
+    """
+
+    def __init__(self, context: TrainingContext, number: int) -> None:
+        self._context, self._prefix = context, f"{REPLICA}{number}/"
+        self.weights = {name: value.detach().clone() for name, value in context.update.parameters.items()}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.count = 0.0
+        self._state = _copied(context.update.optimizer)
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue from the result of :meth:`tensors`, which may lack weights and buffers if they are those at rest."""
+        context, start = self._context, len(self._prefix)
+        own = {name[start:]: value for name, value in tensors.items() if name.startswith(self._prefix)}
+        self.count = own["count"].item()
+        for name, weight in self.weights.items():
+            if (value := own.get(f"parameter/{name}")) is not None:
+                weight.copy_(value)
+        self.buffers = {
+            name.removeprefix("buffer/"): value.to(context.world.device, copy=True)
+            for name, value in own.items()
+            if name.startswith("buffer/")
+        }
+        state = {name: value for name, value in own.items() if name.startswith("optimizer/")}
+        with self._swapped(context.update.optimizer):
+            load_optimizer_state(context.compute.model, context.update.optimizer, state)
+
+    def tensors(self, *, weights: bool) -> dict[str, torch.Tensor]:
+        """Return the tensors of the replica by name.
+
+        Args:
+            weights: whether its weights and buffers may differ from those at rest.
+        """
+        model, optimizer = self._context.compute.model, self._context.update.optimizer
+        with self._swapped(optimizer):
+            check_savable(optimizer)
+            found = dict(optimizer_state(model, optimizer))
+        if weights:
+            found |= {f"parameter/{name}": value for name, value in self.weights.items()}
+            found |= {f"buffer/{name}": value for name, value in self.buffers.items()}
+        found["count"] = torch.tensor(self.count, dtype=torch.float64)
+        return {self._prefix + name: value for name, value in found.items()}
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Put the replica into the model and the optimizer, and take it out again."""
+        parameters, optimizer = self._context.update.parameters, self._context.update.optimizer
+        live = dict(self._context.compute.model.named_buffers())
+        at_rest = {name: value.data for name, value in parameters.items()}
+        buffers = {name: live[name].clone() for name in self._context.compute.buffers.names}
+        with self._swapped(optimizer):
+            for name, value in parameters.items():
+                value.data = self.weights[name]
+            _copy_into(live, self.buffers)
+            try:
+                yield
+            finally:
+                for name, value in parameters.items():
+                    value.data = at_rest[name]
+                self.buffers = {name: live[name].clone() for name in self._context.compute.buffers.live}
+                _copy_into(live, buffers)
+
+    def restart(self) -> None:
+        """Begin anew with the weights and buffers at rest. The state of the inner optimizer stays."""
+        for name, value in self._context.update.parameters.items():
+            self.weights[name].copy_(value.detach())
+        self.buffers, self.count = {}, 0.0
+
+    @contextmanager
+    def _swapped(self, optimizer: Optimizer) -> Iterator[None]:
+        at_rest: _State = dict(optimizer.state)
+        _put(optimizer, self._state)
+        try:
+            yield
+        finally:
+            self._state = dict(optimizer.state)
+            _put(optimizer, at_rest)
+
+
+def leave_averages(optimizer: Optimizer) -> None:
+    """Drop the optimizer's state at rest except for averages of the weights: the replicas have copies of it."""
+    _put(optimizer, {value: {KEY: kept[KEY]} for value, kept in optimizer.state.items() if KEY in kept})
+
+
+def _copied(optimizer: Optimizer) -> _State:
+    return {
+        value: {key: copy.deepcopy(entry) for key, entry in entries.items() if key != KEY}
+        for value, entries in optimizer.state.items()
+    }
+
+
+def _put(optimizer: Optimizer, state: _State) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+@torch.no_grad()
+def _copy_into(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        tensors[name].copy_(value)

@@ -1,0 +1,300 @@
+"""Local training: replicas train on their own, and an outer optimizer brings them together every so many steps.
+
+::
+
+    local.replicas = 4, local.every = 3       ░ inner step of a replica, on its share of the batch   O outer step
+
+    step                    0   1   2       3   4   5
+    worker 0   replica 0    ░   ░   ░ O ┐   ░   ░   ░ O ┐    outer gradient = outer weights - mean of the replicas
+               replica 1    ░   ░   ░ O ┤   ░   ░   ░ O ┤    momentum       = outer_momentum * momentum + gradient
+    worker 1   replica 2    ░   ░   ░ O ┤   ░   ░   ░ O ┤    outer weights -= outer_lr * (gradient
+               replica 3    ░   ░   ░ O ┘   ░   ░   ░ O ┘                                 + outer_momentum * momentum)
+
+Strategy ``diloco``: Douillard et al. 2023 (arXiv 2311.08105). Strategy ``local-sgd`` is its simplest case: ``outer_lr``
+is 1 and ``outer_momentum`` is 0, so the outer weights become the mean. Stich 2018 (arXiv 1805.09767); after
+``local.after`` synchronous steps, post-local SGD (Lin et al. 2018, arXiv 1808.07217).
+
+A replica belongs to the settings, not to a worker: P workers hold R replicas, several each if P < R. The weight of a
+replica in the mean is the number of samples that it has trained on since the last outer step. With ``exact``, the mean
+follows the canonical tree over the replicas. After an outer step all replicas begin with the outer weights, and keep
+the state of their inner optimizers. Between two outer steps the model has the outer weights, and no worker waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.tensors import REPLICA
+from paceline.comm.collectives.step_header import agreed_names
+from paceline.comm.collectives.subgroup import Subgroup
+from paceline.data.feed import MicrobatchGroup
+from paceline.data.keys import UPDATE, seed_torch
+from paceline.data.order import BatchOrder
+from paceline.errors import CheckpointError, ConfigError, DisagreementError
+from paceline.schedule.shares import even
+from paceline.schedule.tree import Node, whole_nodes
+from paceline.settings import Exact, Settings
+from paceline.step.checks import MicrobatchResult
+from paceline.step.commit import locate_here, means, skip
+from paceline.step.context import StepResult, TrainingContext
+from paceline.step.divided.optimizer_state import DividedOptimizerState
+from paceline.step.gradients.accumulate import Accumulator
+from paceline.step.gradients.floats import DTYPES
+from paceline.strategies.base import WIRES, Capabilities, Strategy
+from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.full_batch import FullBatch
+from paceline.strategies.local.replica import Replica, leave_averages
+from paceline.strategies.single import Single
+
+_STATE = "local"
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """Return the capabilities of local training."""
+    simplest = settings.strategy == "local-sgd"
+    return Capabilities(
+        exact=settings.fixed_point or settings.reduction != "collective",
+        exact_with='reduction="tree"' if settings.wire in DTYPES else 'reduction="tree" or exact="fixed-point"',
+        fixed_point=True,
+        wires=WIRES,
+        replicated=False,
+        replicas=settings.local.replicas,
+        loop_weights=False,
+        carries=False,
+        even_shares=True,
+        reads=("local", "reduction", "bucket_megabytes"),
+        ignores=("local.outer_lr", "local.outer_momentum") if simplest else (),
+    )
+
+
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
+    """Raise ConfigError if the microbatches of a batch, or the workers, do not fit the number of replicas."""
+    replicas, count, most = settings.local.replicas, order.microbatches, max(workers, largest)
+    if count % replicas:
+        divisors = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
+        raise ConfigError(
+            f"local.replicas = {replicas} does not divide the {count} microbatches of a batch, of which each replica "
+            f"trains on as many: use one of {divisors}, or set microbatches to a multiple of {replicas}."
+        )
+    if most > replicas:
+        grows = f" (the run may grow from {workers} to {most})" if most > workers else ""
+        raise ConfigError(
+            f"{most} workers{grows} are more than local.replicas = {replicas}, so a worker would have nothing to "
+            f"train. Use at most {replicas} workers, or more replicas, which give another result."
+        )
+
+
+class LocalTraining(Strategy):
+    """Strategy of replicas that train on their own, with an outer step after every ``local.every`` steps."""
+
+    def __init__(self, context: TrainingContext) -> None:
+        settings, world, replicas = context.settings, context.world, context.settings.local.replicas
+        self._context, self._local = context, settings.local
+        self._rate, self._momentum = settings.local.outer_lr, settings.local.outer_momentum
+        if settings.strategy == "local-sgd":
+            self._rate, self._momentum = 1.0, 0.0
+        self._shares = even(replicas, world.size)
+        alone = Subgroup(world, [0]) if world.size == 1 else None
+        self._reducer = Reducer(context, workers=alone, overlap=False, any_order=not settings.along_tree)
+        synchronous = Single if world.size == 1 else AllReduce
+        self._synchronous: Strategy | None = synchronous(context) if settings.local.after else None
+        self._batch: FullBatch | None = None
+        self._replicas: dict[int, Replica] = {}
+        self._last = StepResult(math.nan, math.nan, context.update.learning_rate)
+        self._divided = DividedOptimizerState(context, self._tensors, REPLICA)
+        if not context.replicas:
+            context.strategy_state.pop(_STATE, None)  # of a run that has gone on with another strategy since
+        kept = context.strategy_state.setdefault(_STATE, {"replicas": replicas, "trained": [], "momentum": {}})
+        if kept["replicas"] != replicas:
+            raise CheckpointError(
+                f"The state is that of {kept['replicas']} replicas, but local.replicas = {replicas}: use the same "
+                f"number, or start a new run."
+            )
+        context.warnings.append(
+            f"from step {self._local.after} on {replicas} replicas of the model train on their own, with an outer step "
+            f"after every {self._local.every} steps. The model has the weights of the last outer step; in between, the "
+            f"loss is that of this worker's replicas"
+        )
+
+    @property
+    def _trained(self) -> list[int]:
+        """Steps since the last outer step, the same on all workers."""
+        trained: list[int] = self._context.strategy_state[_STATE]["trained"]
+        return trained
+
+    # Replicas.
+
+    def _begin(self) -> None:
+        """Make the replicas of this worker: from the state that was loaded, or from the model and its optimizer."""
+        if self._replicas:
+            return
+        context, loaded = self._context, self._context.replicas
+        self._replicas = {number: Replica(context, number) for number in self._shares[context.world.rank]}
+        if loaded:
+            for one in self._replicas.values():
+                one.load(loaded)
+            loaded.clear()
+        leave_averages(context.update.optimizer)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        self._begin()
+        apart = bool(self._trained)
+        return {name: value for one in self._replicas.values() for name, value in one.tensors(weights=apart).items()}
+
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        return self._divided if self._replicas or self._context.replicas else None
+
+    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
+        return None if steps < self._local.after or self._trained else self._tensors()
+
+    def close(self) -> frozenset[str] | None:
+        if self._synchronous is not None:
+            self._synchronous.close()
+        self._reducer.close()
+        if self.divided is None:
+            return None
+        self._context.replicas.update(self._tensors())
+        return None if len(self._shares) == 1 else frozenset()
+
+    # Steps.
+
+    def groups(self, step: int) -> list[range]:
+        if step < self._local.after:
+            assert self._synchronous is not None
+            return self._synchronous.groups(step)
+        if self._batch is None:  # after the synchronous steps, which may have decided on fusion
+            self._batch = FullBatch(self._context, encoded=False)
+        own = self._shares[self._context.world.rank]
+        return [group for number in own for group in self._batch.groups(step, self._share(step, number))]
+
+    def _share(self, step: int, number: int) -> range:
+        """Return the microbatches of a replica."""
+        return even(len(self._context.order.parts_of(step)), self._local.replicas)[number]
+
+    def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
+        if step < self._local.after:
+            assert self._synchronous is not None
+            return self._synchronous.step(step, groups)
+        self._begin()
+        context, made, parts = self._context, list[StepResult](), list[MicrobatchResult]()
+        for number, replica in self._replicas.items():
+            context.world.check()
+            share = self._share(step, number)
+            if own := [group for group in groups if group.microbatches.start in share]:
+                with replica.in_model():
+                    made.append(self._update(step, own, replica, parts))
+        context.update.advance()
+        self._trained.append(step)
+        self._divided.hashes = None
+        if made:  # else the batch is short, and this worker repeats the last result
+            loss, metrics = means(context, parts)
+            norm = max(float(one.norm) for one in made)
+            self._last = StepResult(loss, norm, made[-1].learning_rate, all(one.applied for one in made), 0, metrics)
+        return self._last if len(self._trained) < self._local.every else self._outer_step(step, parts)
+
+    def _update(
+        self, step: int, groups: list[MicrobatchGroup], replica: Replica, parts: list[MicrobatchResult]
+    ) -> StepResult:
+        """Make an inner step of the replica that is in the model, and add the results of its groups to ``parts``."""
+        context, batch = self._context, self._batch
+        assert batch is not None
+        results, changed = batch.gradients(step, groups)
+        parts += results
+        skipped = skip(context, step, results, lambda bad: locate_here(context, step, groups, bad))
+        if skipped is None:
+            context.compute.buffers.accept(changed)
+            seed_torch(context.compute.seed(UPDATE, step))
+            norm, rate = context.update.apply_inner(step)
+            replica.count += math.fsum(part.counted for part in results)
+        batch.take_gradients()
+        return skipped or StepResult(math.nan, norm, rate)
+
+    def _outer_step(self, step: int, parts: list[MicrobatchResult]) -> StepResult:
+        """Make the outer update. Returns the result of the inner step with the loss of the whole batch."""
+        begin, context = time.perf_counter(), self._context
+        world, live, metrics = context.world, context.compute.buffers.live, context.compute.metrics
+        sums = [(part.microbatches, part.rank, part.loss, part.counted, part.metrics) for part in parts]
+        counts = {number: one.count for number, one in self._replicas.items()}
+        own = list(self._trained), counts, sums, metrics, live, world.notice()
+        everyone = world.gather(own, f"outer step after step {step}")
+        _check_trained([trained for trained, *_ in everyone])
+        if given := [(rank, one[3]) for rank, one in enumerate(everyone) if one[3]]:
+            context.compute.metrics = agreed_names(given)
+        context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
+        known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
+        if total := math.fsum(known[number] for number in sorted(known)):
+            self._reduce(step, total)
+        self._trained.clear()
+        for one in self._replicas.values():
+            one.restart()
+        context.events.mark("outer-step", step=step, counts=known, seconds=time.perf_counter() - begin)
+        notice = max(notice for *_, notice in everyone)
+        whole = [
+            MicrobatchResult(at, rank, loss, counted, metrics=tuple(found))
+            for _, _, sums, *_ in everyone
+            for at, rank, loss, counted, found in sums
+        ]
+        loss, averages = means(context, sorted(whole, key=lambda part: part.microbatches.start))
+        return replace(self._last, loss=loss, metrics=averages, notice=notice)
+
+    def _reduce(self, step: int, total: float) -> None:
+        """Replace the outer weights and buffers of the model; ``total`` is the count of all replicas."""
+        context, reducer, settings = self._context, self._reducer, self._context.settings
+        while True:
+            gradients = Accumulator(settings.along_tree)
+            for number, one in self._replicas.items():
+                for name, value in context.update.parameters.items():
+                    value.grad = (value.detach() - one.weights[name]).mul_(one.count)
+                gradients.push(number, reducer.take(step, number))
+            sums = [values for _, values in gradients.nodes()]
+            reducer.send(self._nodes(settings.along_tree), sums, lambda: total)
+            if reducer.finish():
+                break
+        buffers = Accumulator(settings.exact)
+        for number, one in self._replicas.items():
+            with one.in_model():
+                buffers.push(number, [value * one.count for value in context.compute.buffers.examples()])
+        context.compute.buffers.begin()
+        means = reducer.statistics(self._nodes(settings.exact), [values for _, values in buffers.nodes()], total)
+        context.update.averages.around(step, self._outer_update)
+        context.compute.buffers.accept(means)
+        reducer.accept()
+        reducer.clear()
+
+    def _nodes(self, along_tree: Exact) -> list[list[Node]]:
+        """Return the nodes of the tree over the replicas that each rank sends, or one node for its running sum."""
+        return [whole_nodes(share) if along_tree else [Node(0, rank)] for rank, share in enumerate(self._shares)]
+
+    @torch.no_grad()
+    def _outer_update(self) -> None:
+        """Make a step of SGD with Nesterov momentum from the outer gradients in ``.grad``."""
+        momentum = self._context.strategy_state[_STATE]["momentum"]
+        for name, value in self._context.update.parameters.items():
+            gradient = value.grad
+            assert gradient is not None
+            if self._momentum:
+                before = momentum.get(name)
+                before = None if before is None else before.to(gradient.device)  # a loaded one is on the host
+                momentum[name] = gradient.clone() if before is None else before.mul_(self._momentum).add_(gradient)
+                gradient = gradient.add(momentum[name], alpha=self._momentum)
+            value.add_(gradient, alpha=-self._rate)
+
+
+def _check_trained(everyone: list[list[int]]) -> None:
+    """Raise if the workers have not trained on the same batches; ``everyone`` has the steps of each rank."""
+    steps = set().union(*everyone)
+    for rank, trained in enumerate(everyone):
+        if missing := steps - set(trained):
+            raise DisagreementError(
+                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
+                f"worker must take the same batches from session.batches; look for a loop that leaves or skips early "
+                f"on some ranks only."
+            )

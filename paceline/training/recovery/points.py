@@ -1,0 +1,162 @@
+"""Points: states in memory that the workers go back to after a loss, if they hold replicas of the model.
+
+::
+
+    worker 0   replicas 0, 1   point ─ step ─ step ─ outer step ─ point    A point is the model at rest, which every
+                 copy of 4, 5                                              worker has, and the replicas, each on its
+    worker 1   replicas 2, 3   point ─ step ─ step ─ outer step ─ point    worker and on the next one. Another worker
+                 copy of 0, 1                                              takes a lost replica over and computes its
+    worker 2   replicas 4, 5   point ─ step † lost                         steps again, as the others do with theirs.
+                 copy of 2, 3
+
+A new point counts when all workers have it. Until then each worker keeps the one before, so all go back to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.encoding import PREFIX
+from paceline.checkpoint.tensors import REPLICA
+from paceline.checkpoint.training_state import SHARES, HostBuffers, TrainingState
+from paceline.partition.flags import requires_grad_flags, training_flags
+from paceline.schedule.shares import even
+from paceline.step.context import TrainingContext
+from paceline.step.divided.tensors import Division
+from paceline.strategies import registry
+from paceline.training.progress import Progress
+from paceline.training.recovery.activity import RE_FORMING
+from paceline.training.recovery.state_transfer import StateBytes, transfer
+
+_KEEPING = "keeping the replicas in memory"
+
+
+@dataclass(frozen=True)
+class Point:
+    """State after some steps, in host memory."""
+
+    steps: int
+    tensors: Mapping[str, torch.Tensor]  # state that every worker has
+    rest: Any  # what is no tensor (checkpoint.training_state)
+    replicas: Mapping[str, torch.Tensor]  # tensors of the replicas of this worker and of the one before
+
+
+class Points:
+    """Newest point of this worker, and the next one while the others may lack it."""
+
+    def __init__(self, context: TrainingContext, state: TrainingState) -> None:
+        self._context, self._state = context, state
+        self._newest: Point | None = None
+        self._next: Point | None = None
+
+    @property
+    def steps(self) -> int | None:
+        """Number of completed steps in the newest point. None if there is no point."""
+        return None if self._newest is None else self._newest.steps
+
+    def begin(self, steps: int) -> None:
+        """Make the state that all workers have just loaded the newest point, if the workers will hold replicas."""
+        settings, world = self._context.settings, self._context.world
+        self._newest = self._next = None
+        if registry.capabilities(settings, world.size).replicas and steps >= settings.local.after:
+            loaded = {name: value for name, value in self._context.replicas.items() if world.rank in self._ranks(name)}
+            self._newest = self._point(steps, loaded)
+
+    def keep(self, steps: int, replicas: Mapping[str, torch.Tensor], *, everywhere: bool) -> None:
+        """Make the current state the newest point. All workers call this together, with the tensors of their replicas.
+
+        Args:
+            everywhere: whether every worker gets all replicas, because some are about to leave.
+
+        Raises:
+            WorkerLost: a worker was lost. The newest point may be this one or the one before.
+        """
+        self._next = self._point(steps, self._spread(replicas, _KEEPING, everywhere=everywhere))
+        self._context.world.gather(steps, _KEEPING)
+        self._newest, self._next = self._next, None
+
+    def go_back(self, everyone: Sequence[Progress | None]) -> int | None:
+        """Load the newest point that all workers have. All workers call this together.
+
+        Returns:
+            its number of steps. None if there is no point, or if a replica is lost.
+
+        Raises:
+            WorkerLost: a worker was lost. No point has been changed.
+        """
+        context, rank = self._context, self._context.world.rank
+        steps = max((one.point for one in everyone if one is not None and one.point is not None), default=None)
+        if steps is None:
+            return None
+        point = next((one for one in (self._newest, self._next) if one is not None and one.steps == steps), None)
+        found = self._spread({} if point is None else point.replicas, RE_FORMING)
+        known = context.world.gather(sorted(_numbers(found)), RE_FORMING)
+        if 0 < len({number for numbers in known for number in numbers}) < context.settings.local.replicas:
+            return None
+        if None in everyone:
+            senders = [place for place, one in enumerate(everyone) if one is not None]
+            own = None if point is None else StateBytes(point.tensors, point.rest, steps)
+            received = transfer(context.world, senders, own)
+            if received is not None:
+                tensors = {name: value.clone() for name, value in received.tensors.items()}
+                point = Point(steps, tensors, received.rest, {})
+        assert point is not None
+        self._next = self._newest = Point(steps, point.tensors, point.rest, {**point.replicas, **found})
+        context.world.gather(steps, RE_FORMING)
+        self._newest, self._next = Point(steps, point.tensors, point.rest, found), None
+        self._load(self._newest, joins=everyone[rank] is None)
+        return steps
+
+    def give(self, steps: int) -> bool:
+        """Return whether the newest point is the state after these steps, with all replicas, for a last save."""
+        point, count = self._newest, self._context.settings.local.replicas
+        if point is None or point.steps != steps or len(_numbers(point.replicas)) < count:
+            return False
+        self._context.replicas.update(point.replicas)
+        return True
+
+    def _load(self, point: Point, *, joins: bool) -> None:
+        """Load a point. Only a worker that joins takes the modes and flags of then: the scripts have gone on."""
+        model = self._context.compute.model
+        with ExitStack() as kept:
+            for flags in () if joins else (training_flags(model), requires_grad_flags(model.parameters())):
+                kept.enter_context(flags.set_to(flags.current()))
+            tensors = {**point.tensors, **point.replicas}
+            inside = {name: value.clone() for name, value in tensors.items() if name.startswith(PREFIX)}
+            self._state.load(tensors | inside, point.rest)  # the strategy changes its state in place
+
+    def _point(self, steps: int, replicas: Mapping[str, torch.Tensor]) -> Point:
+        """Return a point with a copy of the current state."""
+        without = SHARES, *(["data"] if self._context.order.grows else [])  # joiners have got the samples
+        snapshot = HostBuffers().copy(self._state.snapshot(steps, without))
+        return Point(steps, snapshot.tensors, snapshot.state, replicas)
+
+    def _spread(
+        self, own: Mapping[str, torch.Tensor], what: str, *, everywhere: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return copies of the tensors of the replicas that this worker has to keep."""
+        division = Division(self._context.world, own, _no_slices, what)
+        everyone = range(self._context.world.size)
+        tensors = division.put_together([*division.parts], (lambda _: everyone) if everywhere else self._ranks)
+        return {name: value.to("cpu", copy=True) for name, value in tensors}
+
+    def _ranks(self, name: str) -> set[int]:
+        """Return the worker of a replica and the one with its copy, given the name of one of its tensors."""
+        shares = even(self._context.settings.local.replicas, self._context.world.size)
+        (number,) = _numbers([name])
+        holders = [rank for rank, share in enumerate(shares) if number in share]
+        return {*holders, *((rank + 1) % len(shares) for rank in holders)}
+
+
+def _numbers(names: Iterable[str]) -> set[int]:
+    """Return the numbers of the replicas to which tensors belong."""
+    return {int(name.removeprefix(REPLICA).partition("/")[0]) for name in names}
+
+
+def _no_slices(name: str) -> torch.Size:
+    raise AssertionError(name)

@@ -1,0 +1,212 @@
+"""Replicas that train on their own, and outer steps: the same bits on any number of workers, and when they wait."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Printed = Callable[..., list[dict[str, Any]]]
+WAYS = pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+
+HEAD = """
+import json, os, time
+from functools import partial
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional
+import paceline
+from paceline.data.order import Order
+from paceline.schedule.shares import even
+from subjects import CASES, Sentences, images, mlp, numbers, per_token, tell, transformer
+
+adamw = partial(torch.optim.AdamW, lr=0.01)
+
+def start(strategy="diloco", every=3, after=0, replicas=4, **more):
+    given = {"model": mlp(6, 1, torch.float64), "optimizer": adamw, "data": numbers(100), "batch": 48}
+    if "forward" not in more:
+        given["loss"] = functional.mse_loss
+    local = {"every": every, "after": after, "replicas": replicas}
+    return paceline.start(**given | {"strategy": strategy, "local": local} | more)
+
+def values(session):
+    return torch.cat([value.detach().flatten() for value in session._context.compute.model.parameters()]).tolist()
+
+def train(session, steps):
+    losses = [session.step(batch).loss for batch in session.batches(steps=steps)]
+    return {"losses": losses, "values": values(session), "fingerprint": session.fingerprint()}
+"""
+
+
+def check_equal(one: dict[str, Any], other: dict[str, Any], losses: bool = True) -> None:
+    assert one["values"] == pytest.approx(other["values"], rel=1e-9, abs=1e-13)
+    if losses:
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-9, abs=0)
+
+
+# 8 microbatches; the last batch of an epoch has fewer, so some replicas have none
+ALIKE = """
+def case(**more):
+    given = {"exact": True, "clip_norm": 1.0} | CASES["batch norm, dropout, short batch"]() | more
+    return train(start(**given), 7)
+
+tell(
+    diloco=case(), after=case(strategy="local-sgd", every=2, after=2), average=case(average="ema"),
+    int8=case(wire="int8"), fixed=case(exact="fixed-point"),
+)
+"""
+BY_HAND = """
+def by_hand(replicas, every, steps):
+    data, order = numbers(100), Order(100, 48, 8, seed=0)
+    outer, models = mlp(6, 1, torch.float64), [mlp(6, 1, torch.float64) for _ in range(replicas)]
+    inner = [adamw(model.parameters()) for model in models]
+    nesterov = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    counts = [0] * replicas
+    for step in range(steps):
+        parts = order.microbatches_of(step)
+        for number, share in enumerate(even(len(parts), replicas)):
+            samples = [sample for part in share for sample in parts[part]]
+            if samples:
+                features, target = data[samples]
+                inner[number].zero_grad()
+                functional.mse_loss(models[number](features), target).backward()
+                inner[number].step()
+                counts[number] += len(samples)
+        if (step + 1) % every == 0:
+            for weight, *held in zip(*(one.parameters() for one in (outer, *models))):
+                mean = sum(one.detach() * count for one, count in zip(held, counts)) / sum(counts)
+                weight.grad = weight.detach() - mean
+            nesterov.step()
+            for model in models:
+                model.load_state_dict(outer.state_dict())
+            counts = [0] * replicas
+    return {"values": torch.cat([value.detach().flatten() for value in outer.parameters()]).tolist()}
+
+sgd = {"optimizer": partial(torch.optim.SGD, lr=0.05)}
+tokens = {"data": Sentences(90), "batch": 32, "forward": per_token} | sgd
+tell(
+    diloco=train(start(), 9), by_hand=by_hand(4, 3, 9),
+    average=train(start("local-sgd", every=1, **sgd), 6), plain=train(start("allreduce", **sgd), 6),
+    average_tokens=train(start("local-sgd", every=1, model=transformer(0.0).double(), **tokens), 5),
+    plain_tokens=train(start("allreduce", model=transformer(0.0).double(), **tokens), 5),
+)
+"""
+
+
+def test_the_bits_do_not_depend_on_the_workers(printed: Printed, tmp_path: Path) -> None:
+    """The fingerprints also cover replicas that have made a step since the last outer step."""
+    (alone,), three = (printed(HEAD + ALIKE, workers, tmp_path) for workers in (1, 3))
+    for name, found in alone.items():
+        assert {one[name]["fingerprint"] for one in three} == {found["fingerprint"]}, name
+        assert all(one[name]["values"] == found["values"] for one in three), name
+    assert len({found["fingerprint"] for found in alone.values()}) == len(alone)
+
+
+EIGHT = """
+tell(**train(start(exact=True, replicas=8, **CASES["batch norm, dropout, short batch"]()), 7))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "one_machine"), [(5, True), (8, True), (4, False)])
+def test_eight_replicas(printed: Printed, tmp_path: Path, workers: int, one_machine: bool) -> None:
+    (alone,) = printed(HEAD + EIGHT, 1, tmp_path)
+    several = printed(HEAD + EIGHT, workers, tmp_path, one_machine=one_machine)
+    assert {one["fingerprint"] for one in several} == {alone["fingerprint"]}
+
+
+def test_the_numbers_are_those_of_the_papers(printed: Printed, tmp_path: Path) -> None:
+    """DiLoCo in plain torch; and a mean after each step of SGD is all-reduce, also where samples count differently."""
+    (found,) = printed(HEAD + BY_HAND, 1, tmp_path)
+    check_equal(found["diloco"], found["by_hand"], losses=False)
+    check_equal(found["average"], found["plain"])
+    check_equal(found["average_tokens"], found["plain_tokens"])
+
+
+WAITING = """
+done = Path(os.environ["PACELINE_RUN"]) / "first is ahead"
+
+def forward(model, microbatch):
+    deadline = time.monotonic() + 30
+    while session.rank == 1 and session.position == 1 and not done.exists():
+        assert time.monotonic() < deadline, "the first worker waits"
+        time.sleep(0.005)
+    features, target = microbatch
+    return functional.mse_loss(model(features), target)
+
+session = start(every=5, forward=forward)
+for batch in session.batches(steps=10):
+    session.step(batch)
+    if session.rank == 0 and batch.step == 3:
+        done.touch()
+tell(fingerprint=session.fingerprint())
+"""
+
+
+@pytest.mark.sampled(1)
+@WAYS
+def test_nobody_waits_between_two_outer_steps(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
+    """The second worker does not finish its step 1 before the first one has done step 3."""
+    environment = {"PACELINE_RUN": str(tmp_path)}
+    first, second = printed(HEAD + WAITING, 2, tmp_path, environment=environment, one_machine=one_machine)
+    assert first == second
+    events = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "outer-step"] == [4, 9]
+
+
+LEFT_OUT = """
+session = start(every=3)
+for batch in session.batches(steps=10):
+    if batch.step % 3 != 2:
+        session.step(batch)
+tell(fingerprint=session.fingerprint())
+"""
+
+
+def test_steps_that_the_script_leaves_out_are_not_counted(printed: Printed, tmp_path: Path) -> None:
+    first, second = printed(HEAD + LEFT_OUT, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+    assert first == second
+    events = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "outer-step"] == [3, 7]
+
+
+SAVED = """
+kept = {"directory": os.environ["KEPT"], "every": 6}
+case = CASES["batch norm, dropout, short batch"]()
+session = start(**case | {"every": 4, "exact": True, "checkpoint": kept, "resume": "auto"})
+measured = []
+for batch in session.batches(steps=int(os.environ["STEPS"])):
+    session.step(batch)
+    if session.position == 10:
+        measured.append(session.evaluate(images(30)))
+tell(fingerprint=session.fingerprint(), measured=measured)
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path) -> None:
+    """A run that is saved between two outer steps, and resumed on other workers, has the bits of one process."""
+
+    def run(folder: str, steps: int, workers: int) -> list[dict[str, Any]]:
+        environment = {"KEPT": str(tmp_path / folder), "STEPS": str(steps)}
+        return printed(HEAD + SAVED, workers, tmp_path, environment=environment)
+
+    whole = run("one", 11, 1)
+    run("two", 7, 3)
+    assert run("two", 11, 2) == whole * 2
+    assert len(whole[0]["measured"]) == 1
+
+
+REMARKS = """
+session = start(every=3)
+reports = [session.step(batch) for batch in session.batches(steps=3)]
+tell(notes=reports[-1].notes, losses=[report.loss for report in reports])
+"""
+
+
+def test_the_loss_is_global_after_an_outer_step(printed: Printed, tmp_path: Path) -> None:
+    first, second = printed(HEAD + REMARKS, 2, tmp_path)
+    assert [one == two for one, two in zip(first["losses"], second["losses"], strict=True)] == [False, False, True]
+    assert any("an outer step after every 3 steps" in note for note in first["notes"])
