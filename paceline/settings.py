@@ -341,7 +341,7 @@ class Settings(BaseModel):
     def _tracker_names(cls, value: object) -> object:
         names = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
         for name in names if isinstance(names, list | tuple | set) else ():
-            if name not in TRACKERS:
+            if isinstance(name, str) and name not in TRACKERS:
                 raise ValueError(f"there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}")
         return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple | set) else names
 

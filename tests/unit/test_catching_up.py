@@ -24,6 +24,7 @@ from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.growing.samples import Growing
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
+from paceline.settings import Settings
 from paceline.step.context import HeldShare, StepResult
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.training.progress import Progress
@@ -198,7 +199,8 @@ class Scene:
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
             order=SimpleNamespace(grows=False),
-            settings=SimpleNamespace(strategy="allreduce"),
+            settings=SimpleNamespace(strategy="allreduce", local=Settings().local),
+            replicas={},
             prepared=[],
             held=HeldShare(),
             audits=AuditSchedule(),
@@ -215,7 +217,7 @@ class Scene:
             self.asked.append(given)
             return next(left)
 
-        coordinator: Any = SimpleNamespace(await_membership=await_membership)
+        coordinator: Any = SimpleNamespace(await_membership=await_membership, clock=None)
         self.begun = 0
         facts = {"batch": 8, "initial weights": "a"}
         about = {"context": self.context, "run_spec": facts, "state": self.state, "checkpointer": self.saver}
@@ -240,7 +242,7 @@ class Scene:
 @pytest.fixture(autouse=True)
 def capable(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the strategy promises."""
-    able = SimpleNamespace(exact=True)
+    able = SimpleNamespace(exact=True, replicas=0)
     monkeypatch.setattr(state_shards.registry, "capabilities", lambda *_: able)
     return able
 

@@ -32,7 +32,21 @@ def compute_of(model: nn.Module, loss: Any = functional.mse_loss) -> Any:
 
     taken: list[int] = []
     take = lambda value, samples: taken.append(samples)  # noqa: E731
-    return SimpleNamespace(model=model, forward=forward, precision=nullcontext, take=take, taken=taken)
+
+    def loss_of(group: MicrobatchGroup, step: int = 0, model: Any = model) -> tuple[torch.Tensor, None]:
+        value = forward(model, group.data)
+        take(value, group.samples)
+        return value, None
+
+    return SimpleNamespace(
+        model=model,
+        forward=forward,
+        loss_of=loss_of,
+        input_of=lambda group: group.data[0],
+        precision=nullcontext,
+        take=take,
+        taken=taken,
+    )
 
 
 class Scale(torch.autograd.Function):

@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.encoding import EncodingError
-from paceline.checkpoint.training_state import _described
+from paceline.checkpoint.load import described
 
 STATE: dict[str, Any] = {
     "groups": [{"lr": 0.1}, {"lr": 0.2}], "run": "a", "strategy_state": {}, "optimizer": "AdamW", "schedule": None,
 }  # fmt: skip
 
 
-def test_a_state_is_described() -> None:
-    assert _described(STATE) == {"the optimizer": "AdamW", "the number of its groups": 2, "a schedule": "none"}
-    assert _described(STATE | {"schedule": {}})["a schedule"] == "given"
+def test_a_state_isdescribed() -> None:
+    assert described(STATE) == {"the optimizer": "AdamW", "the number of its groups": 2, "a schedule": "none"}
+    assert described(STATE | {"schedule": {}})["a schedule"] == "given"
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_a_state_is_described() -> None:
 )
 def test_what_is_no_state_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(EncodingError, match=why):
-        _described(STATE | change)
+        described(STATE | change)

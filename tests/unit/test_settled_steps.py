@@ -26,7 +26,8 @@ def loop_at(steps: int, back_to: int) -> Any:
     loop.strategy.settle.side_effect = [WorkerLost("rank 1 was lost"), None, None, None, None]
     loop._follow = Mock()
     loop.saved = []
-    loop._due, loop._begin_save = lambda steps: True, lambda: loop.saved.append(loop.progress.steps)
+    loop._checkpointer, loop._script.is_ahead.return_value = Mock(), False
+    loop._begin_save = lambda: loop.saved.append(loop.progress.steps)
 
     def re_form(lost: WorkerLost) -> None:
         loop._progress, loop._notice = Progress(back_to, repeat_until=6), 0

@@ -51,7 +51,7 @@ class StepDigests:
         if not self._chains:
             return {}
         fields = {"chain": chained(chain, step, result.loss, float(result.norm))}
-        if not step % _EVERY:
+        if self._parts and not step % _EVERY:
             name, value, start = self._parts[step // _EVERY % len(self._parts)]
             held = strategy.held
             if held is None or name in held:
