@@ -114,7 +114,8 @@ def script_modules() -> list[ModuleType]:
     if script is None:
         return [main]
     folder = os.path.join(os.path.dirname(os.path.realpath(script)), "")
-    return [main, *(module for module in list(sys.modules.values()) if module is not main and _is_in(module, folder))]
+    others = (module for module in list(sys.modules.values()) if module is not main)
+    return [main, *(one for one in others if _source_of(getattr(one, "__file__", None) or "").startswith(folder))]
 
 
 def script_files() -> dict[str, Path]:
@@ -124,13 +125,11 @@ def script_files() -> dict[str, Path]:
     return {str(file.relative_to(home)): file for file in files if file.is_file()}
 
 
-def _is_in(module: ModuleType, folder: str) -> bool:
-    """Return whether a module's source is inside a folder and not in an installed package."""
-    file = getattr(module, "__file__", None)
-    if not file or not os.path.isabs(file) or not file.endswith(".py"):
-        return False
-    path = _real_path(file)
-    return path.startswith(folder) and "site-packages" not in path
+@functools.cache  # about 2,000 modules are looked through at each start
+def _source_of(file: str) -> str:
+    """Return the real path of a module's source; empty if it has none, or if an installed package has it."""
+    path = _real_path(file) if os.path.isabs(file) and file.endswith(".py") else ""
+    return "" if "site-packages" in path else path
 
 
 @functools.cache
