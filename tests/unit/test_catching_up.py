@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -134,7 +134,7 @@ class State:
     shares: Any = None
 
     def __init__(self) -> None:
-        self.loaded_script: dict[str, Any] = {}
+        self.loaded_script: dict[str, Any] = {"results": [], "evaluations": {}, "once": {}, "maps": {}}
         self.loaded: list[tuple[dict[str, torch.Tensor], Any]] = []
         self.script_loaded = False
         self.divided = lambda: None
@@ -239,6 +239,16 @@ class Scene:
         return Progress(40)
 
 
+def same_state(given: Sequence[Progress | None], **how: Any) -> list[tuple[Progress, Scene]]:
+    """Bring workers with this progress to one state; gives the progress and the scene of each."""
+
+    def act(world: Any) -> tuple[Progress, Scene]:
+        scene = Scene(world, **how)
+        return scene.of._same_state(given[world.rank]), scene
+
+    return run(len(given), act)
+
+
 @pytest.fixture(autouse=True)
 def capable(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the strategy promises."""
@@ -252,32 +262,22 @@ def test_workers_behind_get_the_state_of_the_furthest() -> None:
     given = [Progress(7, turns=2, compared=3, entered=7), Progress(6, compared=5, entered=6), None]
     given += [Progress(7, {"evaluate": made}, turns=2, entered=7)]
     given += [Progress(7, {"evaluate": made}, turns=2, compared=1, entered=6)]
-
-    def act(world: Any) -> tuple[Progress, State, int]:
-        scene = Scene(world)
-        return scene.of._same_state(given[world.rank]), scene.state, scene.kept
-
-    found = run(5, act)
-    for rank, (progress, state, kept) in enumerate(found):
-        assert kept == (rank == 1), "only its script waits for the step that the others have completed"
+    for rank, (progress, scene) in enumerate(same_state(given)):
+        assert scene.kept == (rank == 1), "only its script waits for the step that the others have completed"
         assert (progress.steps, progress.compared, progress.results_of) == (7, 5, {"evaluate": made}), rank
-        assert state.keeps_script == (rank != 2)
+        assert scene.state.keeps_script == (rank != 2)
         if rank in (3, 4):
-            assert state.loaded == [] and (progress.received, progress.received_turns) == (0, 0)
+            assert scene.state.loaded == [] and (progress.received, progress.received_turns) == (0, 0)
         else:
-            ((tensors, rest),) = state.loaded
+            ((tensors, rest),) = scene.state.loaded
             assert same(tensors, state_at(7)) and rest == {"at": 7}
             assert (progress.received, progress.received_turns) == (7, 2)
 
 
 def test_nothing_is_sent_where_all_are_alike() -> None:
-    def act(world: Any) -> tuple[list[Any], int]:
-        scene = Scene(world)
-        progress = scene.of._same_state(Progress(7))
+    for progress, scene in same_state([Progress(7)] * 3):
         assert progress == Progress(7)
-        return scene.state.loaded, world.bytes_sent
-
-    assert run(3, act) == [([], 0)] * 3
+        assert (scene.state.loaded, scene.context.world.bytes_sent) == ([], 0)
 
 
 def names_of(*parts: str) -> frozenset[str]:
@@ -348,14 +348,8 @@ def test_an_interrupted_step_is_made_by_all_or_nobody(others: list[tuple[int, bo
 
 def test_a_step_that_only_a_lost_worker_has_done_to_its_end_is_undone() -> None:
     """Its update is complete, but the script's values after it are not known."""
-
-    def act(world: Any) -> int:
-        scene = Scene(world, newest=6)
-        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}}
-        progress = Progress(7, owned=names_of("0.", "1."), ahead=True, entered=7)
-        return scene.of._same_state(progress).steps
-
-    assert run(2, act) == [6, 6]
+    given = [Progress(7, owned=names_of("0.", "1."), ahead=True, entered=7) for _ in range(2)]
+    assert [progress.steps for progress, _ in same_state(given, newest=6)] == [6, 6]
 
 
 def test_a_worker_with_everything_gives_what_the_others_lack() -> None:
@@ -405,13 +399,7 @@ def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
     given: list[Progress | None] = [Progress(6, owned=names_of("0."), received=2, repeat_until=3, entered=6), None]
     held = names_of("0.w") if lost == "a shard" else whole
     given += [Progress(8, owned=held, received=4, result=RESULT, entered=8)]
-
-    def act(world: Any) -> tuple[Progress, Scene]:
-        scene = Scene(world, newest=5)
-        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}}
-        return scene.of._same_state(given[world.rank]), scene
-
-    for rank, (progress, scene) in enumerate(run(3, act)):
+    for rank, (progress, scene) in enumerate(same_state(given, newest=5)):
         assert (progress.steps, progress.repeat_until, progress.owned) == (5, 8, None)
         assert scene.events == [("went back", {"step": 5, "steps": 3})]
         assert progress.received == (2, 5, 4)[rank]
@@ -447,7 +435,6 @@ def test_steps_are_not_repeated_if_rollouts_came_between_them() -> None:
 
     def act(world: Any) -> Scene:
         scene = Scene(world, newest=6)
-        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}, "maps": {}}
         with pytest.raises(InputError, match=r"checkpoint of step 6, and repeat 2 .* has called session\.map"):
             scene.of._same_state(Progress(8, made if world.rank else {}, owned=names_of("0."), entered=8))
         return scene
@@ -458,38 +445,25 @@ def test_steps_are_not_repeated_if_rollouts_came_between_them() -> None:
 def test_a_script_that_was_behind_the_checkpoint_gets_the_values_of_that() -> None:
     """It joined, got a state, and has yet to begin its loop; its progress is that of the state that it got."""
     given = [Progress(6, owned=names_of("0."), entered=6), Progress(6, owned=names_of("0.w"), entered=-1, received=6)]
-
-    def act(world: Any) -> tuple[Progress, bool]:
-        scene = Scene(world, newest=5)
-        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}}
-        return scene.of._same_state(given[world.rank]), scene.state.script_loaded
-
-    (first, kept), (second, loaded) = run(2, act)
-    assert (first.received, first.entered, kept) == (0, 6, False)
-    assert (second.received, second.entered, loaded) == (5, -1, True)
+    found = same_state(given, newest=5)
+    assert [(one.received, one.entered, scene.state.script_loaded) for one, scene in found] == [
+        (0, 6, False),
+        (5, -1, True),
+    ]
 
 
 def test_who_joins_while_lost_steps_are_repeated_gets_the_values_of_a_checkpoint() -> None:
-    given = [Progress(6, repeat_until=8, entered=7), None]
-
-    def act(world: Any) -> tuple[Progress, bool]:
-        scene = Scene(world, newest=5)
-        return scene.of._same_state(given[world.rank]), scene.state.keeps_script
-
-    (first, keeps), (second, joiner_keeps) = run(2, act)
-    assert (first.steps, first.repeat_until, first.received, keeps) == (5, 8, 0, True)
-    assert (second.steps, second.repeat_until, second.received, joiner_keeps) == (5, 8, 5, False)
+    found = same_state([Progress(6, repeat_until=8, entered=7), None], newest=5)
+    assert [(one.steps, one.repeat_until, one.received, scene.state.keeps_script) for one, scene in found] == [
+        (5, 8, 0, True),
+        (5, 8, 5, False),
+    ]
 
 
 def test_a_strategy_without_the_bits_takes_shards_of_several_steps(capable: SimpleNamespace) -> None:
     capable.exact = False
     given = [Progress(6, owned=names_of("0.")), Progress(8, owned=names_of("1."))]
-
-    def act(world: Any) -> tuple[Progress, Scene]:
-        scene = Scene(world)
-        return scene.of._same_state(given[world.rank]), scene
-
-    for progress, scene in run(2, act):
+    for progress, scene in same_state(given):
         assert progress.steps == 8 and scene.events == []
 
 
