@@ -122,7 +122,7 @@ def test_one_killed(
     check_the_end(printed(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     ["write_part 2 before", "_write_synced 3 before", "rename 2 before", "rename 2 after", "_write_synced 4 after"],

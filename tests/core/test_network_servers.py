@@ -78,7 +78,7 @@ def test_one_worker_that_computes_is_the_single_process(
         assert one == alone
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "server"), [(2, {}), (4, {"count": 4}), (4, {"count": 2, "dedicated": True})], ids=str
 )

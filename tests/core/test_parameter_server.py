@@ -464,7 +464,7 @@ def averaged(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict
     return one
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "server"),
     [(2, {}), (3, {"count": 2}), (4, {"count": 4}), (2, {"dedicated": True}), (4, {"count": 2, "dedicated": True})],

@@ -59,8 +59,7 @@ def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SC
     return run(script, *(words or ELASTIC), faults=plan, SERVER=json.dumps(WAYS[way]), SLOW="0.002,0.001,0.003")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 2])
 @WAY
 def test_one_is_killed(run: Run, way: str, victim: int) -> None:
@@ -75,8 +74,7 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
 POINTS: list[Point] = ["in the loader", "between reduction and update", "after update", "in evaluate"]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("way", ["async", "dedicated", "sync"])
 def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:

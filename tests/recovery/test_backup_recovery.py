@@ -80,8 +80,7 @@ AT: dict[Point, int] = {
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", AT)
 def test_no_sample_is_lost_with_a_worker(run: Run, point: Point, victim: int) -> None:

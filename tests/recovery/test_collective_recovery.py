@@ -20,7 +20,7 @@ scripted.end(session, loss=report.loss)
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["before forward", "inside the collective", "between reduction and update"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_kill(run: Run, undisturbed: Any, victim: int, point: Point) -> None:

@@ -20,8 +20,7 @@ def given(way: str) -> dict[str, str]:
     return {"GIVEN": json.dumps({"exact": "fixed-point"} | more)}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", [point for point in AT if point != "inside a save"])
 def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
@@ -30,7 +29,7 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
     assert ran.saved()[-1] == STEPS
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
 def test_a_kill_in_the_step_that_finds_the_units(run: Run, undisturbed: Any, way: str, point: Point) -> None:

@@ -71,8 +71,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
     assert ran.memberships()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.report()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str) -> None:

@@ -43,7 +43,7 @@ def went_back(ran: Ran) -> list[int]:
     return [one["step"] for one in ran.events() if one["event"] == "went back"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: Any, victim: int) -> None:
     ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5))

@@ -56,8 +56,7 @@ def check(ran: Ran, wanted: dict[str, Any], finishers: int, steps: int = STEPS) 
 ELASTIC = "-n", 3, "--elastic", "1:3"
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> None:
@@ -67,8 +66,7 @@ def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> No
     assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 2)], ids=str)
 def test_two_are_killed_at_once(run: Run, undisturbed: Any, victims: tuple[int, int], path: str) -> None:
@@ -89,8 +87,7 @@ AT: dict[Point, int] = {
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", AT)
 def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
@@ -102,7 +99,7 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
     assert len(ran.launcher("lost")) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None:
     plan = faults.kill(rank=2, step=5) + faults.kill(rank=victim, step=5, point="during recovery")
@@ -219,8 +216,7 @@ scripted.end(session, last=values[-1])
 """.replace("STEPS", str(STEPS)).replace("import sys", "import os, sys")
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 5, 7, 8])
 @pytest.mark.parametrize("way", ["in the loop", "after each epoch"])
 def test_a_joiner_evaluates_with_the_others(run: Run, undisturbed: Any, way: str, at: int) -> None:

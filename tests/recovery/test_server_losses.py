@@ -22,7 +22,7 @@ def over_network(run: Run, way: str, plan: Any, *words: Any, script: str = SCRIP
     return started(run, way, plan, *(words or ELASTIC), script=NETWORK + script)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("way", ASYNC)
 def test_one_is_killed(run: Run, way: str, victim: int) -> None:
@@ -33,7 +33,7 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     assert STEPS - 1 <= counted[-1] <= STEPS, ran.report()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("way", ["sync", "sync, dedicated"])
 def test_sync_one_is_killed(run: Run, way: str, victim: int) -> None:
@@ -42,7 +42,7 @@ def test_sync_one_is_killed(run: Run, way: str, victim: int) -> None:
     assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("server", [{"count": 1}, {"count": 2}, {"count": 1, "dedicated": True}], ids=str)
 def test_sync_has_the_bits_of_an_undisturbed_run(
@@ -54,7 +54,7 @@ def test_sync_has_the_bits_of_an_undisturbed_run(
     check_bits(ran, undisturbed(PLAIN), 2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("point", ["in the loader", "between reduction and update", "after update", "in evaluate"])
 @pytest.mark.parametrize("way", ["async", "sync"])
 def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:

@@ -40,8 +40,7 @@ def test_each_of_the_others_sends_a_part(run: Run, undisturbed: Any, path: str) 
     assert [len(sizes) for sizes in parts if len(sizes) > 1] == [2], ran.report()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
+@pytest.mark.slow
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_is_killed_while_it_sends(run: Run, undisturbed: Any, victim: int, path: str) -> None:

@@ -29,7 +29,7 @@ scripted.end(session)
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, victim: int) -> None:
     """The step is repeated: what it held is free again."""
