@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import PACELINE, Command, Forked, ForkServer
 
 from paceline.errors import ConfigError
 from paceline.launchers.base import Request
@@ -155,8 +155,8 @@ elif applied.exists() and not deleted.exists():
 class Fake:
     """A ``kubectl`` on PATH; the cluster's answers are files."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, server: ForkServer) -> None:
+        self.folder, self._server = folder, server
         program = folder / "bin" / "kubectl"
         program.parent.mkdir()
         program.write_text(KUBECTL.format(python=sys.executable))
@@ -169,22 +169,21 @@ class Fake:
             (self.folder / f"{name}.new").write_text(json.dumps(one))
             (self.folder / f"{name}.new").rename(self.folder / f"{name}.json")
 
-    def start(self, *options: str, path: str | None = None) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "paceline", "run", "--on", "kubernetes", "--image", "registry.example/train:1"]
+    def start(self, *options: str, path: str | None = None) -> Forked:
+        words = "run", "--on", "kubernetes", "--image", "registry.example/train:1", "--name", "first", *options
         path = path or f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return subprocess.Popen(
-            [*command, "--name", "first", *options, "train.py"],
-            env={**os.environ, "FAKE": str(self.folder), "PATH": path},
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        environment = {**os.environ, "FAKE": str(self.folder), "PATH": path}
+        out, err = self.folder / "out", self.folder / "err"
+        command = Command((*PACELINE, *words, "train.py"), environment, out, err, self.folder)
+        (process,) = self._server.start([command])
+        return process
+
+    def end(self, process: Forked) -> tuple[int, str, str]:
+        code = process.wait(120.0)
+        return code, (self.folder / "out").read_text(), (self.folder / "err").read_text()
 
     def run(self, *options: str, path: str | None = None) -> tuple[int, str, str]:
-        process = self.start(*options, path=path)
-        out, err = process.communicate(timeout=120)
-        return process.returncode, out, err
+        return self.end(self.start(*options, path=path))
 
     def calls(self, verb: str) -> list[list[Any]]:
         file = self.folder / "calls"
@@ -194,8 +193,8 @@ class Fake:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Fake:
-    return Fake(tmp_path)
+def fake(tmp_path: Path, fork_server: ForkServer) -> Fake:
+    return Fake(tmp_path, fork_server)
 
 
 def pod(index: int, phase: str, state: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
@@ -269,8 +268,8 @@ def test_a_signal_lets_the_pods_save(fake: Fake, number: signal.Signals, code: i
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    found, _, err = fake.end(process)
+    assert found == code, err
     assert "stopping" in err
     assert "--cascade=foreground" in fake.calls("delete")[0][0]
     assert not any("--force" in words for words, _ in fake.calls("delete"))
