@@ -58,7 +58,7 @@ def train(**more):
     session = paceline.start(model=model, optimizer=partial(torch.optim.AdamW, lr=1e-2), data=classes(2048), batch=1024,
                              loss=nn.functional.cross_entropy, exact=True, timeout_seconds=30, **more)
     peaks = []
-    for batch in session.batches(steps=4):
+    for batch in session.batches(steps=3):
         peak = Peak()
         with peak:
             session.step(batch)

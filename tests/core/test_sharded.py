@@ -350,13 +350,10 @@ def test_the_bits_are_those_of_one_process(
     check(printed, alone, tmp_path, machines, more, {})
 
 
-@pytest.mark.parametrize(("machines", "more"), [([1, 1, 1], {}), ([2, 2], WITHIN)], ids=str)
-def test_so_they_are_over_the_network(
-    printed: Printed, alone: dict[str, Any], tmp_path: Path, machines: list[int], more: dict[str, Any]
-) -> None:
+def test_so_they_are_of_machines_that_each_hold_the_whole(printed: Printed, alone: Any, tmp_path: Path) -> None:
     """The ways that divide, gather or add up differently; the others only change what a worker does with its part."""
     wanted = {name: alone[name] for name in (*DIVIDED, *SIZES)}
-    check(printed, wanted, tmp_path, machines, more, {"ONLY": ";".join(DIVIDED)})
+    check(printed, wanted, tmp_path, [2, 2], WITHIN, {"ONLY": ";".join(DIVIDED)})
 
 
 def check(

@@ -120,7 +120,8 @@ def test_a_step_that_is_repeated_on_the_way_to_a_save_is_saved_once(run: Run, tm
     """Rank 0 is to save after step 3, and waits for rank 1; then both repeat it, from the checkpoint before."""
     environment = {"GIVEN": json.dumps({"exact": False} | pipeline("2bw", 2)), "WORKERS": "2"}
     lost = faults.kill(rank=1, step=3)
-    ran = run(SCRIPT, "-n", 2, "--elastic", "1:2", *SAVING, faults=lost, **environment)
+    script = SCRIPT.replace(f"steps={STEPS}", "steps=8")
+    ran = run(script, "-n", 2, "--elastic", "1:2", *SAVING, faults=lost, **environment)
     assert ran.code == 0, ran.report()
     saved = [(one["generation"], one["step"]) for one in ran.events() if one["event"] == "checkpoint"]
     assert len(saved) == len(set(saved)), saved
