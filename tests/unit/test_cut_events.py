@@ -32,12 +32,13 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
                 gather=lambda told, during: [told, told],
                 open_communicators=lambda communicators: None,
             ),
-            compute=SimpleNamespace(model=model, buffers=buffers, input_of=lambda group: group.data[0]),
+            compute=SimpleNamespace(
+                model=model, buffers=buffers, batch_loss=None, input_of=lambda group: group.data[0]
+            ),
             update=SimpleNamespace(parameters=dict(model.named_parameters()), optimizer=None),
             feed=SimpleNamespace(load=lambda step, parts: [group]),
             order=SimpleNamespace(microbatches=4),
             settings=Settings(),
-            batch_loss=None,
             loop=SimpleNamespace(noting_forward=nullcontext, forward_values=ForwardValues({})),
             events=SimpleNamespace(mark=lambda event, **fields: told.append({"event": event, **fields})),
         ),
