@@ -112,7 +112,7 @@ def test_a_carried_state_is_that_of_plain_training(printed: Printed, tmp_path: P
         assert all(trained == alone["trained"][0] for trained in one["trained"])
     for one in both:
         wrong = one["wrong"]
-        assert "'local-sgd' does not wait" in wrong["local"]
+        assert "strategy 'local-sgd' cannot carry" in wrong["local"]
         assert "8 rows of tokens, but batch = 4" in wrong["rows"]
         assert "4 samples instead of 8" in wrong["short"]
         assert "pair (loss, next state)" in wrong["no pair"]

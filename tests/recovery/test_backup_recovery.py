@@ -146,25 +146,16 @@ LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("step", [5, 8])
-def test_the_others_go_on_from_the_one_that_is_furthest(run: Run, step: int, victim: int, path: str) -> None:
-    """A worker is lost between two averages, or just before one; the others have the same model then."""
+def test_the_others_go_back_to_the_last_outer_step(run: Run, step: int, victim: int, path: str) -> None:
+    """A worker is lost between two outer steps, or just before one."""
     point: Point = "after update" if step == 8 else "before forward"
     script = TWO_GO_ON + (SCRIPT if path == "memory" else NETWORK + SCRIPT)
     ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=step, point=point), SETTINGS=LOCAL)
     check_together(ran, 2)
     assert len(ran.launcher("lost")) == 1
-    averages = {event["step"] for event in ran.events() if event["event"] == "average"}
-    assert averages >= {1, 3, 4, 9, 11} and averages <= {1, 3, 4, 6, 7, 8, 9, 11}, ran.report()
-
-
-def test_a_repeated_step_is_not_applied_twice(run: Run) -> None:
-    """A worker is lost in the average; the others have made the update before it, and make it only once."""
-    plan = faults.kill(rank=1, step=8, point="after update")
-    ran = run(TWO_GO_ON + SCRIPT, *ELASTIC, faults=plan, SETTINGS=LOCAL)
-    check_together(ran, 2)
-    averages = [event for event in ran.events() if event["event"] == "average" and event["generation"] == 1]
-    assert averages[0]["step"] == 9
-    assert sum(averages[0]["weights"]) == ORDER.samples_of(9)
+    outer = {event["step"] for event in ran.events() if event["event"] == "outer-step"}
+    assert outer == {1, 3, 5, 7, 9, 11}, ran.report()
+    assert {event["step"] for event in ran.events() if event["event"] == "went back"} == {step // 2 * 2}, ran.report()
 
 
 @pytest.mark.slow
