@@ -27,7 +27,7 @@ from paceline.observe.records import Record, number
 _KINDS = {
     "step": "steps",
     **dict.fromkeys(("forward", "backward", "input", "weight", "update", "audit", "encode"), "compute"),
-    **dict.fromkeys(("exchange", "spread", "average"), "exchange"),
+    **dict.fromkeys(("exchange", "spread", "outer-step"), "exchange"),
     **dict.fromkeys(("send", "encode-send"), "send"),
     **dict.fromkeys(("receive", "encode-receive"), "receive"),
     **dict.fromkeys(("checkpoint", "checkpoint-part"), "checkpoints"),
