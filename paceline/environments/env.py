@@ -66,7 +66,7 @@ class Replay:
     """Request of ``paceline replay``: the step after which the run ends, and what to observe in it."""
 
     step: int
-    observe: str  # a key of ``diagnostics.replay.observer.OBSERVERS``; empty to only repeat the step
+    observe: str  # what ``diagnostics.replay.observer`` shows; empty to only repeat the step
     directory: Path  # where to write what is too large for a record
 
 

@@ -260,7 +260,7 @@ def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: flo
     if shares["compute"] and start.get("strategy") == "allreduce":
         gains["strategy=stealing"] = stealing
     if shares["load"] and fixed:
-        rest, before = 1 - shares["load"], number(start.get("workers_per_loader")) or 0.0
+        rest, before = max(1e-4, 1 - shares["load"]), number(start.get("workers_per_loader")) or 0.0
         load = before or shares["load"]  # loader processes that are too slow have been busy all the time
         processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
         gains[f"workers_per_loader={processes}"] = 1 - max(rest, load / processes)

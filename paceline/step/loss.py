@@ -207,6 +207,10 @@ class StandIn:
         """
         raise InputError(_ONE_CALL.format(does=f"uses {name!r} of the model"))
 
+    def __getitem__(self, _: object) -> NoReturn:
+        """Refuse to use a layer of the model, as ``__getattr__`` does."""
+        self.__getattr__("__getitem__")
+
     def check_called(self) -> None:
         """Raise InputError if ``forward`` has not called the model."""
         if self._call is not None:

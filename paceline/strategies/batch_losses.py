@@ -53,9 +53,10 @@ class BatchLosses(Strategy):
         try:
             if self._inner.loss_place is None:
                 self._probe(step, groups)
-            else:  # the cut has been checked
+            result = self._inner.step(step, groups)
+            if self._inner.loss_place is not None:  # the cut has been checked, unless the step was interrupted
                 self._context.probe_results.repeatable = True
-            return self._inner.step(step, groups)
+            return result
         finally:
             self._loss.end()
 

@@ -61,15 +61,25 @@ def check(
     _check_wire(settings, capabilities)
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, model)
-    if env.trace() is not None and not capabilities.exact:
-        raise ConfigError(
-            f"paceline verify is for strategies that compute the same function on any number of workers, which "
-            f"strategy {which} does not: {cure}."
-        )
+    if env.trace() is not None:
+        _check_verified(settings, capabilities, f"strategy {which} does not: {cure}.")
     if settings.checkpoint.every == "auto" and not capabilities.replicated:
         raise ConfigError(
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
             f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
+        )
+
+
+def _check_verified(settings: Settings, capabilities: Capabilities, because: str) -> None:
+    if not capabilities.exact:
+        raise ConfigError(
+            f"paceline verify is for strategies that compute the same function on any number of workers, which "
+            f"{because}"
+        )
+    if capabilities.replicas:
+        raise ConfigError(
+            f"paceline verify compares the loss of each step, and strategy {settings.strategy!r} has one only after "
+            f"outer steps, as each worker trains replicas of its own: compare the fingerprints of runs instead."
         )
 
 

@@ -190,7 +190,8 @@ class TrainingLoop:
             try_forward_pass(context, groups, step)
         context.events.step = step
         fault_points.reach("before forward", step)
-        result = self.records.take(self.strategy, self.progress, step, groups)
+        result = self.records.observe(self.strategy, step, groups) or self.strategy.step(step, groups)
+        self.records.chain(self.strategy, self.progress, step, result)
         self._memory.step_done()
         self.loads_ahead = True
         return result

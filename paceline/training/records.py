@@ -6,7 +6,7 @@ from paceline.checkpoint.training_state import TrainingState
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
 from paceline.diagnostics.replay.digests import StepDigests
-from paceline.diagnostics.replay.observer import observed
+from paceline.diagnostics.replay.observer import end, observed
 from paceline.diagnostics.verify.trace_writer import TraceWriter
 from paceline.environments import env
 from paceline.step.context import StepResult, TrainingContext
@@ -37,16 +37,17 @@ class Records:
             return self._replay.step + 1
         return UNKNOWN if self._trace is None else self._trace.steps
 
-    def take(self, strategy: Strategy, progress: Progress, step: int, groups: list[MicrobatchGroup]) -> StepResult:
-        """Take a step, observe it if it is the one to replay, and chain its digest to the progress."""
-        if self._replay is not None and self._replay.step == step:
-            result = observed(self._replay, self._context, self._state, strategy, step, groups)
-        else:
-            result = strategy.step(step, groups)
+    def observe(self, strategy: Strategy, step: int, groups: list[MicrobatchGroup]) -> StepResult | None:
+        """Take a step and observe it, if it is the one to replay. Otherwise return None."""
+        if self._replay is None or self._replay.step != step:
+            return None
+        return observed(self._replay, self._context, self._state, strategy, step, groups)
+
+    def chain(self, strategy: Strategy, progress: Progress, step: int, result: StepResult) -> None:
+        """Chain the digest of a step that was just taken to the progress."""
         digest = self._digests.after(progress.chain, step, result, strategy)
         self._digest = step, digest
         progress.chain = digest.get("chain", "")
-        return result
 
     def add(
         self,
@@ -60,8 +61,7 @@ class Records:
     ) -> None:
         """Record a step. If a batch has several phases, the first is recorded as the step, later ones as phases.
 
-        Raises:
-            SystemExit: it was the step to replay.
+        Ends the process if it was the step to replay.
         """
         context = self._context
         samples = context.order.samples_of(step)
@@ -87,5 +87,4 @@ class Records:
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
         if self._replay is not None and step == self._replay.step and turn + 1 >= len(context.phases):
-            context.world.gather(None, "leaving")  # no worker exits while another needs it to end the step
-            raise SystemExit(0)
+            end(context)

@@ -109,7 +109,7 @@ exact = {
 }
 other = {
     "async": dict(strategy="parameter-server", server=dict(mode="async")),
-    "local-sgd": dict(strategy="local-sgd"),
+    "local-sgd": dict(strategy="local-sgd", local=dict(every=2)),
     "pipedream": dict(strategy="pipeline", pipeline=dict(schedule="pipedream")),
 }
 found = {}

@@ -104,7 +104,8 @@ train(model, session, 3, begin=2)
 found["resumed"] = session.fingerprint()
 
 for name, settings in {"async": dict(strategy="parameter-server", server=dict(mode="async")),
-                       "local-sgd": dict(strategy="local-sgd"), "hogwild": dict(strategy="hogwild"),
+                       "local-sgd": dict(strategy="local-sgd", local=dict(every=1)),
+                       "hogwild": dict(strategy="hogwild"),
                        "pipedream": dict(strategy="pipeline", pipeline=dict(schedule="pipedream"))}.items():
     model, session = start(**settings)
     train(model, session, 2)

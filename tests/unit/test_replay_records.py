@@ -35,6 +35,7 @@ def a_run(folder: Path, losses: Sequence[float] = LOSSES, session: int = 1, **la
 
 def test_the_last_record_of_a_step_counts(tmp_path: Path) -> None:
     run = a_run(tmp_path / "one")
+    mark(run, 0, "recovered", 8.0, 1, step=2, workers=[0])
     mark(run, 0, "step", 9.0, 1, step=2, loss=float("nan"), gradient_norm=1.0, chain="new")
     with (run / "events" / "rank-1.jsonl").open("a") as file:
         file.write('{"time": 1.0, "event": "step", "ra')

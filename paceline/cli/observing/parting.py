@@ -14,11 +14,15 @@ if TYPE_CHECKING:
 def compare(runs_dir: Path, first: str, second: str) -> int:
     """Compare two runs, and print where they part. Return the exit code: 0 if they do not, else 1."""
     from paceline.diagnostics.replay import parting, recorded
+    from paceline.errors import InputError
     from paceline.launchers.runs import found
 
-    one, two = (recorded.load(found(runs_dir, name).absolute()) for name in (first, second))
+    one, two = (recorded.load(found(runs_dir, name).resolve()) for name in (first, second))
     step = parting.first_recorded(one, two)
     common = one.steps.keys() & two.steps.keys()
+    if not common:
+        has = (f"{run.folder.name} has {run.range_of_steps()}" for run in (one, two))
+        raise InputError(f"The runs have no step in common: {', '.join(has)}.")
     if step is None:
         missing = "" if len(common) == len(one.steps) == len(two.steps) else ", all that both have"
         print(f"The same bits in {len(common)} steps{missing}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     asked = [name for name, is_asked in _observers(anomaly, samples, profile, pdb).items() if is_asked]
     if len(asked) > 1:
         raise ConfigError(f"Give one of --{' and --'.join(asked)}, not both.")
-    known = recorded.load(found(runs_dir, run).absolute())
+    known = recorded.load(found(runs_dir, run).resolve())
     with replayed(known, step, ranks, asked[0] if asked else "") as (records, code):
         for event, lines_of in _LINES.items():
             for line in lines_of(known, [record for record in records if record["event"] == event]):
@@ -83,21 +84,27 @@ def replayed(
     if checkpoint is not None:
         settings["resume"] = str(checkpoint)
     asked = {"step": step, "observe": observe, "directory": str(traces or known.folder)}
-    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as directory, _working_in(known.launch):
+    directory = Path(tempfile.mkdtemp(prefix="paceline-replay-"))
+    with _working_in(known.launch):
         request = Request(
             known.script,
             tuple(known.launch["arguments"]),
             workers,
             settings,
-            runs=Path(directory),
+            runs=directory,
             name=known.folder.name,
             environment={env.REPLAY: json.dumps(asked), "OMP_NUM_THREADS": str(known.launch.get("threads", 1))},
         )
         _say(
-            f"replaying {known.folder.name} from {checkpoint.name if checkpoint else 'the start'} on {_count(workers)}"
+            f"replaying {known.folder.name} from {checkpoint.name if checkpoint else 'the start'} on "
+            f"{_count(workers)}; {known.script.name} runs in {Path.cwd()}, and what it writes itself, it writes again"
         )
         code = _run(request, interactive=observe == "pdb")
-        yield [*records.read(Path(directory) / known.folder.name, ["step", *_LINES], range(start, step + 1))], code
+    try:
+        yield [*records.read(directory / known.folder.name, ["step", *_LINES], range(start, step + 1))], code
+    finally:
+        if not code:  # else the report of the failure names files in it
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> int:
@@ -105,6 +112,13 @@ def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> 
     from paceline.errors import ConfigError
 
     recorded = known.workers_at(step)
+    others = {known.workers_at(one) for one in range(known.checkpoint_before(step)[0], step)} - {recorded}
+    if others and not known.same_bits:
+        raise ConfigError(
+            f"--step {step}: {known.folder.name} had {_count(recorded)} there and {_count(max(others))} at an earlier "
+            f"step after the nearest checkpoint. Its bits depend on the number of workers, because exact is not set, "
+            f"so no replay has them."
+        )
     workers = ranks or (1 if known.same_bits else recorded)
     if ranks is not None and ranks < 1:
         raise ConfigError(f"--ranks {ranks}: at least one worker must train.")

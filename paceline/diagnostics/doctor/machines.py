@@ -174,11 +174,14 @@ class Joined:
 
 
 def join(where: Rendezvous, host: str, shared: Shared, seconds: float) -> Joined:
-    """Connect to the first machine, which may not have started yet. Retry for ``seconds``."""
+    """Connect to the first machine, which may not have started yet. Retry for ``seconds``, unless it refuses."""
     deadline = time.monotonic() + seconds
     while True:
         secret = shared.read()
-        joined = _try_to_join(where, host, secret) if secret else Joined(problem=_no_secret(shared, where))
+        try:
+            joined = _try_to_join(where, host, secret) if secret else Joined(problem=_no_secret(shared, where))
+        except Refused:  # a later try, when the first machine has given up, would find another problem
+            return Joined(problem=_other_secret(where))
         if joined.connection is not None or time.monotonic() >= deadline:
             return joined
         time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
@@ -193,7 +196,7 @@ def _try_to_join(where: Rendezvous, host: str, secret: Secret) -> Joined:
         authenticate(tried.socket, AGENT, secret.key(AGENT), 10.0)
     except Refused:
         tried.socket.close()
-        return Joined(problem=_other_secret(where))
+        raise
     except (NotAuthenticated, OSError) as error:
         tried.socket.close()
         return Joined(problem=unreachable(where, f"connected, and then {error}"))

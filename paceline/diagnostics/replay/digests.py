@@ -1,15 +1,17 @@
-"""Digest of each step: the chain of losses and norms of the gradients, and now and then a part of the parameters.
+"""Digest of each step: the chain of losses, and now and then a part of the parameters.
 
 ::
 
     step             0          1      ...     16      ...     32
-    loss, norm       │          │               │               │        from all parameters and samples
+    loss             │          │               │               │        of the whole batch
     chain       ""  ─┴────> c0 ─┴────> c1  ... ─┴────> c16 ... ─┴────> c32
     parameters     a[0:]                    a[256K:]            b        in turn, up to 1 MB of float32
 
-Equal chains after step t mean equal losses and norms in all steps up to t. All workers have both, so the chain does not
+Equal chains after step t mean equal losses in all steps up to t. All workers have the loss, so the chain does not
 depend on the strategy; a digest of a parameter in the chain would, as in a pipeline only one worker holds it. That one
-records the digest. Strategies that depend on the number of workers have no chain.
+records the digest. The norm of the gradients is not in the chain, because ``sharded`` without ``clip_norm`` rounds it
+differently with other workers. Strategies that depend on the number of workers, or whose replicas have losses of their
+own, have no chain.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class StepDigests:
     """Digests of the steps of a run. Build this before the strategy, which may release parameters."""
 
     def __init__(self, context: TrainingContext) -> None:
-        self._chains = capabilities(context.settings, 2).exact  # not with the current number of workers: it may change
+        able = capabilities(context.settings, 2)  # not with the current number of workers: it may change
+        self._chains = able.exact and not able.replicas
         self._parts = [
             (name, value, start)
             for name, value in context.update.parameters.items()
@@ -50,7 +53,7 @@ class StepDigests:
         """
         if not self._chains:
             return {}
-        fields = {"chain": chained(chain, step, result.loss, float(result.norm))}
+        fields = {"chain": chained(chain, step, result.loss)}
         if self._parts and not step % _EVERY:
             name, value, start = self._parts[step // _EVERY % len(self._parts)]
             held = strategy.held
@@ -64,12 +67,12 @@ def _part(value: torch.Tensor, start: int) -> torch.Tensor:
     return value if value.numel() <= _ELEMENTS else value.detach().reshape(-1)[start : start + _ELEMENTS]
 
 
-def chained(chain: str, step: int, loss: float, norm: float) -> str:
+def chained(chain: str, step: int, loss: float) -> str:
     """Return the chain after a step.
 
-    >>> chained(chained("", 0, 0.5, 2.0), 1, float("nan"), 2.0)
-    '364dcdf3249558d8'
+    >>> chained(chained("", 0, 0.5), 1, float("nan"))
+    '8687e6adedbb92e2'
     """
-    loss, norm = (one if one == one else math.nan for one in (loss, norm))  # NaNs have many bit patterns
-    packed = struct.pack("<16sqdd", chain.encode(), step, loss, norm)
+    loss = loss if loss == loss else math.nan  # NaNs have many bit patterns
+    packed = struct.pack("<16sqd", chain.encode(), step, loss)
     return hashlib.blake2b(packed, digest_size=8).hexdigest()

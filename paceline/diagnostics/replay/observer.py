@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import pdb
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -39,7 +41,6 @@ def observed(
 
     Raises:
         ConfigError: the observer needs the whole model, of which this worker has a stage only.
-        SystemExit: the loss of the step is not finite, which has been recorded.
     """
     take = partial(strategy.step, step, groups)
     if asked.observe in _OF_MICROBATCHES:
@@ -54,11 +55,12 @@ def observed(
             for finding in _OF_MICROBATCHES[asked.observe](context, step, one)
         ]
         context.events.mark(asked.observe, step=step, found=found)
+        found_anywhere = any(context.world.gather(bool(found), "step"))
         try:
             return take()
         except NonFiniteLoss:
-            if found:
-                raise SystemExit(0) from None
+            if found_anywhere:
+                end(context)
             raise
     if asked.observe == "trace":
         trace = TraceWriter(env.Trace(asked.directory, step + 1), context, state.tensors)
@@ -66,6 +68,15 @@ def observed(
         trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
         return result
     return _AROUND[asked.observe](asked, context, step, groups, take) if asked.observe else take()
+
+
+def end(context: TrainingContext) -> NoReturn:
+    """End this worker after the replayed step, with none of the script's code that would run at its end."""
+    context.world.gather(None, "leaving")  # no worker exits while another needs it to end the step
+    context.events.close()
+    for stream in sys.stdout, sys.stderr:
+        stream.flush()
+    os._exit(0)
 
 
 def _sample_losses(context: TrainingContext, step: int, group: MicrobatchGroup) -> list[dict[str, object]]:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from paceline.observe.records import Record, read
 from paceline.system.masking import MASK
 from paceline.system.regular_files import open_regular, read_text
 
-_EVENTS = ("start", "step", "checkpoint", "resume")
+_EVENTS = ("start", "step", "checkpoint", "resume", "recovered")
 _ASYNCHRONOUS = "Only strategies that compute the same function on any number of workers record digests of their steps"
 _SECRET = (
     "An argument or setting of {run} was a secret, which is not in its record: pass secrets to the script in "
@@ -39,7 +39,6 @@ class RecordedStep:
     norm: str
     chain: str
     digests: Mapping[str, str] = field(default_factory=dict)  # by parameter
-    ranks: frozenset[int] = frozenset()
 
     @property
     def is_finite(self) -> bool:
@@ -50,7 +49,6 @@ class RecordedStep:
         """Describe the first difference from another record of the step. Empty if there is none."""
         for name, mine, theirs in (
             ("loss", self.loss, other.loss),
-            ("norm of the gradients", self.norm, other.norm),
             *((f"parameter {key}", one, other.digests.get(key, one)) for key, one in self.digests.items()),
             ("chain of all steps so far", self.chain, other.chain),
         ):
@@ -72,6 +70,7 @@ class RecordedRun:
     launch: Mapping[str, Any]  # as in launch.json
     starts: tuple[Record, ...]
     steps: Mapping[int, RecordedStep]
+    sizes: tuple[tuple[float, int], ...]  # times from which on there were so many workers
     checkpoints: Mapping[int, Path]  # those that are still there, by their number of steps
 
     @property
@@ -102,8 +101,8 @@ class RecordedRun:
 
     def workers_at(self, step: int) -> int:
         """Return the number of workers that took a step, or the last step before it that is recorded."""
-        known = [one for one in self.steps if one <= step]
-        return len(self.steps[max(known)].ranks) if known else int(self.starts[-1].get("workers", 1))
+        until = self.steps[step].time if step in self.steps else math.inf
+        return next((count for time, count in reversed(self.sizes) if time <= until), self.sizes[0][1])
 
     def checkpoint_before(self, step: int) -> tuple[int, Path | None]:
         """Return the nearest checkpoint from which a step can be replayed, and its step; 0 and None from the start."""
@@ -117,12 +116,15 @@ class RecordedRun:
             )
         return 0, None
 
+    def range_of_steps(self) -> str:
+        """Describe which steps are recorded."""
+        return f"the steps {min(self.steps)} to {max(self.steps)}" if self.steps else "no steps with a digest"
+
     def check(self, step: int) -> None:
         """Raise ConfigError or InputError if a step cannot be replayed."""
         last = max(self.steps, default=-1)
         if not 0 <= step <= last + 1:
-            has = f"the steps {min(self.steps)} to {last}" if self.steps else "no steps with a digest"
-            raise ConfigError(f"--step {step}: {self.folder.name} has {has}.")
+            raise ConfigError(f"--step {step}: {self.folder.name} has {self.range_of_steps()}.")
         for name, was in self.start_of(step).get("code", {}).items():
             path = self.script.parent / name
             now = _hash(path)
@@ -157,7 +159,10 @@ def load(folder: Path) -> RecordedRun:
             f"{_ASYNCHRONOUS}, and versions of Paceline from this one on."
         )
     found = dict(_checkpoints(folder, [*records["checkpoint"], *records["resume"]]))
-    return RecordedRun(folder, launch, starts, steps, found)
+    sizes = [(one["time"], int(one.get("workers", 1))) for one in starts]
+    changed = [one for one in records["recovered"] if isinstance(one.get("workers"), list)]
+    sizes += [(one["time"], len(one["workers"])) for one in changed]
+    return RecordedRun(folder, launch, starts, steps, tuple(sorted(sizes)), found)
 
 
 def _launch(folder: Path) -> dict[str, Any]:
@@ -193,19 +198,17 @@ def steps_in(records: list[Record]) -> dict[int, RecordedStep]:
             continue
         one = RecordedStep(record["time"], record["generation"], _hex(loss), _hex(norm), chain)
         before = found.get(step)
-        digests, ranks = dict[str, str](), frozenset[int]()
+        digests = dict[str, str]()
         if before is not None and before.generation == one.generation and before.chain == one.chain:
-            digests, ranks = dict(before.digests), before.ranks
+            digests = dict(before.digests)
         if isinstance(record.get("digest"), str) and isinstance(record.get("tensor"), str):
             digests[record["tensor"]] = record["digest"]
-        found[step] = RecordedStep(
-            one.time, one.generation, one.loss, one.norm, chain, digests, ranks | {record["rank"]}
-        )
+        found[step] = replace(one, digests=digests)
     return found
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**53)
 
 
 def _hex(value: Any) -> str:
