@@ -162,27 +162,33 @@ class Checkpointer:
             self._write_part(storage, state.snapshot(step))
 
     def repeat_save(self, state: TrainingState, step: int, lost: bool, able: bool) -> None:
-        """Begin a save of the current step again if its writer may be lost, or report its loss. All workers call this.
+        """Make the newest save again if its writer may be lost, or report its loss. All workers call this.
+
+        A save of a later step than this one, to which the workers will come again, is then made when it is due.
 
         Args:
             able: whether the state is still that of the save.
         """
-        found = self._world.gather((lost and self.made == step, able), "saving a checkpoint")
-        begun, able = map(any, zip(*found, strict=True))  # workers that have joined take part, too
+        found = self._world.gather((lost and self.made >= step, able, self.made), "saving a checkpoint")
+        begun, able = (any(one[at] for one in found) for at in range(2))  # workers that have joined take part, too
         if not begun:
             return
+        made = max(newest for *_, newest in found)
         storage, is_there, rank = self._require_storage(), False, self._world.rank
         if rank == 0:
             self.finish()
             with contextlib.suppress(Exception):  # each kind of store has errors of its own; a save tries again
-                is_there = bool(storage.complete_in(manifest.name_of(step)))
+                is_there = bool(storage.complete_in(manifest.name_of(made)))
         is_there = self._world.gather(is_there, "saving a checkpoint")[0]
-        self.saved_before = step if is_there else None
-        if able and not is_there:
+        self.saved_before = made if is_there else None
+        if is_there:
+            return
+        self.made = -1
+        if able and made == step:
             self.begin_save(state, step)
             self.saved_before = step
-        elif rank == 0 and not is_there:
-            _log.warning("The checkpoint of step %d was lost with the worker that wrote it: save it again.", step)
+        elif rank == 0 and (made == step or not self.due(made)):
+            _log.warning("The checkpoint of step %d was lost with the worker that wrote it: save it again.", made)
 
     def finish(self) -> None:
         """Wait for the background save. Raises CheckpointError if the save failed. Raised on rank 0 only."""

@@ -326,6 +326,9 @@ class MembershipProtocol:
             return  # if a worker was lost in the last step instead, the remaining workers only complete that step
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]
+        if any(member.state == "gone" and not member.finished for member in members):
+            # one who leaves may now be the only one with what he has given to the lost one: he leaves after the next
+            left, leaving = [member.number for member in members if member.state == "ready"], []
         spares = [one.number for one in self._spares() if not one.leaving]
         chosen = [*left, *spares[: max(0, self.bounds.wanted - len(left))]]
         holders = [number for number in [*left, *leaving] if self.workers[number].progress is not None]

@@ -106,7 +106,8 @@ class TrainingContext:
     audits: AuditSchedule = field(default_factory=AuditSchedule)
 
     def end(self) -> None:
-        """Drop a share that the last strategy has left when the session ends, and refuse its optimizer from now on."""
+        """Drop what the last strategy has left when the session ends, and refuse its optimizer if that was a share."""
+        self.replicas.clear()
         if self.held.names:
             refuse_parts(self.update.optimizer)
             self.held.clear()

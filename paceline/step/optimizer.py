@@ -24,7 +24,7 @@ from paceline.step.optimizers.calling import begin_training, closure_users, eval
 from paceline.step.optimizers.exclusive import refuse_other_steps, updating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.loss_scale import LossScale
-from paceline.step.optimizers.own_values import OwnValues, refuse_change
+from paceline.step.optimizers.own_values import OwnValues, refuse_change, refuse_counters
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.step.optimizers.structure import Structure
 from paceline.system import fault_points
@@ -254,9 +254,15 @@ class OptimizerStep:
         norm = self.norm()
         self.clip(norm)
         with self._scaled(step) as used:
+            before = self._group_values()
             self._step()
+            refuse_counters(before, self._group_values(), self.kind)
         fault_points.reach("after update", step)
         return norm, used
+
+    def _group_values(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [{key: copy.copy(value) for key, value in group.items() if key != "params"} for group in groups]
 
     @contextmanager
     def _scaled(self, step: int, factor: float = 1.0) -> Iterator[float]:

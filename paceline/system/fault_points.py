@@ -7,7 +7,8 @@
                inside the collective all gradients are sent; the last bucket's mean is not delivered yet
                between reduction and update
                after update          the model is that of step t + 1; no other worker has been notified
-    t done     in evaluate           this worker has evaluated its share; no other worker has the results
+    t done     keeping replicas      the replicas have their copies on other workers; they do not know yet that all do
+               in evaluate           this worker has evaluated its share; no other worker has the results
                inside a save         the tensors are written, the manifest is not
                writing a part        this rank has written its shard of a checkpoint; rank 0 is not notified yet
                during recovery       the workers begin to re-form
@@ -31,6 +32,7 @@ Point = Literal[
     "after update",
     "inside a save",
     "in the loader",
+    "keeping replicas",
     "in evaluate",
     "during recovery",
     "sending the state",

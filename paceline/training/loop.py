@@ -142,7 +142,7 @@ class TrainingLoop:
         self._repeat_lost_steps(steps)
         self.strategy.settle()
         if self._recovery is not None and self.progress.steps == steps and not self._script.is_ahead(steps):
-            self._recovery.keep(self.progress, self.strategy, self._notice)
+            self._recovery.keep(self.progress, self.strategy)
 
     def _conclude(self, others_did: bool = False) -> None:
         """Save a checkpoint if one is due and others have not saved it, then act on the notice of the step."""
@@ -325,6 +325,7 @@ class TrainingLoop:
             world.gather(None, "start")
         self.strategy.close()
         self.context.end()
+        self._recovery = None  # and what it keeps in memory
         world.end_servers()
         if world.coordinator is not None:
             world.leave()

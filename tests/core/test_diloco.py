@@ -210,3 +210,25 @@ def test_the_loss_is_global_after_an_outer_step(printed: Printed, tmp_path: Path
     first, second = printed(HEAD + REMARKS, 2, tmp_path)
     assert [one == two for one, two in zip(first["losses"], second["losses"], strict=True)] == [False, False, True]
     assert any("an outer step after every 3 steps" in note for note in first["notes"])
+
+
+COUNTERS = """
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+session = start(optimizer=partial(Counting, lr=0.01))
+try:
+    for batch in session.batches(steps=1):
+        session.step(batch)
+except paceline.InputError as error:
+    tell(said=str(error))
+"""
+
+
+def test_an_optimizer_that_counts_in_its_groups_is_refused(printed: Printed, tmp_path: Path) -> None:
+    """It would count once for each replica that a worker has."""
+    (one,) = printed(HEAD + COUNTERS, 1, tmp_path)
+    assert "Counting changes 'k' in its parameter groups with each update" in one["said"]

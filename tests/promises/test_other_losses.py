@@ -133,7 +133,7 @@ def test_both_holders_of_a_shard_are_killed(launched: Any) -> None:
     ran = launched(NETWORK + COUNTED, *ELASTIC, *words, BOTH="1", **ASYNC)
     assert ran.code == 0, ran.report()
     assert ran.printed() and all(one["weights"] == one["wanted"] for one in ran.printed()), ran.report()
-    assert {one["step"] for one in ran.events() if one["event"] == "went back"} == {4}, ran.report()
+    assert {one["step"] for one in ran.events() if one["event"] == "resume"} == {4}, ran.report()
 
 
 PLAIN = """
@@ -201,7 +201,7 @@ def test_local_sgd_and_a_kill_before_the_outer_step(launched: Any) -> None:
 
 @pytest.mark.promise(
     "docs/diloco.md",
-    "A worker that joins, or a notice that a machine goes away, is attended to at the next outer step",
+    "A worker that joins, or a notice that a machine goes away, is handled at the next outer step",
 )
 def test_local_sgd_and_sigterm(launched: Any) -> None:
     ran = check_together(launched(PLAIN, *ELASTIC, LEAVE="3", **LOCAL), 2)

@@ -209,6 +209,17 @@ def test_one_leaves(three: ScriptedMembership) -> None:
     assert "lost" not in three.notes
 
 
+def test_nobody_leaves_while_another_is_lost(three: ScriptedMembership) -> None:
+    """The lost one may have had what the other has handed on, so that leaves after the next step."""
+    three.ready(1, leaving=True, planned=True)
+    three.lose(2)
+    three.ready(0)
+    assert three.of.members == [0, 1] and "dismissed" not in three.kinds(1)
+    three.ready(1, steps=8, leaving=True, planned=True)
+    three.ready(0, steps=8, planned=True)
+    assert three.of.members == [0]
+
+
 def test_one_leaves_and_a_spare_takes_its_place(three: ScriptedMembership) -> None:
     three.come(3)
     three.ready(1, leaving=True, planned=True)

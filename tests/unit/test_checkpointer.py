@@ -391,3 +391,18 @@ def test_a_save_knows_how_long_to_retry_and_who_writes(tmp_path: Path, monkeypat
             one.checkpointer._storage, one.state.snapshot(1 + divided), Writer(1, 0, "11111111"), 0.0, None
         )
     assert given == [(1, 7.0, 1), (2, 7.0, 3)]
+
+
+@pytest.mark.parametrize(("every", "warned"), [(5, False), (7, True)])
+def test_a_lost_save_of_a_later_step_is_made_again_when_it_is_due(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int, warned: bool
+) -> None:
+    """The workers have gone back behind it: a save by hand is not made again, so it is reported."""
+    made = Made(tmp_path, every=every)
+    made.checkpointer.made = made.checkpointer.saved_before = 10
+    made.checkpointer.repeat_save(made.state, 8, lost=True, able=True)
+    assert (made.checkpointer.made, made.checkpointer.saved_before) == (-1, None)
+    assert ("The checkpoint of step 10 was lost" in caplog.text) == warned
+    made.save(10)
+    made.checkpointer.repeat_save(made.state, 8, lost=True, able=True)
+    assert (made.checkpointer.made, made.checkpointer.saved_before) == (10, 10)

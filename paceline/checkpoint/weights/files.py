@@ -110,7 +110,8 @@ def _files_of(
     if len(parts) == 1:
         return {name: partial(write_part, parts[0])}
     of = {f"{stem}-{number:05d}-of-{len(parts):05d}{suffix}": names for number, names in enumerate(parts, 1)}
-    total = sum(one.numel() * dtype_of(one, dtype).itemsize for one in weights.values())
+    tensors = (one for one in weights.values() if isinstance(one, torch.Tensor))  # else writing the file raises
+    total = sum(one.numel() * dtype_of(one, dtype).itemsize for one in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": {one: file for file in of for one in of[file]}}
     text = json.dumps(index, indent=2, sort_keys=True)
     made: dict[str, Callable[[Path], None]] = {file: partial(write_part, names) for file, names in of.items()}

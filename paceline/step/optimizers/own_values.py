@@ -219,3 +219,15 @@ def refuse_change(before: dict[str, Any], after: dict[str, Any], strategy: str) 
     for name, value in after.items():
         if not same(before.get(name), value):
             raise InputError(_NOT_OF_ALL.format(what="The update has changed a value", name=name, strategy=strategy))
+
+
+def refuse_counters(before: list[dict[str, Any]], after: list[dict[str, Any]], kind: str) -> None:
+    """Raise InputError if the update of a replica has changed a parameter group, which all replicas share."""
+    for was, now in zip(before, after, strict=True):
+        for key, value in now.items():
+            if not same(was.get(key), value):
+                raise InputError(
+                    f"{kind} changes {key!r} in its parameter groups with each update. All replicas of a worker share "
+                    f"the groups, so the result would depend on the number of workers. Use an optimizer that counts in "
+                    f"its state, as those of torch.optim do, or strategy 'allreduce'."
+                )

@@ -153,7 +153,9 @@ class LocalTraining(Strategy):
         return self._divided if self._replicas or self._context.replicas else None
 
     def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
-        return None if steps < self._local.after or self._trained else self._tensors()
+        if steps < self._local.after or self._trained:
+            return None
+        return {} if self.divided is None else self._tensors()  # replicas begin as the model at rest
 
     def close(self) -> frozenset[str] | None:
         if self._synchronous is not None:

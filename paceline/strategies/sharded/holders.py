@@ -33,13 +33,25 @@ def copies_of(settings: Settings, hosts: Sequence[Sequence[int]]) -> dict[int, l
     elastic = launched is not None and launched.elastic
     copied, size = elastic if settings.shard_copy is None else settings.shard_copy, sum(map(len, hosts))
     copies: dict[int, list[int]] = {}
-    for machine, ranks in enumerate(hosts):
-        for rank in ranks:
-            others = writers(rank, [*hosts[machine + 1 :], *hosts[:machine]])
-            near = others[:1] or [(rank + 1) % size]
-            every = others if settings.shard_within == "machine" else []
-            copies[rank] = sorted(every or (near if copied and size > 1 else []))
-    return dict(sorted(copies.items()))
+    for rank in range(size):
+        every = _elsewhere(rank, hosts) if settings.shard_within == "machine" else []
+        copies[rank] = sorted(every or ([copy_of(rank, hosts)] if copied and size > 1 else []))
+    return copies
+
+
+def copy_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:
+    """Return the rank that keeps a copy of what a rank holds: on the next machine, or the next one if there is one.
+
+    >>> [copy_of(rank, [[0, 1], [2]]) for rank in range(3)], copy_of(1, [[0, 1]])
+    ([2, 2, 0], 0)
+    """
+    return next(iter(_elsewhere(rank, hosts)), (rank + 1) % sum(map(len, hosts)))
+
+
+def _elsewhere(rank: int, hosts: Sequence[Sequence[int]]) -> list[int]:
+    """Return a rank on each other machine, beginning with the next one."""
+    machine = next(place for place, ranks in enumerate(hosts) if rank in ranks)
+    return writers(rank, [*hosts[machine + 1 :], *hosts[:machine]])
 
 
 def heirs_of(

@@ -14,9 +14,9 @@ A new point counts when all workers have it. Until then each worker keeps the on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ import torch
 from paceline.checkpoint.encoding import PREFIX
 from paceline.checkpoint.tensors import REPLICA
 from paceline.checkpoint.training_state import SHARES, HostBuffers, TrainingState
+from paceline.environments import env
 from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.schedule.shares import even
 from paceline.step.context import TrainingContext
 from paceline.step.divided.tensors import Division
 from paceline.strategies import registry
+from paceline.strategies.sharded.holders import copy_of, heirs_of
+from paceline.system import fault_points
 from paceline.training.progress import Progress
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.state_transfer import StateBytes, transfer
@@ -55,30 +58,59 @@ class Points:
         self._next: Point | None = None
 
     @property
+    def wanted(self) -> bool:
+        """Whether workers may be lost, leave or join while the others go on with replicas."""
+        launched, settings = env.launch_info(), self._context.settings
+        may_change = launched is not None and (launched.elastic or launched.ulfm)
+        return may_change and registry.capabilities(settings, self._context.world.size).replicas > 0
+
+    @property
     def steps(self) -> int | None:
         """Number of completed steps in the newest point. None if there is no point."""
         return None if self._newest is None else self._newest.steps
 
     def begin(self, steps: int) -> None:
         """Make the state that all workers have just loaded the newest point, if the workers will hold replicas."""
-        settings, world = self._context.settings, self._context.world
+        world = self._context.world
         self._newest = self._next = None
-        if registry.capabilities(settings, world.size).replicas and steps >= settings.local.after:
-            loaded = {name: value for name, value in self._context.replicas.items() if world.rank in self._ranks(name)}
-            self._newest = self._point(steps, loaded)
+        if self.wanted and steps >= self._context.settings.local.after:
+            replicas = self._context.replicas
+            for name in [name for name in replicas if world.rank not in self._ranks(name)]:
+                del replicas[name]
+            self._newest = self._point(steps, dict(replicas))
 
-    def keep(self, steps: int, replicas: Mapping[str, torch.Tensor], *, everywhere: bool) -> None:
+    def keep(self, steps: int, replicas: Mapping[str, torch.Tensor]) -> None:
         """Make the current state the newest point. All workers call this together, with the tensors of their replicas.
-
-        Args:
-            everywhere: whether every worker gets all replicas, because some are about to leave.
 
         Raises:
             WorkerLost: a worker was lost. The newest point may be this one or the one before.
         """
-        self._next = self._point(steps, self._spread(replicas, _KEEPING, everywhere=everywhere))
+        self._next = self._point(steps, self._spread(replicas, _KEEPING, self._ranks))
+        fault_points.reach("keeping replicas")
         self._context.world.gather(steps, _KEEPING)
         self._newest, self._next = self._next, None
+
+    def hand_on(self, leaving: Collection[int]) -> None:
+        """Give the replicas that only leaving workers keep to workers that stay. All workers call this together.
+
+        Args:
+            leaving: ranks of the workers that leave, not all of them.
+
+        Raises:
+            WorkerLost: a worker was lost.
+        """
+        if self._newest is None:
+            return
+        world, kept = self._context.world, self._newest.replicas
+        everyone = world.gather(sorted(_numbers(kept)), _KEEPING)
+        numbers = sorted({number for numbers in everyone for number in numbers})
+        holders = [[rank for rank, numbers in enumerate(everyone) if number in numbers] for number in numbers]
+        heirs = heirs_of(holders, [1] * len(numbers), leaving, world.size)
+        to = {numbers[place]: rank for place, rank in heirs.items()}
+        given = {name: value for name, value in kept.items() if _number(name) in to}
+        found = self._spread(given, _KEEPING, lambda name: (to[_number(name)],))
+        world.gather(None, _KEEPING)  # those that leave know now that the others have them
+        self._newest = replace(self._newest, replicas={**kept, **found})
 
     def go_back(self, everyone: Sequence[Progress | None]) -> int | None:
         """Load the newest point that all workers have. All workers call this together.
@@ -94,7 +126,7 @@ class Points:
         if steps is None:
             return None
         point = next((one for one in (self._newest, self._next) if one is not None and one.steps == steps), None)
-        found = self._spread({} if point is None else point.replicas, RE_FORMING)
+        found = self._spread({} if point is None else point.replicas, RE_FORMING, self._ranks)
         known = context.world.gather(sorted(_numbers(found)), RE_FORMING)
         if 0 < len({number for numbers in known for number in numbers}) < context.settings.local.replicas:
             return None
@@ -111,14 +143,6 @@ class Points:
         self._newest, self._next = Point(steps, point.tensors, point.rest, found), None
         self._load(self._newest, joins=everyone[rank] is None)
         return steps
-
-    def give(self, steps: int) -> bool:
-        """Return whether the newest point is the state after these steps, with all replicas, for a last save."""
-        point, count = self._newest, self._context.settings.local.replicas
-        if point is None or point.steps != steps or len(_numbers(point.replicas)) < count:
-            return False
-        self._context.replicas.update(point.replicas)
-        return True
 
     def _load(self, point: Point, *, joins: bool) -> None:
         """Load a point. Only a worker that joins takes the modes and flags of then: the scripts have gone on."""
@@ -137,25 +161,27 @@ class Points:
         return Point(steps, snapshot.tensors, snapshot.state, replicas)
 
     def _spread(
-        self, own: Mapping[str, torch.Tensor], what: str, *, everywhere: bool = False
+        self, own: Mapping[str, torch.Tensor], what: str, to: Callable[[str], Collection[int]]
     ) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors of the replicas that this worker has to keep."""
+        """Send tensors of replicas to the ranks ``to(name)``, and return copies of those that this worker gets."""
         division = Division(self._context.world, own, _no_slices, what)
-        everyone = range(self._context.world.size)
-        tensors = division.put_together([*division.parts], (lambda _: everyone) if everywhere else self._ranks)
+        tensors = division.put_together([*division.parts], to)
         return {name: value.to("cpu", copy=True) for name, value in tensors}
 
     def _ranks(self, name: str) -> set[int]:
         """Return the worker of a replica and the one with its copy, given the name of one of its tensors."""
         shares = even(self._context.settings.local.replicas, self._context.world.size)
-        (number,) = _numbers([name])
-        holders = [rank for rank, share in enumerate(shares) if number in share]
-        return {*holders, *((rank + 1) % len(shares) for rank in holders)}
+        holder = next(rank for rank, share in enumerate(shares) if _number(name) in share)
+        return {holder, copy_of(holder, self._context.world.hosts)}
+
+
+def _number(name: str) -> int:
+    """Return the number of the replica to which a tensor belongs."""
+    return int(name.removeprefix(REPLICA).partition("/")[0])
 
 
 def _numbers(names: Iterable[str]) -> set[int]:
-    """Return the numbers of the replicas to which tensors belong."""
-    return {int(name.removeprefix(REPLICA).partition("/")[0]) for name in names}
+    return set(map(_number, names))
 
 
 def _no_slices(name: str) -> torch.Size:

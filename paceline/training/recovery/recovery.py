@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
-from paceline.comm.world import LEAVING
 from paceline.coordinator.types import Departure, Membership
 from paceline.data.growing.order import GrowingOrder
 from paceline.environments import env
@@ -152,13 +151,15 @@ class Recovery:
 
     def _may_leave(self, progress: Progress | None) -> bool:
         """Return whether others have what this worker holds. Else it leaves a step later."""
-        holds = progress is not None and progress.owned is not None and loads_shares(self._context)
+        divides = loads_shares(self._context) or self._points.steps is not None
+        holds = progress is not None and progress.owned is not None and divides
         return not holds or self._context.held.is_handed_on
 
     def _connect(self, membership: Membership) -> None:
         """Join a membership, perhaps on another device, and get the samples that others have added."""
         world, order = self._context.world, self._context.order
         before = world.device
+        self._context.held.is_handed_on = False  # the workers divide the state anew, with this one
         world.join(membership)
         if world.device != before:
             self._undo_warm_up()
@@ -339,43 +340,47 @@ class Recovery:
         self._context.world.become_single()
         self._context.events.mark("departure", code=departure.code, reason=departure.reason)
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
-            if progress.owned is None or self._points.give(progress.steps):
+            if progress.owned is None:
                 self._checkpointer.save(self._state, progress.steps)
-            elif (
-                self._checkpointer.made < progress.steps
-            ):  # a checkpoint of a part would be mistaken for a complete one
+            elif self._checkpointer.made < progress.steps:  # a part would be mistaken for a complete checkpoint
                 self._context.events.mark("not saved", step=progress.steps)
         if departure.code in (0, PREEMPTED):
             raise SystemExit(departure.code)
         raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
 
-    def keep(self, progress: Progress, strategy: Strategy, notice: int) -> None:
+    def keep(self, progress: Progress, strategy: Strategy) -> None:
         """Keep the current state in memory if the workers go back to it. All workers call this together."""
-        if self._points.steps != progress.steps and (replicas := strategy.point(progress.steps)) is not None:
-            self._points.keep(progress.steps, replicas, everywhere=notice >= LEAVING)
+        wanted = self._points.wanted and self._points.steps != progress.steps
+        if wanted and (replicas := strategy.point(progress.steps)) is not None:
+            self._points.keep(progress.steps, replicas)
         progress.point = self._points.steps
 
     def prepare_to_leave(self, steps: int) -> None:
         """Finish pending communication, and a running save if this worker leaves, before a planned :meth:`re_form`.
 
-        If the run is to end, workers that have the state in shares save it together.
+        If the run is to end, workers that have the state in shares save it together. Otherwise those that leave give
+        the replicas that only they keep to the others.
         """
         world = self._context.world
-        if self._state.divided() is not None:
+        if self._state.divided() is not None or self._points.steps is not None:
             with contextlib.suppress(WorkerLost):  # the workers re-form without those that are lost
-                self._save_if_last(steps)
+                self._hand_on(steps)
         if world.size > 1 and world.shared_memory is None and not world.alarmed:
             with contextlib.suppress(WorkerLost):  # closing a connection may discard data that a peer has not read
                 world.gather(None, "leaving")
         if world.leaving:
             self._checkpointer.finish()  # another worker writes the next checkpoint
 
-    def _save_if_last(self, steps: int) -> None:
-        """Save the state that the workers have in shares, if fewer stay than the run needs."""
+    def _hand_on(self, steps: int) -> None:
+        """Save the state that the workers have in shares if fewer stay than the run needs; else hand on replicas."""
         world, launched = self._context.world, env.launch_info()
         assert launched is not None
-        staying = world.gather(world.leaving, "leaving").count(False)
-        if staying < max(1, launched.least or world.size):
-            if self._checkpointer.enabled:
+        leaving = [rank for rank, leaves in enumerate(world.gather(world.leaving, "leaving")) if leaves]
+        if world.size - len(leaving) < max(1, launched.least or world.size):
+            if self._checkpointer.enabled and self._checkpointer.made != steps:
                 self._checkpointer.save(self._state, steps)
-            self._context.held.is_handed_on |= world.leaving
+        elif self._points.steps is not None and leaving:
+            self._points.hand_on(leaving)
+        else:
+            return
+        self._context.held.is_handed_on = world.rank in leaving

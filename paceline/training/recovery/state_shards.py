@@ -119,13 +119,14 @@ def go_back(
         steps = resume(context, checkpointer, state, "auto") if checkpointer.enabled else 0
     if steps == 0:
         lost = missing(context, everyone)
-        what = (
-            f"the state of {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''} was"
-            if lost
-            else "the state of a step was"
-        )
+        what = "the state of a step was"
+        if lost:
+            what = f"the state of {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''} was"
+        if registry.capabilities(context.settings, context.world.size).replicas:
+            what = "a replica and its copy were"
+        copies = ", or keep copies (shard_copy=True)" if loads_shares(context) else ""
         raise CheckpointError(
             f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "
-            f"Save regularly (checkpoint.every), or keep copies (shard_copy=True) with strategy 'sharded'."
+            f"Save regularly (checkpoint.every){copies}."
         )
     return steps

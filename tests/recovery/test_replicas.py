@@ -1,0 +1,53 @@
+"""Workers that are lost or leave while replicas train on their own: the bits of one process, and no replica is lost."""
+
+import json
+from typing import Any
+
+import pytest
+from launching import Run
+
+from paceline.testing import faults
+
+SCRIPT = """
+import os, signal, time
+import scripted
+from subjects import images
+
+session = scripted.begin(microbatches=12)
+for batch in session.batches(steps=10):
+    report = session.step(batch)
+    scripted.say(session, report)
+    if "LEAVE" in os.environ and batch.step == 4:
+        if session.workers == 4 and session.rank in (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        session.evaluate(images(70))
+scripted.end(session)
+"""
+
+
+def given(**local: int) -> dict[str, str]:
+    return {"GIVEN": json.dumps({"strategy": "diloco", "local": local})}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("after", "step"), [(0, 2), (2, 1)], ids=["an outer step", "synchronous steps"])
+def test_a_worker_is_lost_while_replicas_are_kept(run: Run, after: int, step: int) -> None:
+    """After synchronous steps there are no replicas yet, and the state to go back to is the model at rest."""
+    environment = given(every=3, after=after)
+    alone = run(SCRIPT, "-n", 1, name="alone", **environment)
+    plan = faults.kill(rank=2, step=step, point="keeping replicas")
+    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=plan, **environment)
+    assert ran.code == 0 and len(ran.launcher("lost")) == 1, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {alone.printed()[0]["fingerprint"]}, ran.report()
+
+
+@pytest.mark.slow
+def test_neighbours_leave_together_between_two_outer_steps(run: Run) -> None:
+    """Each has the copy of the other's replicas, which a worker that stays gets before they leave."""
+    environment = given(every=3, replicas=4)
+    alone = run(SCRIPT, "-n", 1, name="alone", LEAVE="1", **environment)
+    ran = run(SCRIPT, "-n", 4, "--elastic", "1:4", LEAVE="1", **environment)
+    assert ran.code == 0 and not ran.launcher("lost"), ran.report()
+    told: list[dict[str, Any]] = ran.printed()
+    assert {one["fingerprint"] for one in told} == {alone.printed()[0]["fingerprint"]}, ran.report()
+    assert {event["step"] for event in ran.events() if event["event"] == "went back"} == {3}, ran.report()
