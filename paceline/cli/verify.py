@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.launchers.base import Request
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
-MORE_HELP = """ Or find where two runs part: paceline verify RUN RUN.
+MORE_HELP = """ Or find where two runs begin to differ: paceline verify RUN RUN.
 
 Options may also follow the script; what follows -- is passed to the script.
 

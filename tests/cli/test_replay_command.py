@@ -1,4 +1,4 @@
-"""Steps of real runs again: the recorded bits, a NaN, the samples, and where two runs part."""
+"""Steps of real runs again: the recorded bits, a NaN, the samples, and where two runs begin to differ."""
 
 import json
 from collections.abc import Callable
@@ -90,6 +90,6 @@ def test_a_nan_the_samples_and_where_two_runs_part(run: Run, forked_paceline: Co
 
     run(SCRIPT, "-n", 1, arguments=("single", 7), name="two")
     result = forked_paceline("verify", "one", "two")
-    assert "The records part at step 7" in result.out, result
+    assert "The records differ from step 7 on" in result.out, result
     assert "The first value that differs before step 7 is the parameter 2.weight" in result.out
     assert result.code == 1

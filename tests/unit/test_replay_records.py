@@ -1,4 +1,4 @@
-"""What a run directory tells for a replay, and where two runs part by their records."""
+"""What a run directory tells for a replay, and where two runs begin to differ by their records."""
 
 import json
 from collections.abc import Sequence

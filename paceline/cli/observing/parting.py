@@ -1,4 +1,4 @@
-"""``paceline verify RUN RUN``: find the first step, and the first value in it, at which two runs part."""
+"""``paceline verify RUN RUN``: find the first step in which two runs differ, and the value that differs first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def compare(runs_dir: Path, first: str, second: str) -> int:
-    """Compare two runs, and print where they part. Return the exit code: 0 if they do not, else 1."""
+    """Compare two runs, and print where they begin to differ. Return the exit code: 0 if they are equal, else 1."""
     from paceline.diagnostics.replay import parting, recorded
     from paceline.errors import InputError
     from paceline.launchers.runs import found
@@ -27,7 +27,7 @@ def compare(runs_dir: Path, first: str, second: str) -> int:
         missing = "" if len(common) == len(one.steps) == len(two.steps) else ", all that both have"
         print(f"The same bits in {len(common)} steps{missing}.")
         return 0
-    print(f"The records part at step {step}: {one.steps[step].difference(two.steps[step])}")
+    print(f"The records differ from step {step} on: {one.steps[step].difference(two.steps[step])}")
     for line in parting.changes(one, two):
         print(f"different at the start: {line}")
     if not (one.same_bits and two.same_bits):

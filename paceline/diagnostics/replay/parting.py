@@ -1,4 +1,4 @@
-"""First step at which two runs part: by their records, then by bisection with replays. No torch.
+"""First step in which two runs differ: by their records, then by bisection with replays. No torch.
 
 ::
 
