@@ -17,7 +17,7 @@ from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.parts import Save
-from paceline.checkpoint.resume import Check, Search, ask, complete, read_named, read_newest
+from paceline.checkpoint.resume import Check, Search, ask, complete, read_named, read_newest, two_runs
 from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
@@ -312,7 +312,7 @@ class Checkpointer:
         skipped = [*search.missing.values(), *search.damaged.values()]
         if search.location is not None and search.content is not None:
             location, saved = search.location, search.content.manifest
-            refusal = ask(self._world, lambda _: _two_runs(storage, location, saved), storage.location(), seconds)
+            refusal = ask(self._world, lambda _: two_runs(storage, location, saved), storage.location(), seconds)
             if refusal:
                 raise CheckpointError(refusal)
             self._set_aside(storage, search)
@@ -384,22 +384,3 @@ def key_in(path: Path) -> bytes:
     if found is None:
         raise ConfigError(f"checkpoint.key_file = {str(path)!r}: there is no such file.")
     return found.key("checkpoint")
-
-
-def _two_runs(storage: Storage, location: Path | str, saved: Manifest) -> str:
-    """Return an error text if the next older readable checkpoint belongs to another run, otherwise ''."""
-    names = storage.complete()
-    places = [place for place, name in enumerate(names) if locations.same(location, storage.location(name))]
-    for name in names[places[0] + 1 :] if places else ():
-        try:
-            before = manifest.parse(storage.manifest(name), storage.location(name))
-            other = dict(before.state)["run"]
-        except (CheckpointError, ValueError, LookupError, TypeError):
-            continue
-        if other == saved.state["run"]:
-            return ""
-        return (
-            f"{location} and {storage.location(name)} are checkpoints of two runs. Remove those of the other run, or "
-            f"choose another checkpoint.directory."
-        )
-    return ""

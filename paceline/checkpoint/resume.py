@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.checkpoint import files, load
 from paceline.checkpoint.load import Content, MissingError, Reader, Shares
-from paceline.checkpoint.manifest import EARLIER, DamagedError, Manifest, name_of, step_of
+from paceline.checkpoint.manifest import EARLIER, DamagedError, Manifest, name_of, parse, step_of
 from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.base import Storage, split
 from paceline.checkpoint.storage.retry import MISSING_SECONDS, Retries, may_pass
@@ -105,6 +105,25 @@ def complete(world: World, storage: Storage, seconds: float) -> list[str]:
 
     found: list[str] = ask(world, look, storage.location(), seconds)
     return found
+
+
+def two_runs(storage: Storage, location: Path | str, saved: Manifest) -> str:
+    """Return an error text if the next older readable checkpoint belongs to another run, otherwise ''."""
+    names = storage.complete()
+    places = [place for place, name in enumerate(names) if locations.same(location, storage.location(name))]
+    for name in names[places[0] + 1 :] if places else ():
+        try:
+            before = parse(storage.manifest(name), storage.location(name))
+            other = dict(before.state)["run"]
+        except (CheckpointError, ValueError, LookupError, TypeError):
+            continue
+        if other == saved.state["run"]:
+            return ""
+        return (
+            f"{location} and {storage.location(name)} are checkpoints of two runs. Remove those of the other run, or "
+            f"choose another checkpoint.directory."
+        )
+    return ""
 
 
 def ask(world: World, look: Callable[[float], Any], where: Path | str, seconds: float) -> Any:

@@ -312,7 +312,9 @@ def test_nothing_to_resume_from(after: Any) -> None:
 
 
 @pytest.mark.promise("docs/weights.md", "`session.export(path)` writes them. Every worker must call it, rank 0 writes")
-@pytest.mark.promise("docs/weights.md", "Rank 0 reads it, when nobody has a state yet, and sends it to the others")
+@pytest.mark.promise(
+    "docs/weights.md", "Rank 0 reads the file if no worker has a state yet, and sends the weights to the others"
+)
 def test_weights_in_and_out(after: Any, before: Any) -> None:
     assert all(one["weights"] and all(one["weights"]) and one["names"] for one in after)
 

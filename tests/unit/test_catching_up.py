@@ -550,7 +550,7 @@ def changing(fails: list[WorkerLost | None], *answers: Any, device: str = "cpu",
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the launcher said, and what the script is told."""
-    info = SimpleNamespace(ulfm=False)
+    info = SimpleNamespace(elastic=False, ulfm=False)
     monkeypatch.setattr(recovery.env, "launch_info", lambda: info)
     monkeypatch.setattr(recovery.env, "set_identity", lambda *at: info.__dict__.update(identity=at))
     return info
