@@ -35,12 +35,13 @@ from paceline.data.order import Order
 from paceline.observe import ledger
 
 SCRIPT = """
-import sys
+import os, sys
 from functools import partial
 import torch
 import paceline
 
 steps, megabytes = int(sys.argv[1]), float(sys.argv[2])
+open(os.path.join(os.path.dirname(__file__), f"process-{os.getpid()}"), "w").write(os.environ["PACELINE_WORKER"])
 width = max(8, int((megabytes * 1e6 / 12 / 2) ** 0.5))  # AdamW: 12 bytes for each of about 2 * width ** 2 parameters
 torch.manual_seed(0)
 inputs = torch.randn(LENGTH, 32)
@@ -172,27 +173,27 @@ def children(pid: int) -> Iterator[int]:
 
 
 def workers_of(launcher: int, script: Path, events: Path) -> list[Worker]:
-    """The processes below the launcher that run the script and have not ended."""
+    """The processes below the launcher that run the script and have not ended, and the one that forks them."""
     view, found = newest_view(events), []
     for pid in sorted(children(launcher)):
         try:
             line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
         if os.fsencode(script) in line:
-            number = next((int(one.partition(b"=")[2]) for one in variables if one.startswith(b"PACELINE_WORKER=")), 0)
-            found.append(Worker(pid, view is None or number in view))
+            said = script.with_name(f"process-{pid}")
+            number = int(said.read_text() or -1) if said.exists() else -1
+            found.append(Worker(pid, number in view))
     return found
 
 
-def newest_view(events: Path) -> list[int] | None:
-    """The numbers of the workers that train, as the launcher says; none if all do."""
+def newest_view(events: Path) -> list[int]:
+    """The numbers of the workers that train, as the launcher says."""
     try:
         records = [json.loads(line) for line in (events / "launcher.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
-        return None
-    return next((record["workers"] for record in reversed(records) if record["event"] == "membership"), None)
+        return []
+    return next((record["workers"] for record in reversed(records) if record["event"] == "membership"), [])
 
 
 def trained(events: Path, since: float) -> bool:
