@@ -19,8 +19,8 @@ from launched import run
 from sleeping import FORWARD, INPUT, WEIGHT, sleepers, targets
 
 import paceline
-from paceline.observe.pipelines import operations_of, pipelines_of
-from paceline.observe.timelines import measured
+from paceline.observe.timeline.pipelines import operations_of, pipelines_of
+from paceline.observe.timeline.timelines import measured
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.pipeline.clock import Timeline, Times, simulate
 from paceline.schedule.pipeline.drawing import draw

@@ -21,7 +21,7 @@ from launched import run
 from sleeping import sleepers, targets
 
 import paceline
-from paceline.observe.pipelines import span_of
+from paceline.observe.timeline.pipelines import span_of
 from paceline.schedule.pipeline.operations import Kind
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

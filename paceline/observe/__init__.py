@@ -7,13 +7,15 @@
     parquet      records as a Parquet file
     tracing      one clock for all machines; what each worker did, as slices on tracks, and the file for Perfetto
     why          where the time went, and which worker or stage takes it
-    pipelines    the cuts of a model into stages, their steps, and the operations of their workers
-    completeness the steps whose records are complete
-    times        the duration of operations, profiled or measured
-    timelines    a step as measured, and as the clock predicts it
-    comparison   both for a step of a run, and which workers waited for which
-    summary      the comparison in words and numbers
-    drawing      two timelines as SVG
-    page         the comparison as one HTML file
+    dashboard    runs in a browser: pages, and the data of each view
     ledger       whether each step was applied exactly once
+    timeline     a step of a pipeline, predicted above measured:
+      pipelines      the cuts of a model into stages, their steps, and the operations of their workers
+      completeness   the steps whose records are complete
+      times          the duration of operations, profiled or measured
+      timelines      a step as measured, and as the clock predicts it
+      comparison     both for a step of a run, and which workers waited for which
+      summary        the comparison in words and numbers
+      drawing        two timelines as SVG
+      page           the comparison as one HTML file
 """

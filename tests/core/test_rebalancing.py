@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.comparison import compare
+from paceline.observe.timeline.comparison import compare
 from paceline.schedule.pipeline.operations import Kind
 
 Printed = Callable[..., list[dict[str, Any]]]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from launching import Ran, Run
 
-from paceline.observe.comparison import compare
+from paceline.observe.timeline.comparison import compare
 from paceline.testing import faults
 
 STEPS = 10

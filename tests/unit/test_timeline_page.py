@@ -9,8 +9,8 @@ from xml.etree.ElementTree import Element
 import event_files as files
 import pytest
 
-from paceline.observe import page
-from paceline.observe.comparison import compare
+from paceline.observe.timeline import page
+from paceline.observe.timeline.comparison import compare
 from paceline.schedule.pipeline.clock import Times, simulate
 from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.synchronous import one_forward_one_backward

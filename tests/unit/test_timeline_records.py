@@ -10,7 +10,7 @@ import pytest
 from event_files import TWO, UNEVEN, change
 
 from paceline.errors import ConfigError, InputError
-from paceline.observe.comparison import compare
+from paceline.observe.timeline.comparison import compare
 from paceline.schedule.pipeline.clock import simulate
 from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 

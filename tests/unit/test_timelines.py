@@ -9,12 +9,13 @@ import pytest
 from event_files import TWO, UNEVEN, change, slower
 
 from paceline.errors import ConfigError
-from paceline.observe import comparison, drawing, pipelines, records, summary
-from paceline.observe.comparison import compare
-from paceline.observe.page import html
-from paceline.observe.pipelines import KINDS, operations_of, pipelines_of
+from paceline.observe import records
 from paceline.observe.records import read
-from paceline.observe.times import median_times, profiled_times
+from paceline.observe.timeline import comparison, drawing, pipelines, summary
+from paceline.observe.timeline.comparison import compare
+from paceline.observe.timeline.page import html
+from paceline.observe.timeline.pipelines import KINDS, operations_of, pipelines_of
+from paceline.observe.timeline.times import median_times, profiled_times
 from paceline.schedule.pipeline.clock import Timeline, Times, simulate
 from paceline.schedule.pipeline.drawing import draw
 from paceline.schedule.pipeline.operations import Kind

@@ -30,9 +30,9 @@ def command(
     from paceline.cli.display import table
     from paceline.errors import ConfigError
     from paceline.launchers.runs import found
-    from paceline.observe import summary
-    from paceline.observe.comparison import compare
-    from paceline.observe.page import html
+    from paceline.observe.timeline import summary
+    from paceline.observe.timeline.comparison import compare
+    from paceline.observe.timeline.page import html
 
     folder = found(runs_dir, run)
     comparison = compare(folder, step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.observe.comparison import Comparison
+from paceline.observe.timeline.comparison import Comparison
 
 Rows = list[tuple[str, ...]]
 """Table rows. The first row names the columns."""

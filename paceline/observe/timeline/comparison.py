@@ -9,11 +9,11 @@ from itertools import groupby
 from pathlib import Path
 
 from paceline.errors import ConfigError, InputError
-from paceline.observe.completeness import complete_steps
-from paceline.observe.pipelines import KINDS, Pipeline, RecordedOperation, operations_of, pipelines_of
 from paceline.observe.records import read
-from paceline.observe.timelines import layout_of, measured, predicted, schedule_of
-from paceline.observe.times import median_times, profiled_times
+from paceline.observe.timeline.completeness import complete_steps
+from paceline.observe.timeline.pipelines import KINDS, Pipeline, RecordedOperation, operations_of, pipelines_of
+from paceline.observe.timeline.timelines import layout_of, measured, predicted, schedule_of
+from paceline.observe.timeline.times import median_times, profiled_times
 from paceline.schedule.pipeline.clock import TRANSFERS, Timeline, Times
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.proof import prove

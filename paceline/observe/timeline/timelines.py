@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from paceline.observe.pipelines import Pipeline, RecordedOperation
+from paceline.observe.timeline.pipelines import Pipeline, RecordedOperation
 from paceline.schedule.pipeline.choice import async_pipeline_for, synchronous_schedule
 from paceline.schedule.pipeline.clock import Span, Timeline, Times, simulate
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from paceline.observe import summary
-from paceline.observe.comparison import Comparison
-from paceline.observe.drawing import NAMES, svg_timelines, visible
+from paceline.observe.timeline import summary
+from paceline.observe.timeline.comparison import Comparison
+from paceline.observe.timeline.drawing import NAMES, svg_timelines, visible
 from paceline.schedule.pipeline.operations import Kind
 
 _STYLE = """

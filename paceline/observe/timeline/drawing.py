@@ -6,7 +6,7 @@ import math
 from statistics import median
 from xml.etree.ElementTree import Element, SubElement
 
-from paceline.observe.summary import milliseconds
+from paceline.observe.timeline.summary import milliseconds
 from paceline.schedule.pipeline.clock import TRANSFERS, Span, Timeline
 from paceline.schedule.pipeline.operations import Kind
 

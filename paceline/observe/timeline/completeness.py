@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from paceline.errors import ConfigError
-from paceline.observe.pipelines import Pipeline, RecordedOperation
+from paceline.observe.timeline.pipelines import Pipeline, RecordedOperation
 from paceline.schedule.pipeline.choice import async_pipeline_for, synchronous_schedule
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.pipedream import async_schedule

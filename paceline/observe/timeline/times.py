@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import median
 
-from paceline.observe.pipelines import Pipeline, RecordedOperation
+from paceline.observe.timeline.pipelines import Pipeline, RecordedOperation
 from paceline.schedule.pipeline.clock import Times
 from paceline.schedule.pipeline.operations import Kind
 
