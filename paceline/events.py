@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import threading
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from typing import BinaryIO, Literal, Protocol, TypeAlias
 _log = logging.getLogger("paceline")
 _FLUSH_SECONDS = 0.2
 _CLOSE_SECONDS = 5.0
+_USAGE_SECONDS = 5.0
+"""Time between two records of memory and processor time."""
 _ENCODE = json.JSONEncoder(default=str).encode
 
 Level: TypeAlias = Literal["minimal", "steps", "operations"]
@@ -148,7 +151,12 @@ class EventLog:
             self._write_waiting()
 
     def _write_until_closed(self) -> None:
+        before, busy = time.monotonic(), time.process_time()
         while not self._closed.wait(_FLUSH_SECONDS):
+            now = time.monotonic()
+            if now - before >= _USAGE_SECONDS and isinstance(self.rank, int) and self.keeps("usage"):
+                cores, before, busy = (time.process_time() - busy) / (now - before), now, time.process_time()
+                self._records.append(self._record("usage", {"bytes": resident_bytes(), "cores": round(cores, 3)}))
             self._write_waiting()
         if self.lost:
             self._records.append(self._record("lost-records", {"count": self.lost}))
@@ -170,6 +178,14 @@ class EventLog:
 
     def _path(self, rank: object) -> Path:
         return self._directory / (f"rank-{rank}.jsonl" if isinstance(rank, int) else f"{rank}.jsonl")
+
+
+def resident_bytes() -> int:
+    """Return the physical memory of this process, or the most that it has had where the system does not tell more."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _line_end(file: BinaryIO) -> bytes:

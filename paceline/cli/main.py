@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
     "export": "Write the weights in a checkpoint as a file for inference.",
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
+    "dashboard": "Look at runs in a browser: loss, time of a step, who waits for whom, records.",
     "why": "Say where the time of a run went, and what to change.",
     "trace": "Write a trace of a run for Perfetto: what each worker did, and when.",
     "replay": "Repeat a step of a run with the same bits, and look at it.",
@@ -31,6 +32,7 @@ _USAGE = 2
 _FILES = {
     "profile": "profiling",  # profile.py would hide Python's module from scripts in this folder
     "horovodrun": "foreign.horovodrun",
+    "dashboard": "observing.dashboard",
     "logs": "observing.logs",
     "replay": "observing.replay",
     "timeline": "observing.timeline",

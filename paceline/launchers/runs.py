@@ -124,22 +124,26 @@ def _prefix(script: Path) -> str:
     return os.fsencode(script.stem)[:_LONGEST_NAME].decode(errors="ignore")
 
 
+def newest(runs: Path) -> list[Path]:
+    """Return the directories of the runs in a folder, the run that was started last first."""
+    return [path.parent for _, path in sorted(_dated(runs.glob("*/launch.json")), reverse=True)]
+
+
 def found(runs: Path, run: str | None) -> Path:
     """Return the directory of an existing run.
 
     Args:
         run: name of a run in `runs`, or path of any run directory. None selects the run that was started last.
     """
-    started = sorted(_dated(runs.glob("*/launch.json")), reverse=True)
-    newest = [path.parent for _, path in started]
-    if run is None and newest:
-        return newest[0]
+    there = newest(runs)
+    if run is None and there:
+        return there[0]
     for folder in (runs / run, Path(run)) if run else ():
         if folder.is_dir():
             return folder
-    there = f"There are {', '.join(path.name for path in newest)}" if newest else f"There are no runs in {runs}"
+    known = f"There are {', '.join(path.name for path in there)}" if there else f"There are no runs in {runs}"
     missing = "" if run is None else f"There is no run {run!r}. "
-    raise ConfigError(f"{missing}{there}; give their directory with --runs-dir.")
+    raise ConfigError(f"{missing}{known}; give their directory with --runs-dir.")
 
 
 def newest_resumable(runs: Path, script: Path, any_name: bool = False) -> Path | None:

@@ -26,12 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError, InputError
+from paceline.observe.cells import LAYOUT as CELLS
+from paceline.observe.cells import Cells, clear
 from paceline.observe.records import Record, checked, encodable, number
 from paceline.observe.tracing.clocks import Clocks, Key, key_of
 from paceline.system.regular_files import open_regular
 
 FILE = "logs.sqlite"
-_VERSION = 2
+_VERSION = 3
 _CHUNK = 1 << 24
 """Bytes read from a file at once."""
 _LARGEST_WHOLE = 2**63
@@ -44,6 +46,7 @@ CREATE TABLE written(
     record TEXT, clock INTEGER  -- number of a comparison of the clock that the time is of
 );
 CREATE VIRTUAL TABLE texts USING fts5(text, content='');
+{CELLS}
 PRAGMA user_version = {_VERSION};
 """
 _VIEW = """
@@ -118,6 +121,12 @@ class RecordIndex:
         """Close the index."""
         self._base.close()
 
+    def cells(self) -> Cells:
+        """Return the sums of the records over ranges of steps, brought up to date."""
+        cells = Cells(self._base)
+        cells.update()
+        return cells
+
     def update(self) -> None:
         """Add the records that were written since the last call."""
         try:
@@ -130,6 +139,7 @@ class RecordIndex:
                 self._base.execute("DELETE FROM files")
                 self._base.execute("DELETE FROM written")
                 self._base.execute("INSERT INTO texts(texts) VALUES ('delete-all')")
+                clear(self._base)
                 states, self.clocks, self._keys = {}, Clocks(), {}
             for path in paths:
                 self._read(path, *states.get(str(path), (0, None)))
@@ -209,6 +219,12 @@ class RecordIndex:
         query = f"SELECT id, time, record FROM records WHERE {where} AND id > ? ORDER BY time, id"
         for place, time, text in self._base.execute(query, [*values, after]):
             yield place, {**json.loads(text), "time": time}
+
+    def newest(self, search: Search, count: int) -> list[Record]:
+        """Return the matching records that were added last, the newest first."""
+        where, values = search.where()
+        query = f"SELECT time, record FROM records WHERE {where} ORDER BY id DESC LIMIT ?"
+        return [{**json.loads(text), "time": time} for time, text in self._base.execute(query, [*values, count])]
 
     def query(self, statement: str) -> Table:
         """Run an SQL query, which can only read.
@@ -305,7 +321,7 @@ def _open(path: Path) -> tuple[sqlite3.Connection, str]:
 
 def _connect(path: str, new: bool = False) -> sqlite3.Connection | None:
     """Open a database that can be written. Return None if it has another layout."""
-    base = sqlite3.connect(path, timeout=_TIMEOUT_SECONDS, isolation_level=None)
+    base = sqlite3.connect(path, timeout=_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         if new:
             base.executescript(_LAYOUT)

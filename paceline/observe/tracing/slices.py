@@ -33,7 +33,11 @@ _KINDS = {
     **dict.fromkeys(("checkpoint", "checkpoint-part"), "checkpoints"),
 }
 """Track of each event. Events that are not listed are on the track ``events``."""
-_COUNTERS = {"step": ("loss", "samples_per_second", "learning_rate"), "memory": ("reached",)}
+_COUNTERS = {
+    "step": ("loss", "samples_per_second", "learning_rate"),
+    "memory": ("reached",),
+    "usage": ("bytes", "cores"),
+}
 _COMMON = ("time", "event", "rank", "generation", "seconds")
 _NANOSECONDS = 1e9
 

@@ -1,0 +1,187 @@
+"""Server of the dashboard: one page, the data of its views, and metrics for Prometheus. It only reads.
+
+::
+
+    http://127.0.0.1:PORT/TOKEN/                   the page and its files
+    http://127.0.0.1:PORT/TOKEN/runs               names of the runs
+    http://127.0.0.1:PORT/TOKEN/runs/0/heat?what=  data of a view of the first run
+    http://127.0.0.1:PORT/TOKEN/metrics            state of all runs
+
+Whoever knows the token can read the runs, and nobody else: the address of a page elsewhere cannot contain it. A request
+that names another host is refused, as it may come from a page that has changed its address (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from paceline.errors import ConfigError, InputError
+from paceline.observe.dashboard import views
+from paceline.observe.index import RecordIndex, Search
+from paceline.observe.why import find_at_end
+
+_FILES = {
+    "": ("page.html", "text/html"),
+    "dashboard.js": ("dashboard.js", "text/javascript"),
+    "dashboard.css": ("dashboard.css", "text/css"),
+    "uPlot.js": ("uPlot.js", "text/javascript"),
+    "uPlot.css": ("uPlot.css", "text/css"),
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_QUIET_SECONDS = 30.0
+"""Time after which a connection without a request is closed."""
+
+
+class Run:
+    """Run of which the dashboard shows the records. Its index is opened when it is first shown."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = Lock()
+
+    @cached_property
+    def _index(self) -> RecordIndex:
+        return RecordIndex(self.folder)
+
+    def view(self, name: str, options: dict[str, str]) -> Any:
+        """Return the data of a view.
+
+        Raises:
+            ConfigError: there is no such view, or an option is wrong.
+            InputError: the run has no records.
+        """
+        with self._lock:
+            self._index.update()
+            if name == "summary":
+                return views.summary(self._index, find_at_end(self.folder))
+            if name == "heat":
+                return views.heat(self._index, options.get("what", "own"))
+            if name == "logs":
+                return views.logs(self._index, _search(options))
+            if name in views.VIEWS:
+                return views.VIEWS[name](self._index)
+        raise ConfigError(f"There is no view {name!r}.")
+
+    def updated(self) -> RecordIndex:
+        """Return the index, brought up to date."""
+        with self._lock:
+            self._index.update()
+            return self._index
+
+
+class Dashboard(ThreadingHTTPServer):
+    """HTTP server of the dashboard.
+
+    Args:
+        runs: directories of the runs, in the order in which the page lists them.
+        address: host and port to listen on. Port 0 takes a free one.
+        token: part of each address without which nothing is answered.
+
+    Raises:
+        OSError: the address is in use.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, runs: Sequence[Path], address: tuple[str, int], token: str) -> None:
+        self.runs = [Run(folder) for folder in runs]
+        self.token = token
+        super().__init__(address, _Handler)
+        self._host = address[0]
+        self.hosts = {f"{host}:{self.server_port}" for host in (*_LOCAL, self._host)}
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return f"http://{self._host}:{self.server_port}/{self.token}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Dashboard
+    timeout = _QUIET_SECONDS
+
+    def do_GET(self) -> None:
+        """Answer a request."""
+        if self.headers.get("Host", "") not in self.server.hosts:
+            self._send(HTTPStatus.FORBIDDEN, b"This server answers at its own address only.\n")
+            return
+        path, query = urlsplit(self.path).path, urlsplit(self.path).query
+        _, token, *rest = path.split("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not rest:
+            self._send(HTTPStatus.FORBIDDEN, b"The address lacks the token that paceline dashboard has printed.\n")
+            return
+        try:
+            self._answer(rest, {name: values[-1] for name, values in parse_qs(query).items()})
+        except (ConfigError, InputError) as error:
+            self._send(HTTPStatus.BAD_REQUEST, json.dumps({"error": str(error)}).encode(), "application/json")
+
+    def _answer(self, parts: list[str], options: dict[str, str]) -> None:
+        runs = self.server.runs
+        if len(parts) == 1 and parts[0] in _FILES:
+            name, kind = _FILES[parts[0]]
+            self._send(HTTPStatus.OK, files("paceline.observe.dashboard").joinpath("page", name).read_bytes(), kind)
+        elif parts == ["runs"]:
+            self._send_json([{"name": run.folder.name, "folder": str(run.folder)} for run in runs])
+        elif parts == ["metrics"]:
+            known = {run.folder.name if _is_alone(run, runs) else str(run.folder): run.updated() for run in runs}
+            self._send(HTTPStatus.OK, views.metrics(known).encode(), "text/plain; version=0.0.4")
+        elif len(parts) == 3 and parts[0] == "runs" and parts[1].isdecimal() and int(parts[1]) < len(runs):
+            self._send_json(runs[int(parts[1])].view(parts[2], options))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, b"There is nothing at this address.\n")
+
+    def _send_json(self, value: Any) -> None:
+        self._send(HTTPStatus.OK, json.dumps(value).encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, content: bytes, kind: str = "text/plain") -> None:
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing: the addresses contain the token."""
+
+
+def _is_alone(run: Run, runs: Sequence[Run]) -> bool:
+    """Return whether no other run has this run's name."""
+    return sum(one.folder.name == run.folder.name for one in runs) == 1
+
+
+def _search(options: dict[str, str]) -> Search:
+    """Return the search that the options of a request ask for.
+
+    >>> _search({"rank": "1", "steps": "3:5", "slower": "0.5"})
+    Search(ranks=('1',), events=(), steps=range(3, 5), slower_than=0.5, text='')
+    """
+    first, _, stop = options.get("steps", "").partition(":")
+    try:
+        steps = None
+        if first or stop:
+            start = int(first or 0)
+            steps = range(start, int(stop) if stop else start + 1)
+        slower = float(options["slower"]) if options.get("slower") else None
+    except ValueError:
+        raise ConfigError("steps are a number or a range such as 800:820, and slower is a number of seconds.") from None
+    ranks, events = ((options[name],) if options.get(name) else () for name in ("rank", "event"))
+    return Search(ranks=ranks, events=events, steps=steps, slower_than=slower, text=options.get("text", ""))
