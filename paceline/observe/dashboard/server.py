@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import time
 from collections.abc import Sequence
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -36,6 +37,7 @@ _FILES = {
     "dashboard.css": ("dashboard.css", "text/css"),
     "uPlot.js": ("uPlot.js", "text/javascript"),
     "uPlot.css": ("uPlot.css", "text/css"),
+    "grafana.json": ("grafana.json", "application/json"),
 }
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -45,6 +47,7 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_FRESH_SECONDS = 1.0
 _QUIET_SECONDS = 30.0
 """Time after which a connection without a request is closed."""
 
@@ -54,7 +57,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = Lock()
+        self._lock, self._at = RLock(), -_FRESH_SECONDS
 
     @cached_property
     def _index(self) -> RecordIndex:
@@ -68,21 +71,23 @@ class Run:
             InputError: the run has no records.
         """
         with self._lock:
-            self._index.update()
+            index = self.updated()
             if name == "summary":
-                return views.summary(self._index, find_at_end(self.folder))
+                return views.summary(index, find_at_end(self.folder))
             if name == "heat":
-                return views.heat(self._index, options.get("what", "own"))
+                return views.heat(index, options.get("what", "own"))
             if name == "logs":
-                return views.logs(self._index, _search(options))
+                return views.logs(index, _search(options))
             if name in views.VIEWS:
-                return views.VIEWS[name](self._index)
+                return views.VIEWS[name](index)
         raise ConfigError(f"There is no view {name!r}.")
 
     def updated(self) -> RecordIndex:
-        """Return the index, brought up to date."""
+        """Return the index with all records but those of the last second, as the page asks for many views at once."""
         with self._lock:
-            self._index.update()
+            if time.monotonic() - self._at >= _FRESH_SECONDS:
+                self._index.update()
+                self._at = time.monotonic()
             return self._index
 
 

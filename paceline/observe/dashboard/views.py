@@ -62,8 +62,11 @@ def summary(index: RecordIndex, findings: Findings, now: float | None = None) ->
     start = _newest(index, "start") or {}
     batches = _newest(index, "batches") or {}
     ended = _newest(index, "end")
-    rows = cells.rows("SELECT MAX(last), MIN(first), MAX(range) FROM cells WHERE event = 'step'")
-    last, first, _ = rows[0] if rows[0][0] is not None else (None, None, None)
+    ends = "range = (SELECT {}(range) FROM cells WHERE event = 'step')"
+    first, last = (
+        cells.rows(f"SELECT {what} FROM cells WHERE event = 'step' AND {ends.format(end)}")[0][0]
+        for what, end in (("MIN(first)", "MIN"), ("MAX(last)", "MAX"))
+    )
     steps = cells.rows("SELECT MAX(step) FROM written WHERE event = 'step'")[0][0]
     latest = last or start.get("time")
     age = None if latest is None else max(0.0, (time.time() if now is None else now) - latest)
@@ -154,10 +157,12 @@ def heat(index: RecordIndex, what: str = "own") -> Data:
     ranges = [one for (one,) in cells.rows("SELECT DISTINCT range FROM cells WHERE event = 'step' ORDER BY range")]
     places = {one: place for place, one in enumerate(ranges)}
     rows: list[list[float | None]] = [[None] * len(ranges) for _ in range(-(-most // together))]
-    query = f"SELECT rank / ?, range, MAX(({_HEATS[what]}) / count) FROM cells WHERE event = 'step' GROUP BY 1, 2"
-    for row, place, seconds in cells.rows(query, together):
-        if 0 <= row < len(rows):
-            rows[row][places[place]] = round(seconds, 6)
+    query = f"SELECT rank, range, ({_HEATS[what]}) / count FROM cells WHERE event = 'step' AND rank >= 0"
+    for rank, place, seconds in cells.rows(query):
+        row, at = rows[rank // together], places[place]
+        if (known := row[at]) is None or known < seconds:
+            row[at] = seconds
+    rows = [[None if value is None else round(value, 6) for value in row] for row in rows]
     return {"width": cells.width, "together": together, "steps": [one * cells.width for one in ranges], "rows": rows}
 
 

@@ -73,7 +73,8 @@ function draw(key, target, steps, lines, shown) {
     series: [{ label: "step" }, ...lines.map((line, place) => ({
       label: line.name, stroke: COLOURS[place % COLOURS.length], width: 1.5, spanGaps: true,
       dash: DASHES[Math.floor(place / COLOURS.length + (line.dash || 0)) % DASHES.length],
-      value: (_, value) => (value === null || value === undefined ? "" : shown(value)), points: { show: false },
+      value: (_, value) => (value === null || value === undefined ? "" : shown(value)),
+      points: { show: line.values.filter((value) => value === null).length > line.values.length / 2 },
     }))],
   }, data, target);
   plot.root.setAttribute("role", "img");
