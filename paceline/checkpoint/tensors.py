@@ -34,7 +34,7 @@ def optimizer_lists(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[st
     """Return the non-tensor state of parameters whose state holds lists (as in LBFGS), by parameter and key."""
     found = {}
     for name, parameter in model.named_parameters():
-        plain = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not _is_tensor(value)}
+        plain = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, torch.Tensor)}
         if any(isinstance(value, list) for value in plain.values()):
             found[name] = plain
     return found
@@ -51,10 +51,6 @@ def load_optimizer_lists(model: nn.Module, optimizer: Optimizer, lists: Mapping[
 
 def _copy_to(device: torch.device, value: torch.Tensor) -> torch.Tensor:
     return value.to(device, copy=True)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def check_savable(optimizer: Optimizer, *, lists: bool = False) -> None:

@@ -109,8 +109,6 @@ def command(given: RunOptions) -> None:
     if not (given.no_preload or given.elsewhere) and pays_preload(given.workers, given.standby, given.elastic):
         early.begin(given.launcher, given.script, given.arguments or (), given.workers, given.set_ or ())
     from paceline import config
-    from paceline.environments import env
-    from paceline.launchers.base import Request
     from paceline.launchers.clusters.registry import LOCAL
 
     settings = config.parse_command_line(given.set_ or [])

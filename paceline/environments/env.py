@@ -22,8 +22,8 @@ PLAN = "PACELINE_PLAN"
 TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
 REPLAY = "PACELINE_REPLAY"  # what ``paceline replay`` has requested, as JSON
-SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
-PROFILE = "PACELINE_PROFILE"
+SHOW_CONFIG = "PACELINE_SHOW_CONFIG"  # file to write the settings to for ``paceline config``, in place of training
+PROFILE = "PACELINE_PROFILE"  # file to write layer costs to for ``paceline profile``, in place of training
 COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
 WORKER_SECRET = "PACELINE_WORKER_SECRET"
@@ -127,16 +127,6 @@ def keep_inside(host: str) -> None:
     if is_loopback(host) and "lo" in [name for _, name in socket.if_nameindex()]:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-
-
-def cublas_workspace() -> str | None:
-    """Return the cuBLAS workspace configuration, which affects the order of additions; None if not set."""
-    return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-
-
-def tf32_override() -> str | None:
-    """Return NVIDIA's TF32 override, which takes precedence over a program's choice; None if not set."""
-    return os.environ.get("NVIDIA_TF32_OVERRIDE")
 
 
 def thread_limit() -> int | None:
@@ -301,16 +291,6 @@ def replay() -> Replay | None:
 def is_rehearsal() -> bool:
     """Return whether this run only looks at steps, so that it reports to nobody and leaves no files behind."""
     return TRACE_DIRECTORY in os.environ or REPLAY in os.environ
-
-
-def config_report() -> Path | None:
-    """Return the file to write the settings to for ``paceline config``, which replaces training; else None."""
-    return path(SHOW_CONFIG)
-
-
-def profile_report() -> Path | None:
-    """Return the file to write layer costs to for ``paceline profile``, which replaces training; else None."""
-    return path(PROFILE)
 
 
 def inherited() -> dict[str, str]:

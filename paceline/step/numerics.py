@@ -20,7 +20,7 @@ def numerics(exact: bool) -> dict[str, int | str]:
         "canary": canary() if exact else "none",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "float32": float32_precision(),
-        "cublas": env.cublas_workspace() or "default",
+        "cublas": env.text("CUBLAS_WORKSPACE_CONFIG") or "default",
     }
 
 
@@ -33,7 +33,7 @@ def float32_precision() -> str:
     else:  # torch < 2.9
         gpu = [_tf32(backends.cuda.matmul.allow_tf32), _tf32(backends.cudnn.allow_tf32)]
         cpu = [torch.get_float32_matmul_precision()]
-    override = env.tf32_override()
+    override = env.text("NVIDIA_TF32_OVERRIDE")
     forced = "" if override is None else f", NVIDIA_TF32_OVERRIDE={override}"
     return f"gpu {' '.join(gpu)}, cpu {' '.join(cpu)}{forced}"
 

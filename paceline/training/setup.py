@@ -130,7 +130,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     )
     number = _count + 1
     resolved = saved_settings.resolve(arguments, folder, number, who.rank)
-    if (report_to := env.config_report()) is not None:
+    if (report_to := env.path(env.SHOW_CONFIG)) is not None:
         build.report_config(resolved, report_to)
         raise SystemExit(0)
     log.level = resolved.settings.events
@@ -149,7 +149,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     atexit.register(log.close)
     _count = number  # also if start fails from now on, because the coordinator knows this session number
     run = _begin(context, run_spec, folder, number, tracking)
-    if (profile_to := env.profile_report()) is not None:
+    if (profile_to := env.path(env.PROFILE)) is not None:
         report_profile(context, profile_to)
         raise SystemExit(0)
     return run

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -51,7 +51,8 @@ def without_trace(context: TrainingContext) -> Iterator[Probe]:
     compute.buffers.begin()
     following = None if compute.carried is None else compute.carried.following()
     before = Attributes(roots, known)
-    of_hooks = Attributes({"hooks": _hooks_of(parameters)}, known)
+    hooks = [hook for value in parameters for hook in gradient_hooks(value)]  # may keep values such as running norms
+    of_hooks = Attributes({"hooks": hooks}, known)
     try:
         with preserve_generators():
             yield Probe(before, lambda: Attributes(roots, known), restore_weights)
@@ -84,8 +85,3 @@ def taking_gradients(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _hooks_of(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the hooks on gradients, which may keep values such as running norms."""
-    return [hook for value in parameters for hook in gradient_hooks(value)]
