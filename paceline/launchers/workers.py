@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import FrameType, TracebackType
@@ -89,12 +89,12 @@ class Workers:
         self._due: list[tuple[float, signal.Signals]] = []
         self._asked = False
         self._signals: list[int] = []
-        self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._catching = contextlib.ExitStack()
         self._logs = contextlib.ExitStack()
         self._begin = time.monotonic()
 
     def __enter__(self) -> Workers:
-        self._catch_signals()
+        self._signals = self._catching.enter_context(stop_signals())
         pipes: list[Pipe] = []
         try:
             self._launcher.begin(self._launch)
@@ -133,8 +133,7 @@ class Workers:
         if all([stream.join(2.0) for stream in self._streams]):
             self._logs.close()
         self._launcher.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+        self._catching.close()
 
     def wait(self) -> RunResult:
         """Wait until all workers have ended, by themselves or because another worker failed."""
@@ -238,14 +237,23 @@ class Workers:
             if number == signal.SIGKILL:
                 self._due.append((now + _AGAIN_SECONDS, number))
 
-    def _catch_signals(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
 
-        def keep(number: int, frame: FrameType | None) -> None:
-            if not self._signals or number != signal.SIGUSR1:  # a later SIGUSR1 is ignored: Slurm sends SIGTERM, too
-                self._signals.append(number)
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect stop signals to this process in a list during the block. Only the main thread can."""
+    found: list[int] = []
+    before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
+    def keep(number: int, frame: FrameType | None) -> None:
+        if not found or number != signal.SIGUSR1:  # a later SIGUSR1 is ignored: Slurm sends SIGTERM, too
+            found.append(number)
+
+    if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup and in a shell's background jobs
-                self._handlers[number] = signal.signal(number, keep)
+                before[number] = signal.signal(number, keep)
+    try:
+        yield found
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)

@@ -109,12 +109,12 @@ class _Probe:
 
     def measure(self) -> None:
         """Time one forward and one backward pass."""
-        begin = _now()
+        begin = seconds_now()
         outputs = self.forward()
-        middle = _now()
+        middle = seconds_now()
         self.backward(outputs)
         self.forward_seconds.append(middle - begin)
-        self.backward_seconds.append(_now() - middle)
+        self.backward_seconds.append(seconds_now() - middle)
 
     def kept_bytes(self, model: nn.Module) -> int:
         """Return the bytes kept from the forward to the backward pass, besides parameters and buffers."""
@@ -151,7 +151,8 @@ def _warm_up(probes: list[_Probe], example: Any) -> None:
             probes[place - 1].output_gradients = [tensor.grad for tensor in probes[place].inputs]
 
 
-def _now() -> float:
+def seconds_now() -> float:
+    """Return the time after all operations so far, also those of the GPU, in seconds."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from paceline.data.feed import MicrobatchGroup
+from paceline.partition.profile import seconds_now
 from paceline.planning.memory import Segment
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardRunner
@@ -123,11 +123,11 @@ class _Recorder:
             if isinstance(leaf, torch.Tensor):
                 self._note(visit.inputs, leaf)
         self.visits.append(visit)
-        self._inside, begin = True, _now()
+        self._inside, begin = True, seconds_now()
         try:
             return forward(*args, **kwargs)
         finally:
-            visit.seconds = _now() - begin
+            visit.seconds = seconds_now() - begin
             self._inside = False
             self.visits.append(_Visit(""))
 
@@ -213,9 +213,3 @@ def _watched(blocks: Mapping[str, nn.Module], recorder: _Recorder) -> Iterator[N
             del module.forward
             if name in before:
                 module.forward = before[name]
-
-
-def _now() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()

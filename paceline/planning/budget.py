@@ -23,7 +23,7 @@ from paceline.planning.memory import Choice, Run, Segment, cures, fit, need
 from paceline.step.context import TrainingContext
 from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of
-from paceline.step.probes.optimizer_probe import copy_small, step_of
+from paceline.step.probes.optimizer_probe import copy_small, corner_of, step_of
 from paceline.step.probes.probe import warn
 from paceline.strategies.registry import capabilities
 from paceline.strategies.sharded.holders import copies_of
@@ -244,7 +244,7 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     with preserve_generators():
         try:
-            small, copies = copy_small(optimizer, _corner, state=False)
+            small, copies = copy_small(optimizer, corner_of, state=False)
             for value in copies:
                 value.grad = torch.randn_like(value)
             step_of(small)(small)
@@ -258,12 +258,6 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
                 alike = entry.shape == value.shape
                 total += int(entry.element_size() * parameter.numel() if alike else entry.nbytes)
     return total
-
-
-def _corner(value: torch.Tensor) -> torch.Tensor:
-    for axis, size in enumerate(value.shape):
-        value = value.detach().narrow(axis, 0, min(size, 2))
-    return value.detach()
 
 
 def _may_fuse(context: TrainingContext) -> bool:

@@ -11,10 +11,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from paceline.environments import env
@@ -22,8 +21,8 @@ from paceline.errors import StartError
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.output import Lines, ends_within
+from paceline.launchers.workers import stop_signals
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _POLL_SECONDS = 0.05
 _LAST_SECONDS = 10.0
 _SIGN_SECONDS = 2.0
@@ -257,20 +256,3 @@ def _print(lines: list[str], to: IO[str], prefix: str) -> None:
     if lines:
         to.write("".join(f"{prefix}{line}\n" for line in lines))
         to.flush()
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collect stop signals to this process in a list during the block. SIGUSR1 only counts as the first signal."""
-    found: list[int] = []
-
-    def keep(number: int, frame: FrameType | None) -> None:
-        if not found or number != signal.SIGUSR1:
-            found.append(number)
-
-    before = {one: signal.signal(one, keep) for one in _STOPPING}
-    try:
-        yield found
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)

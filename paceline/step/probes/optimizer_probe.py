@@ -93,8 +93,7 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
 
 def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
     """Raise if step hooks treat a parameter differently when others have no gradients."""
-    every = [hook for kind in STEP_HOOKS for hook in getattr(optimizer, kind, {}).values()]
-    hooks = [hook for hook in every if not getattr(hook, "__module__", "").startswith("paceline.")]
+    hooks = step_hooks(optimizer)
     if not hooks:
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -127,6 +126,12 @@ def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
                         f"{what} does something else with a parameter when the others have no gradients: it looks at "
                         f"several at once, such as at the norm of all. {_split(context)}. {_CURE}"
                     )
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the step hooks of the script."""
+    every = [hook for kind in STEP_HOOKS for hook in getattr(optimizer, kind, {}).values()]
+    return [hook for hook in every if not getattr(hook, "__module__", "").startswith("paceline.")]
 
 
 @contextmanager
@@ -211,7 +216,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _probe_steps(optimizer: Optimizer, places: Sequence[int]) -> _ProbeSteps:
     """Return the result of probe steps in which only the small parameters at ``places`` have gradients."""
-    small, parameters = copy_small(optimizer, _corner)
+    small, parameters = copy_small(optimizer, corner_of)
     drew = False
     for step, scale in enumerate(PROBE_SCALES):
         for place, parameter in enumerate(parameters):
@@ -273,7 +278,8 @@ def copy_small(
     return made, parameters
 
 
-def _corner(value: torch.Tensor) -> torch.Tensor:
+def corner_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the first elements of a tensor, at most two in each dimension."""
     for axis, size in enumerate(value.shape):
         value = value.detach().narrow(axis, 0, min(size, _LARGEST))
     return value.detach()

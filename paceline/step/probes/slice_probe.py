@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from paceline.data.keys import preserve_generators, seed_torch
 from paceline.schedule.slices import BLOCK
 from paceline.step.optimizers.several import parts_of
-from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_of
-from paceline.system.torch_internals import STEP_HOOKS
+from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_hooks, step_of
 
 _SIZES = 4096 + BLOCK, 4096, 4096 - BLOCK
 """Sizes of the slices: optimizers with quantized states quantize from 4,096 elements on, in blocks of 256 or more."""
@@ -28,17 +27,13 @@ def updates_slices_alike(optimizer: Optimizer) -> bool:
 
 
 def _alike(optimizer: Optimizer) -> bool:
-    if any(hook for kind in STEP_HOOKS for hook in getattr(optimizer, kind, {}).values() if not _is_ours(hook)):
+    if step_hooks(optimizer):
         return False
     with preserve_generators():
         try:
             return all(map(torch.equal, _updated(optimizer, sliced=False), _updated(optimizer, sliced=True)))
         except Exception:  # noqa: BLE001 - an optimizer may reject small parameters or slices in any way
             return False
-
-
-def _is_ours(hook: object) -> bool:
-    return getattr(hook, "__module__", "").startswith("paceline.")
 
 
 def _updated(optimizer: Optimizer, *, sliced: bool) -> Iterator[torch.Tensor]:

@@ -9,12 +9,13 @@ import subprocess
 import time
 
 from paceline.errors import PREEMPTED, StartError
-from paceline.launchers.clusters.clients import say, stop_signals
+from paceline.launchers.clusters.clients import say
 from paceline.launchers.clusters.kubernetes import state
 from paceline.launchers.clusters.kubernetes.kubectl import Kubectl
 from paceline.launchers.clusters.kubernetes.manifests import Kind, Pods, termination_seconds
 from paceline.launchers.clusters.kubernetes.state import Pod
 from paceline.launchers.local.launcher import kill_group
+from paceline.launchers.workers import stop_signals
 
 POLL_SECONDS = 2.0
 _SIGNAL_SECONDS = 0.1

@@ -20,8 +20,9 @@ from paceline.errors import PREEMPTED, ConfigError, StartError
 from paceline.launchers import runs
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Options, Placement, given_options
-from paceline.launchers.clusters.clients import say, stop_signals
+from paceline.launchers.clusters.clients import say
 from paceline.launchers.output import Lines
+from paceline.launchers.workers import stop_signals
 
 _LEAD_SECONDS = 35
 """Seconds that are added to --grace for the signal before the time limit, because Slurm may send it late."""

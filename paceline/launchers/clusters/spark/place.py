@@ -30,10 +30,11 @@ from paceline.errors import ConfigError, StartError, WorkerLost
 from paceline.launchers import runs
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
-from paceline.launchers.clusters.clients import Client, follow, say, stop_signals
+from paceline.launchers.clusters.clients import Client, follow, say
 from paceline.launchers.clusters.spark.jobs import Slots, Stage, reason_of
 from paceline.launchers.clusters.spark.tasks import MEETING, Driver
 from paceline.launchers.machine import choose_port
+from paceline.launchers.workers import stop_signals
 
 _ATTEMPTS = 4
 """Same as the default of spark.stage.maxConsecutiveAttempts."""
