@@ -34,7 +34,8 @@ def optimizer_lists(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[st
     """Return the non-tensor state of parameters whose state holds lists (as in LBFGS), by parameter and key."""
     found = {}
     for name, parameter in model.named_parameters():
-        plain = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, torch.Tensor)}
+        entries = optimizer.state.get(parameter, {}).items()
+        plain = {key: value for key, value in entries if not isinstance(value, torch.Tensor)}
         if any(isinstance(value, list) for value in plain.values()):
             found[name] = plain
     return found

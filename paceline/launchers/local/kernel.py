@@ -81,7 +81,7 @@ def is_ending(pid: int, started: int | None = None) -> bool:
     try:
         fields = _fields(pid)
     except (FileNotFoundError, ProcessLookupError):
-        return _has_proc()
+        return Path("/proc/self/stat").exists()  # else this system has no such files
     except OSError:
         return False
     return bool(int(fields[_FLAGS]) & _EXITING) or started not in (None, int(fields[_STARTED]))
@@ -98,11 +98,3 @@ def start_of(pid: int) -> int | None:
 def _fields(pid: int) -> list[bytes]:
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
-
-
-def _has_proc() -> bool:
-    try:
-        with open("/proc/self/stat", "rb"):
-            return True
-    except OSError:
-        return False

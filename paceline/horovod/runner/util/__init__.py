@@ -1,1 +1,0 @@
-"""Helpers under Horovod's module path ``horovod.runner.util``."""
