@@ -7,6 +7,7 @@ import shlex
 import socket
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -300,7 +301,7 @@ def _coordinate(
     from paceline.observe.why import last_line
 
     log = EventLog(launch.run / "events", "launcher")
-    compared = start.Comparison(start.about(request.script) if request.nodes else {}).differences
+    compared = partial(start.differences, start.about(request.script) if request.nodes else {})
     run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume, compared)
     relay = Relay()
     coordinator = Coordinator(listener, bounds_of(request), log.mark, run, request.workers, relay.put)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from paceline.launchers.clusters.base import (
     secret_environment,
 )
 from paceline.launchers.clusters.clients import Client, follow
+from paceline.launchers.workers import stop_signals
 
 FORMATS = "h1 slots=4\nh2:2  # the small one\n\n# none\nh3\nh1 max_slots=9 slots=1\n"
 
@@ -179,6 +181,27 @@ def test_a_signal_stops_all(by_signal: bool, tmp_path: Path, capfd: pytest.Captu
     before = signal.getsignal(signal.SIGINT)
     assert follow([first, second], env.inherited(), 20.0, lambda client, code: True) == 75
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with stop_signals() as found:
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)
+        assert found == [signal.SIGUSR1, signal.SIGTERM]
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_agents_of_another_thread(capfd: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        clients = [Client("one", [sys.executable, "-c", "print('trained')"])]
+        code = pool.submit(follow, clients, env.inherited(), 1.0, lambda client, code: True).result()
+    assert (code, capfd.readouterr().out) == (0, "trained\n")
 
 
 def test_a_hostfile_with_what_ssh_would_take_for_an_option(tmp_path: Path) -> None:

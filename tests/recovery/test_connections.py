@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,11 +22,11 @@ from paceline.coordinator.types import Bounds, RunInfo
 from paceline.coordinator.wire import connections, messages
 from paceline.coordinator.wire.authentication import AGENT, Challenge, NotAuthenticated, Refused, authenticate, worker
 from paceline.coordinator.wire.messages import LONGEST_MESSAGE, Connection, connect, decode, encode, listen
-from paceline.diagnostics.doctor.start import Comparison
+from paceline.diagnostics.doctor.start import differences
 from paceline.system import secret as secrets
 
 SECRET = secrets.make()
-RUN = RunInfo("this run", SECRET, "train.py", "job", differences=Comparison({"torch": "2.13.0"}).differences)
+RUN = RunInfo("this run", SECRET, "train.py", "job", differences=partial(differences, {"torch": "2.13.0"}))
 ABOUT = {"host": "a", "pid": 4242, "address": "127.0.0.1"}
 HELLO: dict[str, Any] = {
     "type": "hello",

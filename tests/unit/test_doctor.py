@@ -276,16 +276,16 @@ def test_the_quick_part_at_the_start(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import paceline")
     own = start.about(script)
-    compare = start.Comparison(own)
-    assert compare.differences("h2", {**own, "time": time.time()}) == []
+    assert start.differences(own, "h2", {**own, "time": time.time()}) == []
     other = {**own, "torch": "1.0\x1b[2J", "script": "0", "time": time.time() - 100}
-    lines = compare.differences("h2", other)
+    lines = start.differences(own, "h2", other)
     assert len(lines) == 3
     assert f"the version of torch differs: {own['torch']} on " in lines[0]
     assert ", 1.0[2J on h2" in lines[0]
     assert "the content of the script differs" in lines[1]
     assert "the clock of h2 is 100 s behind" in lines[2]
-    assert compare.differences("h2", {"torch": ["what is this"], "time": "noon"})[0].startswith("the version of torch")
+    (line,) = start.differences(own, "h2", {"torch": ["what is this"], "time": "noon"})
+    assert line.startswith("the version of torch")
 
 
 def test_a_difference_in_one_of_many_small_files(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.launchers import machine
+from paceline.launchers.local.kernel import control_chain
 
 _PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
 _RDMA = Path("/sys/class/infiniband")
 _UNLIMITED = 1 << 60
@@ -84,28 +84,6 @@ def _memory() -> Iterator[tuple[str, int]]:
         for line in (_PROC / "meminfo").read_text().splitlines():
             name, _, rest = line.partition(":")
             yield name, int(rest.split()[0]) * 1024
-
-
-def control_chain(controller: str) -> list[Path]:
-    """Return the folders of this process's control groups, from its own group to the outermost visible group.
-
-    Supports both versions of control groups, which have a tree for all controllers or for each controller. Inside a
-    container the path from the kernel may not exist. The mounted group is then the container's own group.
-    """
-    try:
-        lines = (_PROC / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found: list[Path] = []
-    for line in lines:
-        _, names, path = line.split(":", 2)
-        root = _CGROUPS / controller if controller in names.split(",") else _CGROUPS if not names else None
-        if root is None or not root.is_dir():
-            continue
-        own = root / path.lstrip("/")
-        chain = [own, *own.parents] if own.is_dir() and ".." not in own.parts else [root]
-        found += [folder for folder in chain if folder == root or root in folder.parents]
-    return found
 
 
 def _number(file: Path, place: int = 0) -> int | None:

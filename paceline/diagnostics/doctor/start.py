@@ -36,24 +36,18 @@ def _cuda() -> str | None:
     return None
 
 
-class Comparison:
-    """Comparison of joining machines with this machine."""
-
-    def __init__(self, own: Message) -> None:
-        self._own, self._host = own, socket.gethostname()
-
-    def differences(self, host: str, theirs: Mapping[str, object]) -> list[str]:
-        """Return a line for each difference to a machine that has just joined. ``time`` is the time of its clock."""
-        lines = []
-        for name, here in self._own.items():
-            there = theirs.get(name)
-            if there is not None and there != here:
-                what = "the content of the script" if name == "script" else f"the version of {name}"
-                lines.append(f"{what} differs: {_short(here)} on {self._host}, {_short(there)} on {_short(host)}")
-        clock = theirs.get("time")
-        if isinstance(clock, int | float) and abs(off := clock - time.time()) > _CLOCK_OFF:
-            lines.append(f"the clock of {_short(host)} is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}")
-        return [f"{line}; `paceline doctor` on both says more" for line in lines]
+def differences(own: Message, host: str, theirs: Mapping[str, object]) -> list[str]:
+    """Return a line for each difference of this machine to one that has just joined, whose clock has ``time``."""
+    lines = []
+    for name, here in own.items():
+        there = theirs.get(name)
+        if there is not None and there != here:
+            what = "the content of the script" if name == "script" else f"the version of {name}"
+            lines.append(f"{what} differs: {_short(here)} on {socket.gethostname()}, {_short(there)} on {_short(host)}")
+    clock = theirs.get("time")
+    if isinstance(clock, int | float) and abs(off := clock - time.time()) > _CLOCK_OFF:
+        lines.append(f"the clock of {_short(host)} is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}")
+    return [f"{line}; `paceline doctor` on both says more" for line in lines]
 
 
 def _short(value: object) -> str:

@@ -38,18 +38,31 @@ class OutOfMemory:
         return sum(_read(path) for path in self._counters)
 
 
-def own_counters() -> list[Path]:
-    """Return the counter file of this control group (version 2 or 1), or else that of the machine."""
+def control_chain(controller: str) -> list[Path]:
+    """Return the folders of this process's control groups, from its own group to the outermost visible group.
+
+    Supports both versions of control groups, which have a tree for all controllers or for each controller. Inside a
+    container the path from the kernel may not exist. The mounted group is then the container's own group.
+    """
     try:
-        groups = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
-        groups = []
-    places = []
-    for _, controllers, name in groups:
-        if not controllers:
-            places += [_ROOT / name.lstrip("/") / "memory.events", _ROOT / "memory.events"]
-        elif "memory" in controllers.split(","):
-            places += [_ROOT / "memory" / part / "memory.oom_control" for part in (name.lstrip("/"), ".")]
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        root = _ROOT / controller if controller in names.split(",") else _ROOT if not names else None
+        if root is None or not root.is_dir():
+            continue
+        own = root / path.lstrip("/")
+        chain = [own, *own.parents] if own.is_dir() and ".." not in own.parts else [root]
+        found += [folder for folder in chain if folder == root or root in folder.parents]
+    return found
+
+
+def own_counters() -> list[Path]:
+    """Return the counter file of the innermost control group that has one (version 2 or 1), or that of the machine."""
+    places = [folder / name for folder in control_chain("memory") for name in ("memory.events", "memory.oom_control")]
     return [path for path in places if path.is_file()][:1] or [_MACHINE]
 
 
