@@ -25,7 +25,7 @@ from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 from paceline.errors import WorkerSilent, name_ranks
 
-_POLL_SECONDS, _POLL_SECONDS = 1e-3, 0.1
+_POLL_SECONDS, _CHECK_SECONDS = 1e-3, 0.1
 
 
 class Quorum(Protocol):
@@ -225,7 +225,7 @@ class StoreQuorum:
                     f"{self._last}, and got {len(self._owners)}; none came from {name_ranks(silent)} "
                     f"(timeout_seconds). See their logs: they are stopped, or busy with something else."
                 )
-            if time.monotonic() - looked > _POLL_SECONDS:  # another worker may be at another step, and have ended
+            if time.monotonic() - looked > _CHECK_SECONDS:  # another worker may be at another step, and have ended
                 looked = time.monotonic()
                 self._check_steps(self._last)
             time.sleep(_POLL_SECONDS)
