@@ -28,8 +28,8 @@ from paceline import errors
 from paceline.comm.assignment.store import Store
 from paceline.comm.values import decode, encode
 from paceline.comm.world import World
-from paceline.coordinator.wire.authentication import NotAuthenticated, admit, authenticate, worker
-from paceline.coordinator.wire.messages import keep_alive
+from paceline.coordinator.wire.authentication import NotAuthenticated, admit, worker
+from paceline.coordinator.wire.messages import keep_alive, open_socket
 from paceline.environments import env
 from paceline.errors import WorkerLost, WorkerSilent
 
@@ -181,15 +181,9 @@ class RpcClient:
     def _connect(self) -> None:
         if self._connection is not None:
             return
-        connection = socket.create_connection(self._address, timeout=min(self.seconds, _PROOF_SECONDS))
-        try:
-            keep_alive(connection)
-            authenticate(connection, worker(self._world.rank), self._key, min(self.seconds, _PROOF_SECONDS))
-        except BaseException:
-            connection.close()
-            raise
-        connection.settimeout(min(_SLICE_SECONDS, self.seconds))
-        self._connection = connection
+        seconds = min(self.seconds, _PROOF_SECONDS)
+        self._connection = open_socket(self._address, worker(self._world.rank), self._key, seconds)
+        self._connection.settimeout(min(_SLICE_SECONDS, self.seconds))
 
     def _read(self, into: memoryview) -> int:
         assert self._connection is not None

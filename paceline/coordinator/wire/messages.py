@@ -138,11 +138,16 @@ def connect(address: tuple[str, int], role: str, key: bytes, seconds: float) -> 
         NotAuthenticated: the other end is not the coordinator of this run, or does not accept the key.
         OSError: the coordinator cannot be reached.
     """
+    return Connection(open_socket(address, role, key, seconds))
+
+
+def open_socket(address: tuple[str, int], role: str, key: bytes, seconds: float) -> socket.socket:
+    """Connect and authenticate, and return the socket. Arguments and errors are those of :func:`connect`."""
     connection = socket.create_connection(address, timeout=seconds)
     try:
         keep_alive(connection)
         authenticate(connection, role, key, seconds)
-        return Connection(connection)
+        return connection
     except BaseException:
         connection.close()
         raise
