@@ -52,33 +52,32 @@ def shape_of(settings: PipelineSettings, workers: int) -> Shape:
             f"{settings.schedule!r}: change pipeline.stages, or the schedule."
         )
     if settings.replicas is not None:
-        return _with_replicas(settings, workers, stages, settings.replicas)
+        return _with_replicas(settings, workers, Shape(stages, chunks, settings.replicas))
     if settings.schedule in _UNEVEN and workers >= stages:
         each, more = divmod(workers, stages)
         return Shape(stages, chunks, tuple(each + (stage < more) for stage in range(stages)))
-    if stages % chunks or workers % (stages // chunks):
+    if workers % (stages // chunks):
         held = f", {chunks} on each worker" if chunks > 1 else ""
         raise ConfigError(
             f"{workers} workers cannot hold {stages} stages{held} evenly: the workers must be a multiple of "
-            f"{stages / chunks:g}. Change pipeline.stages or the number of workers, or set pipeline.replicas, the "
+            f"{stages // chunks}. Change pipeline.stages or the number of workers, or set pipeline.replicas, the "
             f"workers of each stage."
         )
     return Shape(stages, chunks, (workers * chunks // stages,) * stages)
 
 
-def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replicas: tuple[int, ...]) -> Shape:
-    uneven = len(set(replicas)) > 1
-    if uneven and settings.schedule not in _UNEVEN:
+def _with_replicas(settings: PipelineSettings, workers: int, shape: Shape) -> Shape:
+    _, chunks, replicas = shape
+    if len(set(replicas)) > 1 and settings.schedule not in _UNEVEN:
         raise ConfigError(
             f"pipeline.replicas = {list(replicas)} differ between stages, which schedule {settings.schedule!r} does "
             f"not allow: use one of {', '.join(map(repr, _UNEVEN))}, or the same number of workers for each stage."
         )
-    chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
     if sum(replicas) != workers * chunks:
         raise ConfigError(
             f"pipeline.replicas = {list(replicas)} are {sum(replicas) // chunks} workers, but there are {workers}."
         )
-    return Shape(stages, chunks, replicas)
+    return shape
 
 
 def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: int) -> AsyncPipeline:
