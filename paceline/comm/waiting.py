@@ -22,6 +22,14 @@ class Awaited(NamedTuple):
     since: float = 0.0
 
 
+class Waits(NamedTuple):
+    """Waits of a worker since they were last taken."""
+
+    seconds: float
+    late: int | None  # rank that this worker has waited for longest
+    link: tuple[int, float] | None  # rank whose messages this worker has waited for longest in receiving(), and seconds
+
+
 class Recorder(Protocol):
     """Methods of the recorder of the script's own collectives (``comm.desync.recorder``) that waits call."""
 
@@ -54,6 +62,8 @@ class Waiting:
         self._counted = 0.0  # time up to which waits are in the two sums below
         self._waited = 0.0
         self._waited_for: dict[int, float] = {}
+        self._receiving = False
+        self._received_from: dict[int, float] = {}  # waits in receiving()
 
     @property
     def others(self) -> list[int]:
@@ -105,14 +115,31 @@ class Waiting:
                 self.mark("wait", ranks=before.ranks, what=self._purpose, seconds=now - self._counted)
             for rank in before.ranks:
                 self._waited_for[rank] = self._waited_for.get(rank, 0.0) + now - self._counted
+                if self._receiving:
+                    self._received_from[rank] = self._received_from.get(rank, 0.0) + now - self._counted
         self._counted = now
         self.awaited = Awaited(left, before.since if left and set(left) <= set(before.ranks) else now)
 
-    def take_waits(self) -> tuple[float, int | None]:
-        """Return the seconds of the waits since the last call, and the rank that this worker has waited for longest."""
-        waited, longest = self._waited, max(self._waited_for, key=self._waited_for.__getitem__, default=None)
-        self._waited, self._waited_for = 0.0, {}
-        return waited, longest
+    def take_waits(self) -> Waits:
+        """Return the waits since the last call."""
+        late = max(self._waited_for, key=self._waited_for.__getitem__, default=None)
+        link = max(self._received_from.items(), key=lambda one: one[1], default=None)
+        waits = Waits(self._waited, late, link)
+        self._waited, self._waited_for, self._received_from = 0.0, {}, {}
+        return waits
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Count the waits inside this context as waits for links.
+
+        The awaited messages must depend on nothing that their senders receive. Otherwise every worker would wait for
+        a slow link, and none could tell which link it is.
+        """
+        self._receiving = True
+        try:
+            yield
+        finally:
+            self._receiving = False
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:

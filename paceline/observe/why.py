@@ -30,6 +30,12 @@ _FIRST_STEPS = 3
 _LEAST_SHARE = 0.02
 """Smallest share of the time that is worth a sentence."""
 _LEAST_COMPUTE = 1e-9
+_PROBE_SECONDS = 1.0
+"""Time that the first steps of any run may take for probes."""
+_ALIKE, _OF_ONE_SENDER = 0.5, 0.75
+"""Share of the longest wait from which another receiver waits as long; share of a wait that makes it one sender's."""
+Links = dict[tuple[int, int], float]
+"""Seconds for which each receiver waited for a sender, by (sender, receiver)."""
 _MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
@@ -62,16 +68,27 @@ class Times(NamedTuple):
         return self.script + self.load + self.compute
 
 
+class SlowLink(NamedTuple):
+    """Link whose receiver waits longer for messages than other workers do."""
+
+    rank: int  # slow end
+    sender: int | None  # None if the messages of all senders are slow
+    receiver: int | None  # None if the messages to all receivers are slow
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Culprit:
     """Part of the time that would be saved if the rank or the part of a step took no longer than it has to."""
 
-    kind: str  # "compute", "load" or "script" of a rank; else "exchange", "load", "script" or a pause
+    kind: str  # "compute", "load", "script" or "start" of a rank; else "exchange", "load", "script" or a pause
     share: float  # of the time of the run
     rank: int | None = None
     host: str | None = None
     stage: int | None = None  # of a pipeline
     layer: str | None = None
+    sender: int | None = None  # of a slow link, whose slow end is the rank. None if data of all senders come slowly
+    receiver: int | None = None  # of a slow link. None if the data come slowly to all receivers
 
 
 @dataclass(frozen=True)
@@ -96,12 +113,13 @@ class Findings:
         return {"culprits": [asdict(one) for one in self.culprits], "advice": [asdict(one) for one in self.advice]}
 
 
-def find(records: Iterable[Record], stages: Mapping[int, int] | None = None) -> Findings:
+def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, whole: bool = True) -> Findings:
     """Return where the time of a run went.
 
     Args:
         records: records of the events ``EVENTS``, in the order in which each worker wrote them.
         stages: first stage of each rank of a pipeline. Defaults to none.
+        whole: whether the records begin where the run began.
     """
     about: dict[Any, dict[str, Any]] = defaultdict(dict, {rank: {"stage": one} for rank, one in (stages or {}).items()})
     pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
@@ -118,9 +136,12 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None) -> 
                 pauses[event][rank] += number(record.get(_PAUSES[event])) or 0.0
             yield record
 
-    steps = _steps(noted())
+    links: Links = {}
+    steps = _steps(noted(), links)
     longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
-    return explain(steps, about, longest, start)
+    first = steps[:_FIRST_STEPS] if len(steps) > 3 * _FIRST_STEPS else []
+    link = _slow_link(links, {rank for step in steps for rank in step})
+    return explain(steps[len(first) :], about, longest, start, link, first if whole else [])
 
 
 def find_at_end(run: Path) -> Findings:
@@ -138,7 +159,7 @@ def find_at_end(run: Path) -> Findings:
         records += found
         stages |= forward
         workers = max([workers, *(one["workers"] for one in found if type(one.get("workers")) is int)])
-    return find(records, stages) if len({one["rank"] for one in records}) >= workers else Findings()
+    return find(records, stages, whole=False) if len({one["rank"] for one in records}) >= workers else Findings()
 
 
 def _ends_of(path: Path, size: int) -> tuple[list[Record], dict[int, int]]:
@@ -162,9 +183,10 @@ def _ends_of(path: Path, size: int) -> tuple[list[Record], dict[int, int]]:
     return records, stages
 
 
-def _steps(records: Iterable[Record]) -> list[dict[int, Times]]:
-    """Return the durations of each step by rank."""
+def _steps(records: Iterable[Record], links: Links) -> list[dict[int, Times]]:
+    """Return the durations of each step by rank, and add up for how long each receiver waits for each sender."""
     found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
+    waits: dict[tuple[int, int], dict[int, tuple[int, float]]] = defaultdict(dict)
     ended: dict[tuple[int, int], float] = {}  # times by rank and generation; what a recovery takes is of no step
     for record in records:
         rank, generation, time = record["rank"], record["generation"], record["time"]
@@ -179,8 +201,33 @@ def _steps(records: Iterable[Record]) -> list[dict[int, Times]]:
         within = min(awaited, max(0.0, seconds - load))  # of waits between steps only the sum with these is known
         beside = min(awaited - within, between)
         found[generation, step][rank] = Times(between - beside, load, max(0.0, seconds - load - within), awaited)
-    steps = [found[key] for key in sorted(found)]
-    return steps[_FIRST_STEPS:] if len(steps) > 3 * _FIRST_STEPS else steps
+        match record.get("link"):
+            case [int(sender), wait] if (late := number(wait)) is not None:
+                waits[generation, step][rank] = sender, late
+    for key, ranks in waits.items():
+        own = {rank: times.own for rank, times in found[key].items()}
+        for rank, (sender, late) in ranks.items():  # a sender that computes for longer is no slow link
+            late = max(0.0, late - max(0.0, own.get(sender, math.inf) - own[rank]))
+            links[sender, rank] = links.get((sender, rank), 0.0) + late
+    return [found[key] for key in sorted(found)]
+
+
+def _slow_link(links: Links, ranks: Iterable[int]) -> SlowLink | None:
+    """Return the slow link, if only one worker sends slowly, or only one receives slowly."""
+    received = {rank: 0.0 for rank in ranks}
+    for (_, receiver), seconds in links.items():
+        received[receiver] = received.get(receiver, 0.0) + seconds
+    if not any(received.values()):
+        return None
+    (sender, receiver), _ = max(links.items(), key=lambda one: one[1])
+    most = received[receiver]
+    slow = [rank for rank, seconds in received.items() if seconds > _ALIKE * most]
+    if slow == [receiver]:
+        alone = links[sender, receiver] > _OF_ONE_SENDER * most
+        return SlowLink(sender if alone else receiver, sender if alone else None, receiver, most)
+    if sender not in slow and all(links.get((sender, rank), 0.0) > _OF_ONE_SENDER * received[rank] for rank in slow):
+        return SlowLink(sender, sender, None if len(slow) == len(received) - 1 else receiver, most)
+    return None
 
 
 def explain(
@@ -188,6 +235,8 @@ def explain(
     about: Mapping[int, Mapping[str, Any]] | None = None,
     pauses: Mapping[str, float] | None = None,
     start: Mapping[str, Any] | None = None,
+    link: SlowLink | None = None,
+    first: Sequence[Mapping[int, Times]] = (),
 ) -> Findings:
     """Return which workers and parts of a step take the time of some steps.
 
@@ -196,6 +245,8 @@ def explain(
         about: ``host`` and ``stage`` of ranks, if known.
         pauses: seconds of saves and evaluations, by event.
         start: settings of the run that decide what may be advised, from its event ``start``.
+        link: link that is slower than the others, if there is one.
+        first: durations of the first steps of the run, which probe and warm up.
 
     >>> fast, slow = Times(0.0, 0.0, 1.0, 1.5), Times(0.0, 0.0, 2.0, 0.5)
     >>> explain([{0: fast, 1: slow, 2: fast}] * 4).culprits[0]
@@ -204,7 +255,8 @@ def explain(
     total = sum(max(sum(times) for times in step.values()) for step in steps)
     if not total:
         return Findings()
-    lost: dict[tuple[str, int | None], float] = defaultdict(float)
+    lost = _lost_at_start(first, steps)
+    total += sum(lost.values())
     pauses = pauses or {}
     for step in steps:
         slowest = max(step, key=lambda rank: step[rank].own)
@@ -224,14 +276,40 @@ def explain(
             lost["script", rank] -= part
             lost[event, None if event == "checkpoint" else rank] += part  # rank 0 saves for all
     about = about or {}
+    ends: dict[str, Any] = {}
+    if link is not None and link.seconds > lost["exchange", None] / 2:
+        lost["exchange", link.rank] = lost.pop(("exchange", None))
+        ends = {"sender": link.sender, "receiver": link.receiver}
     culprits = [
-        Culprit(kind, round(seconds / total, 4), rank, **({} if rank is None else about.get(rank, {})))
+        Culprit(
+            kind,
+            round(seconds / total, 4),
+            rank,
+            **({} if rank is None else about.get(rank, {})),
+            **(ends if kind == "exchange" else {}),
+        )
         for (kind, rank), seconds in lost.items()
         if seconds >= _LEAST_SHARE * total
     ]
     culprits.sort(key=lambda one: -one.share)
     fixed = not pauses.get("map") and not pauses.get("extend")
     return Findings(len(steps), total, culprits, _advice(culprits, start or {}, _stealing(steps) / total, fixed))
+
+
+def _lost_at_start(
+    first: Sequence[Mapping[int, Times]], steps: Sequence[Mapping[int, Times]]
+) -> dict[tuple[str, int | None], float]:
+    """Return the seconds by which workers take longer in the first steps than usually: one rank, or all of them."""
+    lost: dict[tuple[str, int | None], float] = defaultdict(float)
+    usual = {rank: median(step[rank].own for step in steps if rank in step) for rank in set().union(*steps)}
+    for step in first:
+        more = {rank: times.own - usual.get(rank, times.own) for rank, times in step.items()}
+        slowest = max(more, key=more.__getitem__)
+        others = max(0.0, median([seconds for rank, seconds in more.items() if rank != slowest] or [more[slowest]]))
+        lost["start", slowest] += max(0.0, more[slowest] - others)
+        lost["start", None] += others
+    lost["start", None] = max(0.0, lost["start", None] - _PROBE_SECONDS)
+    return lost
 
 
 def _stealing(steps: Sequence[Mapping[int, Times]]) -> float:
@@ -273,6 +351,8 @@ def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: flo
 
 
 _OF_RANK = {
+    "start": "rank {rank}{where} takes longer in the first steps than the others",
+    "exchange": "rank {rank}{where} {link}",
     "compute": "rank {rank}{where} takes longer to compute than the others",
     "load": "rank {rank}{where} waits longer for its data than the others",
     "script": "rank {rank}{where} takes longer between steps than the others",
@@ -280,6 +360,7 @@ _OF_RANK = {
     "map": "rank {rank}{where} takes longer in session.map than the others",
 }
 _OF_ALL = {
+    "start": "the first steps take longer than the others",
     "exchange": "all workers wait for the exchange of data",
     "load": "all workers wait for their data",
     "checkpoint": "training waits for checkpoints",
@@ -297,9 +378,15 @@ def sentences(findings: Findings) -> list[str]:
     lines = []
     for one in findings.culprits:
         where = f" (stage {one.stage})" if one.stage is not None else f" on {one.host}" if one.host else ""
-        text = (_OF_ALL if one.rank is None else _OF_RANK)[one.kind].format(rank=one.rank, where=where)
-        per_step = one.share * findings.seconds / findings.steps
-        lines.append(f"{text}: {one.share:.0%} of the time, {1000 * per_step:.3g} ms of each step")
+        link = (
+            f"receives slowly from {'the others' if one.sender is None else f'rank {one.sender}'}"
+            if one.rank == one.receiver
+            else f"sends slowly to {'the others' if one.receiver is None else f'rank {one.receiver}'}"
+        )
+        text = (_OF_ALL if one.rank is None else _OF_RANK)[one.kind].format(rank=one.rank, where=where, link=link)
+        lost = one.share * findings.seconds
+        each = f"{lost:.3g} s" if one.kind == "start" else f"{1000 * lost / findings.steps:.3g} ms of each step"
+        lines.append(f"{text}: {one.share:.0%} of the time, {each}")
     return lines + [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
 
 

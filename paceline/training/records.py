@@ -66,7 +66,7 @@ class Records:
         context = self._context
         samples = context.order.samples_of(step)
         metrics = {"metrics": result.metrics} if result.metrics else {}
-        awaited, late = context.world.take_waits()
+        waits = context.world.take_waits()
         taken, digest = self._digest  # of an earlier step if this worker got the step's result from others
         context.events.mark(
             "phase" if turn else "step",
@@ -74,8 +74,9 @@ class Records:
             step=step,
             seconds=seconds,
             waited=waited,
-            awaited=awaited,
-            **({} if late is None else {"late": late}),
+            awaited=waits.seconds,
+            **({} if waits.late is None else {"late": waits.late}),
+            **({} if waits.link is None else {"link": waits.link}),
             loss=result.loss,
             samples=samples,
             samples_per_second=samples / seconds,

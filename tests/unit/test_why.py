@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.cli.main import main
 from paceline.comm.waiting import Waiting
 from paceline.observe import why
 from paceline.observe.index import RecordIndex, Search
+from paceline.observe.records import Record
 from paceline.observe.why import EVENTS, Findings, Times, explain, find, find_at_end, last_line, sentences
 
 Printed = Callable[..., list[dict[str, Any]]]
@@ -159,6 +161,8 @@ def test_the_records_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "host": "host-1",
         "stage": 1,
         "layer": None,
+        "sender": None,
+        "receiver": None,
     }
     assert known["advice"][0] == {"set": "strategy=stealing", "gain": pytest.approx((0.5 - 0.25) / 0.55, abs=1e-3)}
     with pytest.raises(SystemExit):
@@ -204,8 +208,66 @@ def test_waits_are_summed_for_each_rank() -> None:
         if ranks == [2]:
             assert waiting.awaited.since == 0.0, "it has been awaited since the wait began"
         now[0] += seconds
-    assert waiting.take_waits() == (3.5, 2)
-    assert waiting.take_waits() == (0.0, None)
+    assert waiting.take_waits() == (3.5, 2, None)
+    assert waiting.take_waits() == (0.0, None, None)
+    for rank, seconds in ((2, 3.0), (1, 1.0), (2, 0.25)):
+        with waiting.receiving() if rank == 1 or seconds < 1.0 else nullcontext():
+            waiting.waits_for([rank])
+            now[0] += seconds
+            waiting.waits_for([])
+    assert waiting.take_waits() == (4.25, 2, (1, 1.0)), "only some waits are for links"
+
+
+Link = dict[int, tuple[int, float]]
+
+
+@pytest.mark.parametrize(
+    ("links", "ends", "said"),
+    [
+        ({0: (1, 0.4), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
+        ({0: (1, 0.01), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, 2), "rank 1 on host-1 sends slowly to rank 2"),
+        ({0: (1, 0.01), 1: (-1, 0.4), 2: (1, 0.01)}, (1, None, 1), "rank 1 on host-1 receives slowly from the others"),
+        ({0: (1, 0.4), 1: (2, 0.4), 2: (0, 0.4)}, (None, None, None), "all workers wait for the exchange of data"),
+        ({0: (1, 0.3), 1: (0, 0.01), 2: (0, 0.3)}, (None, None, None), "all workers wait for the exchange of data"),
+        ({}, (None, None, None), "all workers wait for the exchange of data"),
+    ],
+)
+def test_the_end_of_a_link_that_is_slow(links: Link, ends: tuple[int | None, ...], said: str) -> None:
+    records: list[Record] = []
+    for rank in range(3):
+        records.append({"time": 0.0, "event": "start", "rank": rank, "generation": 0, "host": f"host-{rank}"})
+        for step in range(STEPS):
+            wait = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "step": step, "event": "step"}
+            if rank in links:
+                sender, seconds = links[rank]
+                wait["link"] = [2 * (step % 2) if sender < 0 else sender, seconds]  # -1: of ranks 0 and 2 in turn
+            records.append({"time": step + 1.0, "rank": rank, "generation": 0, **wait})
+    found = find(records)
+    first = found.culprits[0]
+    assert (first.kind, first.rank, first.sender, first.receiver) == ("exchange", *ends)
+    assert sentences(found)[0] == f"{said}: 50% of the time, 500 ms of each step"
+
+
+def test_a_late_sender_is_no_slow_link() -> None:
+    records: list[Record] = []
+    for rank, awaited in enumerate([0.7, 0.3, 0.7]):  # rank 1 computes for 0.4 s more
+        for step in range(STEPS):
+            wait = {"seconds": 1.0, "waited": 0.0, "awaited": awaited, "link": [0 if rank == 1 else 1, awaited - 0.3]}
+            record = {"time": step + 1.0, "event": "step", "rank": rank, "generation": 0, "step": step}
+            records.append(record | wait)
+    assert [(one.kind, one.rank) for one in find(records).culprits] == [("compute", 1), ("exchange", None)]
+
+
+def test_a_slow_start_is_of_a_rank_or_of_all() -> None:
+    steps = [step_of([usual()] * 3)] * STEPS
+    late = step_of([usual(), usual(), usual(compute=3.0)])
+    first = explain(steps, first=[late, *steps[:2]]).culprits[0]
+    assert (first.kind, first.rank, first.share) == ("start", 2, pytest.approx(2.5 / (0.58 * STEPS + 2.5), abs=1e-3))
+    assert "start" not in {one.kind for one in explain(steps, first=[step_of([usual(compute=1.4)] * 3)]).culprits}
+    found = explain(steps, first=[step_of([usual(compute=9.5)] * 3)])
+    first, lost = found.culprits[0], 9.5 - 0.5 - 1.0  # less the second for probes
+    assert (first.kind, first.rank, first.share) == ("start", None, pytest.approx(lost / found.seconds, abs=1e-3))
+    assert sentences(found)[0].endswith(f"{lost:.3g} s")
 
 
 SCRIPT = """

@@ -30,6 +30,10 @@ class Subgroup:
         """See :meth:`World.awaiting`."""
         return self._world.awaiting(purpose)
 
+    def receiving(self) -> AbstractContextManager[None]:
+        """See :meth:`World.receiving`."""
+        return self._world.receiving()
+
     def check(self) -> None:
         """See :meth:`World.check`."""
         self._world.check()

@@ -75,6 +75,7 @@ class Reduction:
         exchange.open(self._buckets)
         self._at = {member: (bucket, at) for bucket in self._buckets for at, member in enumerate(bucket.members)}
         self._sums = len(exchange.before)
+        self._turned = False  # whether the receives of the last bucket were awaited in reverse
         self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
         """None stands for :meth:`_reduce`. A bound method would be a reference cycle and delay freeing memory."""
 
@@ -253,7 +254,11 @@ class Reduction:
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
         assert self.divisor is not None
-        _wait(bucket.receives)
+        self._turned = not self._turned
+        if self._turned:  # so that a worker with a slow link of its own does not always await the same sender
+            bucket.receives.reverse()
+        with self._world.receiving():
+            _wait(bucket.receives)
         for mean, parts in self._exchange.collect(bucket):
             held = widened(parts) if self._widen else parts
             divide(total(held, add_), self.divisor, out=mean)
