@@ -29,7 +29,7 @@ _USAGE_SECONDS = 5.0
 _ENCODE = json.JSONEncoder(default=str).encode
 
 Level: TypeAlias = Literal["minimal", "steps", "operations"]
-_LEVELS: tuple[Level, ...] = ("minimal", "steps", "operations")
+_ORDER: dict[Level, int] = {"minimal": 0, "steps": 1, "operations": 2}
 _LEVEL_OF: dict[str, Level] = {
     **dict.fromkeys(("start", "batches", "step", "phase", "update", "dropped", "skipped", "metrics"), "minimal"),
     **dict.fromkeys(("evaluation", "note", "strategy", "clock", "lost-records"), "minimal"),
@@ -96,7 +96,7 @@ class EventLog:
 
     def keeps(self, event: str) -> bool:
         """Return whether the level of this log includes an event."""
-        return _LEVELS.index(_LEVEL_OF.get(event, "steps")) <= _LEVELS.index(self.level)
+        return _ORDER[_LEVEL_OF.get(event, "steps")] <= _ORDER[self.level]
 
     def mark(self, event: str, **fields: object) -> None:
         """Add a record of an event, with the current time. ``step=None`` marks an event that is about no step."""
@@ -109,8 +109,14 @@ class EventLog:
             self._listener.offer(record)
 
     def _record(self, event: str, fields: dict[str, object]) -> dict[str, object]:
-        common = {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation}
-        record = common | {"step": self.step} | fields
+        record = {
+            "time": time.time(),
+            "event": event,
+            "rank": self.rank,
+            "generation": self.generation,
+            "step": self.step,
+            **fields,
+        }
         if record["step"] is None:
             del record["step"]
         return record
