@@ -258,6 +258,22 @@ def test_a_late_sender_is_no_slow_link() -> None:
     assert [(one.kind, one.rank) for one in find(records).culprits] == [("compute", 1), ("exchange", None)]
 
 
+def test_a_pipeline_that_fills_is_no_exchange() -> None:
+    about = {rank: {"stage": rank // 2} for rank in range(4)}
+    step = step_of([usual(script=0.0, load=0.0, compute=0.4 if rank < 2 else 0.8) for rank in range(4)], exchange=0.15)
+    found = explain([step] * STEPS, about, start={"strategy": "pipeline", "microbatches": 4})
+    shares = {(one.kind, one.stage): one.share for one in found.culprits}
+    assert shares["exchange", None] == pytest.approx(0.05 / 0.95, abs=1e-3), "0.1 s for a microbatch of the first stage"
+    assert (found.culprits[0].kind, found.culprits[0].stage) == ("compute", 1)
+
+
+def test_ranks_that_are_slow_in_turn_come_before_a_larger_share() -> None:
+    own = [[usual(load=0.2, compute=0.8 if rank == step % 3 else 0.5) for rank in range(3)] for step in range(STEPS)]
+    found = explain([step_of(one, exchange=0.0) for one in own])
+    assert [one.kind for one in found.culprits] == ["compute"] * 3 + ["load"]
+    assert max(one.share for one in found.culprits) == found.culprits[-1].share
+
+
 def test_a_slow_start_is_of_a_rank_or_of_all() -> None:
     steps = [step_of([usual()] * 3)] * STEPS
     late = step_of([usual(), usual(), usual(compute=3.0)])

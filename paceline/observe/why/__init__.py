@@ -23,19 +23,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.observe.records import EVENT, Record, number, parsed
+from paceline.observe.why.links import Links, SlowLink, slow_link
 from paceline.system.regular_files import open_regular
 
 _FIRST_STEPS = 3
-"""Steps at the start that are left out of longer runs, because they probe and warm up."""
+"""Steps at the start of longer runs that are looked at by themselves, because they probe and warm up."""
 _LEAST_SHARE = 0.02
 """Smallest share of the time that is worth a sentence."""
 _LEAST_COMPUTE = 1e-9
 _PROBE_SECONDS = 1.0
 """Time that the first steps of any run may take for probes."""
-_ALIKE, _OF_ONE_SENDER = 0.5, 0.75
-"""Share of the longest wait from which another receiver waits as long; share of a wait that makes it one sender's."""
-Links = dict[tuple[int, int], float]
-"""Seconds for which each receiver waited for a sender, by (sender, receiver)."""
 _MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
@@ -68,15 +65,6 @@ class Times(NamedTuple):
         return self.script + self.load + self.compute
 
 
-class SlowLink(NamedTuple):
-    """Link whose receiver waits longer for messages than other workers do."""
-
-    rank: int  # slow end
-    sender: int | None  # None if the messages of all senders are slow
-    receiver: int | None  # None if the messages to all receivers are slow
-    seconds: float
-
-
 @dataclass(frozen=True)
 class Culprit:
     """Part of the time that would be saved if the rank or the part of a step took no longer than it has to."""
@@ -105,7 +93,7 @@ class Findings:
 
     steps: int = 0  # number of steps that were looked at
     seconds: float = 0.0  # duration of these steps
-    culprits: list[Culprit] = field(default_factory=list)  # the largest share first
+    culprits: list[Culprit] = field(default_factory=list)  # the largest share first, ranks of a kind together
     advice: list[Advice] = field(default_factory=list)  # the largest gain first
 
     def data(self) -> dict[str, Any]:
@@ -140,7 +128,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     steps = _steps(noted(), links)
     longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
     first = steps[:_FIRST_STEPS] if len(steps) > 3 * _FIRST_STEPS else []
-    link = _slow_link(links, {rank for step in steps for rank in step})
+    link = slow_link(links, {rank for step in steps for rank in step})
     return explain(steps[len(first) :], about, longest, start, link, first if whole else [])
 
 
@@ -212,24 +200,6 @@ def _steps(records: Iterable[Record], links: Links) -> list[dict[int, Times]]:
     return [found[key] for key in sorted(found)]
 
 
-def _slow_link(links: Links, ranks: Iterable[int]) -> SlowLink | None:
-    """Return the slow link, if only one worker sends slowly, or only one receives slowly."""
-    received = {rank: 0.0 for rank in ranks}
-    for (_, receiver), seconds in links.items():
-        received[receiver] = received.get(receiver, 0.0) + seconds
-    if not any(received.values()):
-        return None
-    (sender, receiver), _ = max(links.items(), key=lambda one: one[1])
-    most = received[receiver]
-    slow = [rank for rank, seconds in received.items() if seconds > _ALIKE * most]
-    if slow == [receiver]:
-        alone = links[sender, receiver] > _OF_ONE_SENDER * most
-        return SlowLink(sender if alone else receiver, sender if alone else None, receiver, most)
-    if sender not in slow and all(links.get((sender, rank), 0.0) > _OF_ONE_SENDER * received[rank] for rank in slow):
-        return SlowLink(sender, sender, None if len(slow) == len(received) - 1 else receiver, most)
-    return None
-
-
 def explain(
     steps: Sequence[Mapping[int, Times]],
     about: Mapping[int, Mapping[str, Any]] | None = None,
@@ -258,6 +228,8 @@ def explain(
     lost = _lost_at_start(first, steps)
     total += sum(lost.values())
     pauses = pauses or {}
+    about, start = about or {}, start or {}
+    microbatches = number(start.get("microbatches")) or math.inf
     for step in steps:
         slowest = max(step, key=lambda rank: step[rank].own)
         others = [times for rank, times in step.items() if rank != slowest] or [step[slowest]]
@@ -265,7 +237,8 @@ def explain(
         excess = {name: getattr(step[slowest], name) - getattr(usual, name) for name in ("script", "load", "compute")}
         kind = max(excess, key=excess.__getitem__)
         lost[kind, slowest] += max(0.0, step[slowest].own - usual.own)
-        lost["exchange", None] += min(times.awaited for times in step.values())
+        awaited = min(times.awaited for times in step.values())
+        lost["exchange", None] += max(0.0, awaited - _filling(step, about, slowest) / microbatches)
         lost["load", None] += usual.load
         lost["script", None] += usual.script
     for event, seconds in pauses.items():
@@ -275,7 +248,6 @@ def explain(
             left -= part
             lost["script", rank] -= part
             lost[event, None if event == "checkpoint" else rank] += part  # rank 0 saves for all
-    about = about or {}
     ends: dict[str, Any] = {}
     if link is not None and link.seconds > lost["exchange", None] / 2:
         lost["exchange", link.rank] = lost.pop(("exchange", None))
@@ -291,9 +263,25 @@ def explain(
         for (kind, rank), seconds in lost.items()
         if seconds >= _LEAST_SHARE * total
     ]
-    culprits.sort(key=lambda one: -one.share)
+    of_ranks: dict[str, float] = defaultdict(float)  # workers that are slow in turn count together
+    for one in culprits:
+        of_ranks[one.kind] += one.share if one.rank is not None else 0.0
+    culprits.sort(key=lambda one: (-(one.share if one.rank is None else of_ranks[one.kind]), -one.share))
     fixed = not pauses.get("map") and not pauses.get("extend")
-    return Findings(len(steps), total, culprits, _advice(culprits, start or {}, _stealing(steps) / total, fixed))
+    return Findings(len(steps), total, culprits, _advice(culprits, start, _stealing(steps) / total, fixed))
+
+
+def _filling(step: Mapping[int, Times], about: Mapping[int, Mapping[str, Any]], rank: int) -> float:
+    """Return the seconds for which the other stages of a pipeline compute. Without stages, return 0.
+
+    A stage waits for a microbatch of each of them, while the pipeline fills and drains.
+    """
+    own = about.get(rank, {}).get("stage")
+    stages: dict[int, list[float]] = defaultdict(list)
+    for other, times in step.items():
+        if own is not None and (stage := about.get(other, {}).get("stage")) not in (own, None):
+            stages[stage].append(times.compute)
+    return sum(median(seconds) for seconds in stages.values())
 
 
 def _lost_at_start(
