@@ -210,12 +210,12 @@ def test_waits_are_summed_for_each_rank() -> None:
         now[0] += seconds
     assert waiting.take_waits() == (3.5, 2, None)
     assert waiting.take_waits() == (0.0, None, None)
-    for rank, seconds in ((2, 3.0), (1, 1.0), (2, 0.25)):
-        with waiting.receiving() if rank == 1 or seconds < 1.0 else nullcontext():
+    for rank, seconds in ((2, 3.0), (1, 1.0), (2, 2.0)):
+        with waiting.receiving() if rank == 1 else nullcontext():
             waiting.waits_for([rank])
             now[0] += seconds
             waiting.waits_for([])
-    assert waiting.take_waits() == (4.25, 2, (1, 1.0)), "only some waits are for links"
+    assert waiting.take_waits() == (6.0, 2, (1, 1.0)), "only some waits are for links"
 
 
 Link = dict[int, tuple[int, float]]
@@ -228,6 +228,7 @@ Link = dict[int, tuple[int, float]]
         ({0: (1, 0.01), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, 2), "rank 1 on host-1 sends slowly to rank 2"),
         ({0: (1, 0.01), 1: (-1, 0.4), 2: (1, 0.01)}, (1, None, 1), "rank 1 on host-1 receives slowly from the others"),
         ({0: (1, 0.4), 1: (2, 0.4), 2: (0, 0.4)}, (None, None, None), "all workers wait for the exchange of data"),
+        ({0: (1, 0.4), 1: (0, 0.4), 2: (1, 0.4)}, (None, None, None), "all workers wait for the exchange of data"),
         ({0: (1, 0.3), 1: (0, 0.01), 2: (0, 0.3)}, (None, None, None), "all workers wait for the exchange of data"),
         ({}, (None, None, None), "all workers wait for the exchange of data"),
     ],

@@ -42,6 +42,6 @@ def slow_link(links: Links, ranks: Iterable[int]) -> SlowLink | None:
     if slow == [receiver]:
         alone = links[sender, receiver] > _OF_ONE_SENDER * most
         return SlowLink(sender if alone else receiver, sender if alone else None, receiver, most)
-    if sender not in slow and all(links.get((sender, rank), 0.0) > _OF_ONE_SENDER * received[rank] for rank in slow):
+    if all(links.get((sender, rank), 0.0) > _OF_ONE_SENDER * received[rank] for rank in slow):
         return SlowLink(sender, sender, None if len(slow) == len(received) - 1 else receiver, most)
     return None
