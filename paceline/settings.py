@@ -154,6 +154,11 @@ class LocalSettings(BaseModel):
     outer_momentum: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = Field(
         0.9, description="diloco: Nesterov momentum of the outer steps"
     )
+    fragments: PositiveInt = Field(1, description="parts of the model, each with its own outer step in a period")
+    delay: NonNegativeInt = Field(0, description="steps that go on while a fragment's outer step is on its way")
+    mixing: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = Field(
+        0.0, description="share of its own weights that a replica keeps when an outer step arrives"
+    )
 
 
 class PipelineSettings(BaseModel):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 DEFAULT_MICROBATCHES = 8
 
@@ -36,3 +37,18 @@ def microbatches(samples: int, batch: int, parts: int) -> tuple[range, ...]:
     the same size, because tiny microbatches would be slow and would distort batch statistics.
     """
     return even(samples, -(-samples * parts // batch))
+
+
+def by_size(sizes: Sequence[int], parts: int) -> tuple[range, ...]:
+    """Split ``range(len(sizes))`` into contiguous parts of about the same total size, none of them empty.
+
+    >>> by_size([10, 30, 10, 10, 1], 3)
+    (range(0, 1), range(1, 2), range(2, 5))
+    """
+    ends = list(accumulate(sizes))
+    stops = [0]
+    for part in range(1, parts):
+        wanted = ends[-1] * part / parts
+        choices = range(stops[-1] + 1, len(sizes) - parts + part + 1)
+        stops.append(min(choices, key=lambda stop: abs(ends[stop - 1] - wanted)))
+    return tuple(range(start, stop) for start, stop in pairwise([*stops, len(sizes)]))

@@ -43,7 +43,7 @@ class FullBatch:
         self._parameters = list(context.update.parameters.values())
         # update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
         self.apply: Apply | None = None
-        self._codec = codec_for(context, sends=False) if encoded else None
+        self._codec = codec_for(context, context.update.parameters, sends=False) if encoded else None
 
     def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""

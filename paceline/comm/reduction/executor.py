@@ -88,15 +88,16 @@ class Reduction:
         """Return the kind of the exchange, and the number and size of the buckets, for the records."""
         return {"kind": self.kind, "buckets": len(self._buckets), "bucket_bytes": self._bucket_bytes}
 
-    def begin(self, nodes: list[list[Node]], divisor: Divisor | None = None) -> None:
+    def begin(self, nodes: list[list[Node]], divisor: Divisor | None = None, held: bool = False) -> None:
         """Start a step.
 
         Args:
             nodes: for each rank, the nodes whose sums it holds, from left to right.
             divisor: divisor of the sums. If it is not yet known, buckets are sent but nothing waits for others:
                 :meth:`divide_by` gives it as soon as ``needs_divisor`` is set.
+            held: whether full buckets are only sent, so that nothing waits for others before :meth:`go_on`.
         """
-        self._own = len(nodes[self._world.rank])
+        self._own, self._held = len(nodes[self._world.rank]), held
         self.divisor, self.needs_divisor = divisor, False
         self._done = [0] * len(self._phases)
         """Number of buckets that have started each phase."""
@@ -153,6 +154,12 @@ class Reduction:
             self.needs_divisor = False
             self._advance_others()
             self._send_full()
+
+    def go_on(self) -> None:
+        """Add up all buckets that have been held, and start to distribute their means."""
+        for phase in range(1, self._sums + 1):
+            while self._done[phase] < len(self._buckets):
+                self._advance(phase)
 
     def finish(self, arrived: Callable[[list[torch.Tensor]], None] | None = None) -> None:
         """Wait until :meth:`mean` can return the means.
@@ -220,7 +227,8 @@ class Reduction:
                 return
             bucket.started = perf_counter()
             self._advance(0)
-            self._advance_others()
+            if not self._held:
+                self._advance_others()
 
     def _advance_others(self) -> None:
         """Advance a bucket in each phase between the first and the last, except buckets that have just advanced.

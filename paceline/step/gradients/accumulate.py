@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from paceline.comm.reduction.division import Divisor, divide_all
 from paceline.comm.reduction.narrow import FLOAT8, add_
 from paceline.comm.shm.tensors import CACHE_LINE
 from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
@@ -26,6 +27,15 @@ def add(left: Values, right: Values) -> Values:
         if before.dtype in FLOAT8:
             add_(before, now)
     return [value if value is not None else right[place] for place, value in enumerate(left)]
+
+
+def divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
+    """Return the means from the sums of a single worker, which holds these nodes."""
+    means = total(list(zip(nodes, sums, strict=True)) or [(Node(0, 0), [])], add)
+    given = [value for value in means if value is not None]
+    if given and (isinstance(divisor, torch.Tensor) or divisor != 1.0):
+        divide_all(given, divisor)
+    return means
 
 
 def align_value(value: torch.Tensor | None) -> torch.Tensor | None:

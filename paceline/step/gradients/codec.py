@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -81,13 +81,15 @@ class Codec:
 
     Args:
         context: training context.
+        parameters: parameters whose gradients are encoded, by name.
         formats: format of each parameter.
     """
 
-    def __init__(self, context: TrainingContext, formats: Sequence[Format]) -> None:
+    def __init__(
+        self, context: TrainingContext, parameters: Mapping[str, torch.Tensor], formats: Sequence[Format]
+    ) -> None:
         self._context, self._formats = context, formats
-        self._names = list(context.update.parameters)
-        self._parameters = list(context.update.parameters.values())
+        self._names, self._parameters = list(parameters), list(parameters.values())
         self._keys = [_number(name) for name in self._names]
         self._generator: torch.Generator | None = None
         self._bounded = any(one.state for one in formats)

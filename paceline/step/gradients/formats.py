@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from paceline.step.context import TrainingContext
@@ -11,18 +13,21 @@ from paceline.step.gradients.floats import DTYPES, Plain, Rounded, Scaled
 from paceline.step.gradients.lanes import LIMITS, Codes
 
 
-def codec_for(context: TrainingContext, sends: bool = True) -> Codec | None:
-    """Return the codec of a run's gradients, or None if they are added up and sent as they are.
+def codec_for(
+    context: TrainingContext, parameters: Mapping[str, torch.Tensor], sends: bool = True
+) -> Codec | None:
+    """Return the codec of the gradients of some parameters, or None if they are added up and sent as they are.
 
     Args:
         context: training context.
+        parameters: parameters by name.
         sends: whether gradients are sent at all. A single process rounds only what is rounded with any number of
             workers.
     """
     settings = context.settings
     if not settings.fixed_point and (settings.wire == "float32" or not (sends or settings.along_tree)):
         return None
-    return Codec(context, [_format_of(context, value) for value in context.update.parameters.values()])
+    return Codec(context, parameters, [_format_of(context, value) for value in parameters.values()])
 
 
 def _format_of(context: TrainingContext, parameter: torch.Tensor) -> Format:

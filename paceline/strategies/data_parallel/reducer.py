@@ -22,17 +22,17 @@ from paceline.comm.collectives.step_header import NORMS_TAG, StepHeader
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.choice import Wanted, reduction_for
 from paceline.comm.reduction.direct import DirectExchange
-from paceline.comm.reduction.division import Divisor, divide_all
+from paceline.comm.reduction.division import Divisor
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.narrow import FLOAT8
 from paceline.comm.world import World
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
 from paceline.schedule.slices import Slice
-from paceline.schedule.tree import Node, total
+from paceline.schedule.tree import Node
 from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
-from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value
+from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value, divided
 from paceline.step.gradients.formats import codec_for
 from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, filled, groups_of, put
 from paceline.system.torch_internals import foreach_norm
@@ -78,7 +78,7 @@ class Reducer:
         self._any_order = any_order
         self._names = list(named)
         self._parameters = list(named.values())
-        self._codec = codec_for(context)
+        self._codec = codec_for(context, named)
         examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
         self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
@@ -163,10 +163,10 @@ class Reducer:
             self._room_for(members)
             self._written(members)
 
-    def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
+    def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor], held: bool = False) -> None:
         assert self._reduction is not None
         self._count = count
-        self._reduction.begin(nodes)
+        self._reduction.begin(nodes, held=held)
 
     def _divisor(self, decodes: bool = False) -> Divisor:
         """Return the divisor of this step's sums, which also removes the loss scale. Decoding divides encoded sums."""
@@ -259,7 +259,9 @@ class Reducer:
 
     # When the sums are complete.
 
-    def send(self, nodes: list[list[Node]], sums: list[Values], count: Callable[[], Divisor]) -> None:
+    def send(
+        self, nodes: list[list[Node]], sums: list[Values], count: Callable[[], Divisor], held: bool = False
+    ) -> None:
         """Send complete sums.
 
         Args:
@@ -267,16 +269,23 @@ class Reducer:
             sums: sums of this worker's nodes.
             count: function that returns the divisor of all sums, and raises if workers are at different steps. Called
                 after the first bucket was sent.
+            held: whether nothing waits for other workers before :meth:`go_on`.
         """
         if self._reduction is None:
             self._count = count
-            self._means = _divided(nodes[0], sums, self._divisor())
+            self._means = divided(nodes[0], sums, self._divisor())
         else:
-            self._begin(nodes, count)
+            self._begin(nodes, count, held)
             for members in filled(self._reduction, [values[::-1] for values in sums]):
                 self._written(members)
         if self._codec is not None:
             self._codec.send()
+
+    def go_on(self) -> None:
+        """Add up the sums that have been held, and start to distribute the means."""
+        if self._reduction is not None:
+            self._reduction.divide_by(self._divisor())
+            self._reduction.go_on()
 
     def finish(self, measure: bool = False) -> bool:
         """Wait for the means and put them into ``.grad``.
@@ -348,7 +357,7 @@ class Reducer:
                 buffers.examples(), "buffers", _STATISTICS_TAGS, self._any_order and not self._context.settings.exact
             )
         if self._statistics is None:
-            return [mean for mean in _divided(nodes[0], sums, samples) if mean is not None]
+            return [mean for mean in divided(nodes[0], sums, samples) if mean is not None]
         self._statistics.begin(nodes, samples)
         for members in filled(self._statistics, sums):
             self._statistics.written(*members)
@@ -389,12 +398,3 @@ class Reducer:
         # on the device, where an update of all parameters computes it: the host would round it differently
         result: torch.Tensor = torch.linalg.vector_norm(norms_of_all.to(world.device))
         return result
-
-
-def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
-    """Return the means from the sums of a single worker."""
-    means = total(list(zip(nodes, sums, strict=True)) or [(Node(0, 0), [])], add)
-    given = [value for value in means if value is not None]
-    if given and (isinstance(divisor, torch.Tensor) or divisor != 1.0):
-        divide_all(given, divisor)
-    return means

@@ -7,7 +7,7 @@ own tensors in, without a copy of the weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,29 +27,35 @@ class Replica:
     Attributes:
         weights: its weights, by name of the parameter.
         buffers: its buffers that the forward pass changes, by name. Empty while they are those at rest.
-        count: number by which its losses since the last outer step were divided, usually samples.
+        counts: for each fragment, the number by which its losses since the fragment was sent were divided, usually
+            samples.
+        sent: its weights when the fragment in flight was sent, by name. Empty if no fragment is in flight.
     """
 
-    def __init__(self, context: TrainingContext, number: int) -> None:
+    def __init__(self, context: TrainingContext, number: int, fragments: int) -> None:
         self._context, self._prefix = context, f"{REPLICA}{number}/"
         self.weights = {name: value.detach().clone() for name, value in context.update.parameters.items()}
         self.buffers: dict[str, torch.Tensor] = {}
-        self.count = 0.0
+        self.counts = [0.0] * fragments
+        self.sent: dict[str, torch.Tensor] = {}
         self._state = _copied(context.update.optimizer)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continue from the result of :meth:`tensors`, which may lack weights and buffers if they are those at rest."""
         context, start = self._context, len(self._prefix)
         own = {name[start:]: value for name, value in tensors.items() if name.startswith(self._prefix)}
-        self.count = own["count"].item()
+        self.counts = own["count"].reshape(-1).tolist()
         for name, weight in self.weights.items():
             if (value := own.get(f"parameter/{name}")) is not None:
                 weight.copy_(value)
-        self.buffers = {
-            name.removeprefix("buffer/"): value.to(context.world.device, copy=True)
-            for name, value in own.items()
-            if name.startswith("buffer/")
-        }
+        self.buffers, self.sent = (
+            {
+                name.removeprefix(kind): value.to(context.world.device, copy=True)
+                for name, value in own.items()
+                if name.startswith(kind)
+            }
+            for kind in ("buffer/", "sent/")
+        )
         state = {name: value for name, value in own.items() if name.startswith("optimizer/")}
         with self._swapped(context.update.optimizer):
             load_optimizer_state(context.compute.model, context.update.optimizer, state)
@@ -67,7 +73,8 @@ class Replica:
         if weights:
             found |= {f"parameter/{name}": value for name, value in self.weights.items()}
             found |= {f"buffer/{name}": value for name, value in self.buffers.items()}
-        found["count"] = torch.tensor(self.count, dtype=torch.float64)
+            found |= {f"sent/{name}": value for name, value in self.sent.items()}
+        found["count"] = torch.tensor(self.counts, dtype=torch.float64).squeeze()
         return {self._prefix + name: value for name, value in found.items()}
 
     @contextmanager
@@ -89,11 +96,21 @@ class Replica:
                 self.buffers = {name: live[name].clone() for name in self._context.compute.buffers.live}
                 _copy_into(live, buffers)
 
-    def restart(self) -> None:
-        """Begin anew with the weights and buffers at rest. The state of the inner optimizer stays."""
-        for name, value in self._context.update.parameters.items():
-            self.weights[name].copy_(value.detach())
-        self.buffers, self.count = {}, 0.0
+    def send(self, fragment: int, names: Iterable[str], copies: bool) -> None:
+        """Put a fragment in flight; ``copies`` if inner steps change its weights before it lands."""
+        self.sent = {name: self.weights[name].clone() if copies else self.weights[name] for name in names}
+        self.counts[fragment] = 0.0
+
+    @torch.no_grad()
+    def land(self, own: float) -> None:
+        """Mix the outer weights into the fragment in flight; ``own`` is the share of the replica's own weights.
+
+        The state of the inner optimizer stays.
+        """
+        for name in self.sent:
+            outer, weight = self._context.update.parameters[name].detach(), self.weights[name]
+            weight.copy_(outer.lerp(weight, own) if own else outer)
+        self.sent = {}
 
     @contextmanager
     def _swapped(self, optimizer: Optimizer) -> Iterator[None]:

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +39,7 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_torch
 from paceline.data.order import BatchOrder
 from paceline.errors import CheckpointError, ConfigError, DisagreementError
-from paceline.schedule.shares import even
+from paceline.schedule.shares import by_size, even
 from paceline.schedule.tree import Node, whole_nodes
 from paceline.settings import Exact, Settings
 from paceline.step.checks import MicrobatchResult
@@ -53,7 +55,7 @@ from paceline.strategies.full_batch import FullBatch
 from paceline.strategies.local.replica import Replica, leave_averages
 from paceline.strategies.single import Single
 
-_STATE = "local"
+_STATE, _FLIGHT = "local", "flight"
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -89,6 +91,19 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"{most} workers{grows} are more than local.replicas = {replicas}, so a worker would have nothing to "
             f"train. Use at most {replicas} workers, or more replicas, which give another result."
         )
+    local = settings.local
+    if local.fragments > local.every:
+        raise ConfigError(
+            f"local.fragments = {local.fragments} is more than local.every = {local.every}, but a step sends at most "
+            f"one fragment: use at most {local.every} fragments, or a longer period."
+        )
+    if local.delay >= (between := local.every // local.fragments):
+        raise ConfigError(
+            f"local.delay = {local.delay} is too long: with local.every = {local.every} and local.fragments = "
+            f"{local.fragments} a fragment is sent after every {between} steps, and it must land before the next one: "
+            f"use at most {between - 1}."
+        )
+    _fragments({name: value for name, value in model.named_parameters() if value.requires_grad}, local.fragments)
 
 
 class LocalTraining(Strategy):
@@ -101,22 +116,30 @@ class LocalTraining(Strategy):
         if settings.strategy == "local-sgd":
             self._rate, self._momentum = 1.0, 0.0
         self._shares = even(replicas, world.size)
-        alone = Subgroup(world, [0]) if world.size == 1 else None
-        self._reducer = Reducer(context, workers=alone, overlap=False, any_order=not settings.along_tree)
+        alone, named = Subgroup(world, [0]) if world.size == 1 else None, context.update.parameters
+        self._fragments = _fragments(named, self._local.fragments)
+        self._reducers = [
+            Reducer(context, own, workers=alone, overlap=False, any_order=not settings.along_tree)
+            for own in ({name: named[name] for name in names} for names in self._fragments)
+        ]
+        self._due = [share.stop for share in even(self._local.every, len(self._fragments))]
         synchronous = Single if world.size == 1 else AllReduce
         self._synchronous: Strategy | None = synchronous(context) if settings.local.after else None
         self._batch: FullBatch | None = None
         self._replicas: dict[int, Replica] = {}
         self._last = StepResult(math.nan, math.nan, context.update.learning_rate)
+        self._notice, self._waited, self._in_air = 0, 0.0, False
         self._divided = DividedOptimizerState(context, self._tensors, REPLICA)
         if not context.replicas:
             context.strategy_state.pop(_STATE, None)  # of a run that has gone on with another strategy since
-        kept = context.strategy_state.setdefault(_STATE, {"replicas": replicas, "trained": [], "momentum": {}})
-        if kept["replicas"] != replicas:
-            raise CheckpointError(
-                f"The state is that of {kept['replicas']} replicas, but local.replicas = {replicas}: use the same "
-                f"number, or start a new run."
-            )
+        divided = {"replicas": replicas, "fragments": self._local.fragments}
+        kept = context.strategy_state.setdefault(_STATE, {**divided, "trained": [], "momentum": {}})
+        for what, number in divided.items():
+            if (before := kept.get(what, 1)) != number:
+                raise CheckpointError(
+                    f"The state is that of {before} {what}, but local.{what} = {number}: use the same number, or start "
+                    f"a new run."
+                )
         context.warnings.append(
             f"from step {self._local.after} on {replicas} replicas of the model train on their own, with an outer step "
             f"after every {self._local.every} steps. The model has the weights of the last outer step; in between, the "
@@ -124,10 +147,26 @@ class LocalTraining(Strategy):
         )
 
     @property
+    def _state(self) -> dict[str, Any]:
+        """State that is the same on all workers."""
+        state: dict[str, Any] = self._context.strategy_state[_STATE]
+        return state
+
+    @property
     def _trained(self) -> list[int]:
-        """Steps since the last outer step, the same on all workers."""
-        trained: list[int] = self._context.strategy_state[_STATE]["trained"]
+        """Steps of the current period."""
+        trained: list[int] = self._state["trained"]
         return trained
+
+    @property
+    def _flight(self) -> dict[str, Any] | None:
+        """Fragment that has been sent and has not landed: its number, the step, the steps since, and the counts."""
+        return self._state.get(_FLIGHT)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether the last fragment of a period has just landed."""
+        return self._flight is None and len(self._trained) == self._local.delay
 
     # Replicas.
 
@@ -136,7 +175,7 @@ class LocalTraining(Strategy):
         if self._replicas:
             return
         context, loaded = self._context, self._context.replicas
-        self._replicas = {number: Replica(context, number) for number in self._shares[context.world.rank]}
+        self._replicas = {number: Replica(context, number, len(self._fragments)) for number in self._shares[context.world.rank]}
         if loaded:
             for one in self._replicas.values():
                 one.load(loaded)
@@ -145,7 +184,7 @@ class LocalTraining(Strategy):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         self._begin()
-        apart = bool(self._trained)
+        apart = bool(self._trained) or len(self._fragments) > 1 or self._local.delay > 0
         return {name: value for one in self._replicas.values() for name, value in one.tensors(weights=apart).items()}
 
     @property
@@ -153,14 +192,15 @@ class LocalTraining(Strategy):
         return self._divided if self._replicas or self._context.replicas else None
 
     def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
-        if steps < self._local.after or self._trained:
-            return None
-        return {} if self.divided is None else self._tensors()  # replicas begin as the model at rest
+        if steps >= self._local.after and self.divided is None:
+            return {}  # replicas begin as the model at rest
+        return self._tensors() if steps >= self._local.after and self._settled else None
 
     def close(self) -> frozenset[str] | None:
         if self._synchronous is not None:
             self._synchronous.close()
-        self._reducer.close()
+        for reducer in self._reducers:
+            reducer.close()
         if self.divided is None:
             return None
         self._context.replicas.update(self._tensors())
@@ -186,6 +226,8 @@ class LocalTraining(Strategy):
             assert self._synchronous is not None
             return self._synchronous.step(step, groups)
         self._begin()
+        if self._flight is not None and not self._in_air:  # loaded with a fragment in flight
+            self._send()
         context, made, parts = self._context, list[StepResult](), list[MicrobatchResult]()
         for number, replica in self._replicas.items():
             context.world.check()
@@ -200,7 +242,16 @@ class LocalTraining(Strategy):
             loss, metrics = means(context, parts)
             norm = max(float(one.norm) for one in made)
             self._last = StepResult(loss, norm, made[-1].learning_rate, all(one.applied for one in made), 0, metrics)
-        return self._last if len(self._trained) < self._local.every else self._outer_step(step, parts)
+        result = self._last
+        if len(self._trained) in self._due:
+            result = self._outer_step(step, parts, self._due.index(len(self._trained)))
+        if self._flight is not None:
+            self._go_on(step)
+        if len(self._trained) == self._local.every:
+            self._trained.clear()
+        if self._settled:
+            result, self._notice = replace(result, notice=self._notice), 0
+        return result
 
     def _update(
         self, step: int, groups: list[MicrobatchGroup], replica: Replica, parts: list[MicrobatchResult]
@@ -215,71 +266,109 @@ class LocalTraining(Strategy):
             context.compute.buffers.accept(changed)
             seed_torch(context.compute.seed(UPDATE, step))
             norm, rate = context.update.apply_inner(step)
-            replica.count += math.fsum(part.counted for part in results)
+            counted = math.fsum(part.counted for part in results)
+            replica.counts = [count + counted for count in replica.counts]
         batch.take_gradients()
         return skipped or StepResult(math.nan, norm, rate)
 
-    def _outer_step(self, step: int, parts: list[MicrobatchResult]) -> StepResult:
-        """Make the outer update. Returns the result of the inner step with the loss of the whole batch."""
+    def _outer_step(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
+        """Send a fragment. Returns the result of the inner step with the loss of the whole batch."""
         begin, context = time.perf_counter(), self._context
         world, live, metrics = context.world, context.compute.buffers.live, context.compute.metrics
         sums = [(part.microbatches, part.rank, part.loss, part.counted, part.metrics) for part in parts]
-        counts = {number: one.count for number, one in self._replicas.items()}
+        counts = {number: one.counts[fragment] for number, one in self._replicas.items()}
         own = list(self._trained), counts, sums, metrics, live, world.notice()
         everyone = world.gather(own, f"outer step after step {step}")
         _check_trained([trained for trained, *_ in everyone])
         if given := [(rank, one[3]) for rank, one in enumerate(everyone) if one[3]]:
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
-        known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
-        if total := math.fsum(known[number] for number in sorted(known)):
-            self._reduce(step, total)
-        self._trained.clear()
         for one in self._replicas.values():
-            one.restart()
-        context.events.mark("outer-step", step=step, counts=known, seconds=time.perf_counter() - begin)
-        notice = max(notice for *_, notice in everyone)
+            one.send(fragment, self._fragments[fragment], self._local.delay > 0)
+        known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
+        self._state[_FLIGHT] = {"fragment": fragment, "step": step, "age": 0, "counts": known}
+        self._send()
+        self._waited = time.perf_counter() - begin
+        self._notice = max(notice for *_, notice in everyone)
         whole = [
             MicrobatchResult(at, rank, loss, counted, metrics=tuple(found))
             for _, _, sums, *_ in everyone
             for at, rank, loss, counted, found in sums
         ]
         loss, averages = means(context, sorted(whole, key=lambda part: part.microbatches.start))
-        return replace(self._last, loss=loss, metrics=averages, notice=notice)
+        return replace(self._last, loss=loss, metrics=averages)
 
-    def _reduce(self, step: int, total: float) -> None:
-        """Replace the outer weights and buffers of the model; ``total`` is the count of all replicas."""
-        context, reducer, settings = self._context, self._reducer, self._context.settings
-        while True:
-            gradients = Accumulator(settings.along_tree)
-            for number, one in self._replicas.items():
-                for name, value in context.update.parameters.items():
-                    value.grad = (value.detach() - one.weights[name]).mul_(one.count)
-                gradients.push(number, reducer.take(step, number))
-            sums = [values for _, values in gradients.nodes()]
-            reducer.send(self._nodes(settings.along_tree), sums, lambda: total)
-            if reducer.finish():
-                break
-        buffers = Accumulator(settings.exact)
+    def _send(self) -> None:
+        """Send the outer gradients of the fragment in flight."""
+        context, flight = self._context, self._flight
+        assert flight is not None
+        reducer, along_tree = self._reducers[flight["fragment"]], context.settings.along_tree
+        gradients, counts = Accumulator(along_tree), flight["counts"]
         for number, one in self._replicas.items():
-            with one.in_model():
-                buffers.push(number, [value * one.count for value in context.compute.buffers.examples()])
-        context.compute.buffers.begin()
-        means = reducer.statistics(self._nodes(settings.exact), [values for _, values in buffers.nodes()], total)
-        context.update.averages.around(step, self._outer_update)
-        context.compute.buffers.accept(means)
+            for name, weight in one.sent.items():
+                value = context.update.parameters[name]
+                value.grad = (value.detach() - weight).mul_(counts[number])
+            gradients.push(number, reducer.take(flight["step"], number))
+        sums = [values for _, values in gradients.nodes()]
+        reducer.send(self._nodes(along_tree), sums, lambda: _total(counts) or 1.0, held=True)
+        self._in_air = True
+
+    def _go_on(self, step: int) -> None:
+        """Let the fragment in flight land, or add it up half way so that its means travel in the other half."""
+        begin, context, flight = time.perf_counter(), self._context, self._flight
+        assert flight is not None
+        fragment, delay = flight["fragment"], self._local.delay
+        if flight["age"] == (delay + 1) // 2:
+            self._reducers[fragment].go_on()
+        if flight["age"] < delay:
+            flight["age"] += 1
+        else:
+            self._land(step, fragment, flight["counts"])
+            waited = self._waited + time.perf_counter() - begin
+            context.events.mark(
+                "outer-step", step=flight["step"], fragment=fragment, counts=flight["counts"], seconds=waited
+            )
+            del self._state[_FLIGHT]
+            self._in_air = False
+        self._waited += time.perf_counter() - begin
+
+    def _land(self, step: int, fragment: int, counts: Mapping[int, float]) -> None:
+        """Make the outer update of a fragment, and with the last one replace the buffers of the model."""
+        context, reducer = self._context, self._reducers[fragment]
+        while not reducer.finish():
+            self._send()
+        last = fragment == len(self._fragments) - 1
+        if total := _total(counts):
+            means = self._mean_buffers(counts, total) if last else None
+            context.update.averages.around(step, partial(self._outer_update, self._fragments[fragment]))
+            if means is not None:
+                context.compute.buffers.accept(means)
         reducer.accept()
         reducer.clear()
+        for one in self._replicas.values():
+            one.land(self._local.mixing)
+            if last:
+                one.buffers = {}
+
+    def _mean_buffers(self, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
+        context, exact = self._context, self._context.settings.exact
+        buffers = Accumulator(exact)
+        for number, one in self._replicas.items():
+            with one.in_model():
+                buffers.push(number, [value * counts[number] for value in context.compute.buffers.examples()])
+        context.compute.buffers.begin()
+        return self._reducers[-1].statistics(self._nodes(exact), [values for _, values in buffers.nodes()], total)
 
     def _nodes(self, along_tree: Exact) -> list[list[Node]]:
         """Return the nodes of the tree over the replicas that each rank sends, or one node for its running sum."""
         return [whole_nodes(share) if along_tree else [Node(0, rank)] for rank, share in enumerate(self._shares)]
 
     @torch.no_grad()
-    def _outer_update(self) -> None:
+    def _outer_update(self, names: Sequence[str]) -> None:
         """Make a step of SGD with Nesterov momentum from the outer gradients in ``.grad``."""
-        momentum = self._context.strategy_state[_STATE]["momentum"]
-        for name, value in self._context.update.parameters.items():
+        momentum = self._state["momentum"]
+        for name in names:
+            value = self._context.update.parameters[name]
             gradient = value.grad
             assert gradient is not None
             if self._momentum:
@@ -288,6 +377,22 @@ class LocalTraining(Strategy):
                 momentum[name] = gradient.clone() if before is None else before.mul_(self._momentum).add_(gradient)
                 gradient = gradient.add(momentum[name], alpha=self._momentum)
             value.add_(gradient, alpha=-self._rate)
+
+
+def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
+    """Divide the parameters, in the order of the model, into fragments of about the same size."""
+    names = list(parameters)
+    if count > len(names):
+        raise ConfigError(
+            f"local.fragments = {count}, but the model has {len(names)} trained parameters, and a fragment needs at "
+            f"least one: use at most {len(names)}."
+        )
+    sizes = [parameters[name].numel() for name in names]
+    return [names[share.start : share.stop] for share in by_size(sizes, count)]
+
+
+def _total(counts: Mapping[int, float]) -> float:
+    return math.fsum(counts[number] for number in sorted(counts))
 
 
 def _check_trained(everyone: list[list[int]]) -> None:
