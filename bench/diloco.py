@@ -10,6 +10,7 @@ counts the bytes on a worker's link, the most of all workers.
     python bench/diloco.py
     python bench/diloco.py --tasks mlp --every 32 --wires float32 --seeds 1
     python bench/diloco.py --links                          # as root
+    PER_WORKER=64 python bench/diloco.py --links --every 120 --wires int4 --fragments 5 --delay 8
 """
 
 from __future__ import annotations
@@ -42,18 +43,25 @@ def loss_of(task: str, seed: int, steps: int, **more: Any) -> float:
     return float(session.evaluate(given["data"]))
 
 
-def links(rate: str, workers: int, periods: list[int], wires: list[str], megabytes: int) -> None:
-    """Print a line for all-reduce and for each period and format, on links of a rate."""
-    ways = [("wire-float32", 8), *((f"diloco-{every}-{wire}", 2 * every) for every in periods for wire in wires)]
+def links(rate: str, workers: int, ways: list[tuple[str, int]], megabytes: int) -> None:
+    """Print a line for all-reduce and for each period and format, on links of a rate.
+
+    The first way sends nothing: its seconds are those of computing, while all workers share this machine's cores.
+    """
     first: tuple[float, float] | None = None
+    alone = 0.0
     with network(workers, rate) as names, tempfile.TemporaryDirectory() as folder:
         for way, steps in ways:
             everyone = run(names, [1] * workers, Path(folder) / way, way, megabytes, steps)
             crossed, seconds = max(one["bytes"] for one in everyone), statistics.fmean(everyone[0]["seconds"])
+            if not alone:
+                alone = seconds
+                continue
             first = first or (crossed, seconds)
             print(
-                f"{workers} workers, {rate:>8}  {way:>18}  {crossed / 1e6:7.3f} MB a step, {first[0] / crossed:6.1f} "
-                f"times fewer  {seconds:6.3f} s a step, {first[1] / seconds:5.1f} times faster",
+                f"{workers} workers, {rate:>8}  {way:>22}  {crossed / 1e6:7.3f} MB a step, {first[0] / crossed:6.1f} "
+                f"times fewer  {seconds:6.3f} s a step, {first[1] / seconds:5.1f} times faster, "
+                f"{alone / seconds:4.0%} of it computing",
                 flush=True,
             )
 
@@ -66,6 +74,10 @@ def main() -> None:
     parser.add_argument("--wires", default="float32,int8,int4")
     parser.add_argument("--strategies", default="local-sgd,diloco")
     parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--after", type=int, default=0)
+    parser.add_argument("--fragments", type=int, default=1)
+    parser.add_argument("--delay", type=int, default=0)
+    parser.add_argument("--mixing", type=float, default=0.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--links", action="store_true", help="measure bytes and seconds in place of losses")
@@ -78,8 +90,11 @@ def main() -> None:
     if options.links:
         if missing := obstacle():
             raise SystemExit(f"left out, as {missing}")
+        alone, cut = 1_000_000, f"{options.fragments}-{options.delay}"
+        ways = [(f"diloco-{alone}-1-0-float32", 16), ("wire-float32", 8)]
+        ways += [(f"diloco-{every}-{cut}-{wire}", 2 * every) for every in periods for wire in wires]
         for rate in options.rates.split(","):
-            links(rate, options.workers, periods, wires, options.megabytes)
+            links(rate, options.workers, ways, options.megabytes)
         return
     for task in options.tasks.split(","):
         train = partial(loss_of, task, steps=options.steps)
@@ -88,7 +103,8 @@ def main() -> None:
         for strategy in options.strategies.split(","):
             for every in periods:
                 for wire in wires if strategy == "diloco" else wires[:1]:
-                    local = {"every": every, "outer_lr": options.outer_lr}
+                    local = {"every": every, "outer_lr": options.outer_lr, "after": options.after}
+                    local |= {"fragments": options.fragments, "delay": options.delay, "mixing": options.mixing}
                     found = [train(seed, strategy=strategy, wire=wire, local=local) for seed in range(options.seeds)]
                     over = [one / base - 1 for one, base in zip(found, plain, strict=True)]
                     print(

@@ -24,6 +24,8 @@ WARM = 3
 BITS_BATCH = 16
 """Samples of a batch that is the same on all layouts: as many as there are workers on the largest."""
 OPTIMIZER = partial(torch.optim.SGD, lr=1e-3)
+PER_WORKER = int(os.environ.get("PER_WORKER", "2"))
+"""Samples of a worker in a step, with formats on the wire and with replicas."""
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -56,14 +58,15 @@ def ours(
     """The same with Paceline, in microbatches of one sample; the seconds and the fingerprint of the state."""
     seconds = []
     session = paceline.start(
-        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=batch, microbatches=batch, **way
+        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=batch, **{"microbatches": batch} | way
     )
     batches = session.batches(steps=WARM + steps)
     for step in range(WARM + steps):
         begin = time.perf_counter()
         session.step(next(batches))
         seconds.append(time.perf_counter() - begin)
-        mark(step)
+        if step in (WARM - 1, WARM + steps - 1):  # in between, workers wait for each other only in their steps
+            mark(step)
     next(batches, None)  # the end of the batches, where the workers hash what they have in shares
     return seconds[WARM:], session.fingerprint()
 
@@ -131,6 +134,7 @@ if __name__ == "__main__":
     data = torch.utils.data.TensorDataset(samples, samples.flip(0))
     model = model_of(megabytes)
     fingerprint, size = "", int(os.environ["WORLD_SIZE"])
+    shape = {"exact": True, "microbatches": 2 * size}
     if way == "ddp":
         dist.init_process_group("gloo")
         seconds = ddp(model, data, steps)
@@ -143,12 +147,13 @@ if __name__ == "__main__":
         kind = way.removeprefix("bits-")
         seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
     elif way.startswith("wire-"):
-        seconds, fingerprint = ours(model, data, steps, 2 * size, exact=True, wire=way.removeprefix("wire-"))
+        seconds, fingerprint = ours(model, data, steps, PER_WORKER * size, wire=way.removeprefix("wire-"), **shape)
     elif way.startswith("diloco-"):
-        every, wire = way.split("-")[1:]
-        local = {"every": int(every), "replicas": size}
-        more = {"strategy": "diloco", "local": local, "wire": wire, "exact": True}
-        seconds, fingerprint = ours(model, data, steps, 2 * size, **more)
+        every, fragments, delay, wire = way.split("-")[1:]
+        local = {"every": int(every), "fragments": int(fragments), "delay": int(delay), "replicas": size}
+        seconds, fingerprint = ours(
+            model, data, steps, PER_WORKER * size, strategy="diloco", local=local, wire=wire, **shape
+        )
     else:
         reduction = "collective" if way == "collective" else "auto"
         seconds, fingerprint = ours(model, data, steps, size, exact=way == "exact", reduction=reduction)

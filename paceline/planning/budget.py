@@ -227,13 +227,15 @@ def _of_replicas(context: TrainingContext, count: int, weights: int, optimizer: 
     """Return the bytes of weights and of the optimizers' state on a worker with ``count`` replicas of the model.
 
     The outer momentum counts as state, and so do the points to go back to after a loss, if they are in this memory: two
-    while a new one is made, each with the replicas of two workers.
+    while a new one is made, each with the replicas of two workers. Replicas keep the weights of a fragment in flight,
+    and are never all at rest if the model has several fragments or a delay.
     """
-    at_rest = weights + gradients
-    points = 0
+    local, at_rest, points = context.settings.local, weights + gradients, 0
+    sent = gradients // local.fragments if local.delay else 0
+    apart = gradients if local.fragments > 1 or local.delay else 0
     if context.world.coordinator is not None and context.world.device.type == "cpu":
-        points = 2 * (at_rest + min(2, context.world.size) * count * optimizer)
-    return weights + count * gradients, count * optimizer + gradients + points
+        points = 2 * (at_rest + min(2, context.world.size) * count * (optimizer + apart))
+    return weights + count * (gradients + sent), count * optimizer + gradients + points
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:

@@ -31,6 +31,8 @@ def start(strategy="diloco", every=3, after=0, replicas=4, **more):
     local = {"every": every, "after": after, "replicas": replicas}
     return paceline.start(**given | {"strategy": strategy, "local": local} | more)
 
+STREAMING = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.5}
+
 def values(session):
     return torch.cat([value.detach().flatten() for value in session._context.compute.model.parameters()]).tolist()
 
@@ -55,15 +57,18 @@ def case(**more):
 tell(
     diloco=case(), after=case(strategy="local-sgd", every=2, after=2), average=case(average="ema"),
     int8=case(wire="int8"), fixed=case(exact="fixed-point"),
+    streaming=case(local=STREAMING), streaming_int4=case(local=STREAMING, wire="int4"),
 )
 """
 BY_HAND = """
-def by_hand(replicas, every, steps):
+def by_hand(replicas, every, steps, fragments=((0, 1, 2, 3),), delay=0, mixing=0.0):
     data, order = numbers(100), Order(100, 48, 8, seed=0)
     outer, models = mlp(6, 1, torch.float64), [mlp(6, 1, torch.float64) for _ in range(replicas)]
     inner = [adamw(model.parameters()) for model in models]
-    nesterov = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    counts = [0] * replicas
+    weights = list(outer.parameters())
+    parts = [[weights[place] for place in places] for places in fragments]
+    nesterov = [torch.optim.SGD(part, lr=0.7, momentum=0.9, nesterov=True) for part in parts]
+    counts, flying, age = [[0] * replicas for _ in fragments], None, 0
     for step in range(steps):
         parts = order.microbatches_of(step)
         for number, share in enumerate(even(len(parts), replicas)):
@@ -73,21 +78,30 @@ def by_hand(replicas, every, steps):
                 inner[number].zero_grad()
                 functional.mse_loss(models[number](features), target).backward()
                 inner[number].step()
-                counts[number] += len(samples)
-        if (step + 1) % every == 0:
-            for weight, *held in zip(*(one.parameters() for one in (outer, *models))):
-                mean = sum(one.detach() * count for one, count in zip(held, counts)) / sum(counts)
-                weight.grad = weight.detach() - mean
-            nesterov.step()
-            for model in models:
-                model.load_state_dict(outer.state_dict())
-            counts = [0] * replicas
+                for fragment in counts:
+                    fragment[number] += len(samples)
+        held = [list(model.parameters()) for model in models]
+        if (step + 1) % (every // len(fragments)) == 0:
+            flying, age = step // (every // len(fragments)) % len(fragments), 0
+            for place in fragments[flying]:
+                of = counts[flying]
+                mean = sum(one[place].detach() * count for one, count in zip(held, of)) / sum(of)
+                weights[place].grad = weights[place].detach() - mean
+            counts[flying] = [0] * replicas
+        if flying is not None and age == delay:
+            nesterov[flying].step()
+            for place in fragments[flying]:
+                for one in held:
+                    one[place].data = mixing * one[place].data + (1 - mixing) * weights[place].data
+            flying = None
+        age += 1
     return {"values": torch.cat([value.detach().flatten() for value in outer.parameters()]).tolist()}
 
 sgd = {"optimizer": partial(torch.optim.SGD, lr=0.05)}
 tokens = {"data": Sentences(90), "batch": 32, "forward": per_token} | sgd
 tell(
     diloco=train(start(), 9), by_hand=by_hand(4, 3, 9),
+    streaming=train(start(local=STREAMING), 9), streaming_by_hand=by_hand(4, 4, 9, ((0, 1), (2, 3)), 1, 0.5),
     average=train(start("local-sgd", every=1, **sgd), 6), plain=train(start("allreduce", **sgd), 6),
     average_tokens=train(start("local-sgd", every=1, model=transformer(0.0).double(), **tokens), 5),
     plain_tokens=train(start("allreduce", model=transformer(0.0).double(), **tokens), 5),
@@ -121,6 +135,7 @@ def test_the_numbers_are_those_of_the_papers(printed: Printed, tmp_path: Path) -
     """DiLoCo in plain torch; and a mean after each step of SGD is all-reduce, also where samples count differently."""
     (found,) = printed(HEAD + BY_HAND, 1, tmp_path)
     check_equal(found["diloco"], found["by_hand"], losses=False)
+    check_equal(found["streaming"], found["streaming_by_hand"], losses=False)
     check_equal(found["average"], found["plain"])
     check_equal(found["average_tokens"], found["plain_tokens"])
 
@@ -175,7 +190,7 @@ def test_steps_that_the_script_leaves_out_are_not_counted(printed: Printed, tmp_
 SAVED = """
 kept = {"directory": os.environ["KEPT"], "every": 6}
 case = CASES["batch norm, dropout, short batch"]()
-session = start(**case | {"every": 4, "exact": True, "checkpoint": kept, "resume": "auto"})
+session = start(**case | {"local": STREAMING, "exact": True, "checkpoint": kept, "resume": "auto"})
 measured = []
 for batch in session.batches(steps=int(os.environ["STEPS"])):
     session.step(batch)
@@ -187,7 +202,7 @@ tell(fingerprint=session.fingerprint(), measured=measured)
 
 @pytest.mark.slow
 def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path) -> None:
-    """A run that is saved between two outer steps, and resumed on other workers, has the bits of one process."""
+    """A run that is saved with a fragment in flight, and resumed on other workers, has the bits of one process."""
 
     def run(folder: str, steps: int, workers: int) -> list[dict[str, Any]]:
         environment = {"KEPT": str(tmp_path / folder), "STEPS": str(steps)}

@@ -25,7 +25,7 @@ scripted.end(session)
 """
 
 
-def given(**local: int) -> dict[str, str]:
+def given(**local: float) -> dict[str, str]:
     return {"GIVEN": json.dumps({"strategy": "diloco", "local": local})}
 
 
@@ -51,3 +51,16 @@ def test_neighbours_leave_together_between_two_outer_steps(run: Run) -> None:
     told: list[dict[str, Any]] = ran.printed()
     assert {one["fingerprint"] for one in told} == {alone.printed()[0]["fingerprint"]}, ran.report()
     assert {event["step"] for event in ran.events() if event["event"] == "went back"} == {3}, ran.report()
+
+
+@pytest.mark.slow
+def test_workers_are_lost_before_within_and_after_a_flight(run: Run) -> None:
+    """Fragments are sent after steps 2, 5, 8 and land two steps later; a period ends with the second one of them."""
+    environment = given(every=6, fragments=2, delay=2, mixing=0.5)
+    alone = run(SCRIPT, "-n", 1, name="alone", **environment)
+    plan = faults.kill(rank=3, step=2, point="before forward") + faults.kill(rank=2, step=6, point="before forward")
+    plan += faults.kill(rank=1, step=9, point="inside the collective")
+    ran = run(SCRIPT, "-n", 4, "--elastic", "1:4", faults=plan, **environment)
+    assert ran.code == 0 and len(ran.launcher("lost")) == 3, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {alone.printed()[0]["fingerprint"]}, ran.report()
+    assert {event["step"] for event in ran.events() if event["event"] == "went back"} == {2, 8}, ran.report()

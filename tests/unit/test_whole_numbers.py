@@ -28,7 +28,9 @@ def fixed(parameters: dict[str, torch.Tensor], microbatches: int = 8, state: Any
         events=SimpleNamespace(mark=lambda *event, **values: None),
         strategy_state={} if state is None else state,
     )
-    return Codec(cast(Any, context), parameters, [WholeNumbers(value.dtype, microbatches) for value in parameters.values()])
+    return Codec(
+        cast(Any, context), parameters, [WholeNumbers(value.dtype, microbatches) for value in parameters.values()]
+    )
 
 
 def sums_of(one: Codec, gradients: list[list[torch.Tensor]]) -> Values:

@@ -13,9 +13,7 @@ from paceline.step.gradients.floats import DTYPES, Plain, Rounded, Scaled
 from paceline.step.gradients.lanes import LIMITS, Codes
 
 
-def codec_for(
-    context: TrainingContext, parameters: Mapping[str, torch.Tensor], sends: bool = True
-) -> Codec | None:
+def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], sends: bool = True) -> Codec | None:
     """Return the codec of the gradients of some parameters, or None if they are added up and sent as they are.
 
     Args:

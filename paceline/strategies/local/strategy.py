@@ -17,45 +17,39 @@ is 1 and ``outer_momentum`` is 0, so the outer weights become the mean. Stich 20
 A replica belongs to the settings, not to a worker: P workers hold R replicas, several each if P < R. The weight of a
 replica in the mean is the number of samples that it has trained on since the last outer step. With ``exact``, the mean
 follows the canonical tree over the replicas. After an outer step all replicas begin with the outer weights, and keep
-the state of their inner optimizers. Between two outer steps the model has the outer weights, and no worker waits.
+the state of their inner optimizers. Between two outer steps the model has the outer weights, and no worker waits. The
+points to go back to, and changes of the membership, follow the landing of a period's last fragment.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.checkpoint.tensors import REPLICA
 from paceline.comm.collectives.step_header import agreed_names
-from paceline.comm.collectives.subgroup import Subgroup
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import UPDATE, seed_torch
 from paceline.data.order import BatchOrder
 from paceline.errors import CheckpointError, ConfigError, DisagreementError
-from paceline.schedule.shares import by_size, even
-from paceline.schedule.tree import Node, whole_nodes
-from paceline.settings import Exact, Settings
+from paceline.schedule.shares import even
+from paceline.settings import Settings
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import locate_here, means, skip
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
-from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.full_batch import FullBatch
+from paceline.strategies.local.outer import STATE, OuterSteps, fragments_of
 from paceline.strategies.local.replica import Replica, leave_averages
 from paceline.strategies.single import Single
-
-_STATE, _FLIGHT = "local", "flight"
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -103,7 +97,7 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"{local.fragments} a fragment is sent after every {between} steps, and it must land before the next one: "
             f"use at most {between - 1}."
         )
-    _fragments({name: value for name, value in model.named_parameters() if value.requires_grad}, local.fragments)
+    fragments_of({name: value for name, value in model.named_parameters() if value.requires_grad}, local.fragments)
 
 
 class LocalTraining(Strategy):
@@ -112,28 +106,19 @@ class LocalTraining(Strategy):
     def __init__(self, context: TrainingContext) -> None:
         settings, world, replicas = context.settings, context.world, context.settings.local.replicas
         self._context, self._local = context, settings.local
-        self._rate, self._momentum = settings.local.outer_lr, settings.local.outer_momentum
-        if settings.strategy == "local-sgd":
-            self._rate, self._momentum = 1.0, 0.0
         self._shares = even(replicas, world.size)
-        alone, named = Subgroup(world, [0]) if world.size == 1 else None, context.update.parameters
-        self._fragments = _fragments(named, self._local.fragments)
-        self._reducers = [
-            Reducer(context, own, workers=alone, overlap=False, any_order=not settings.along_tree)
-            for own in ({name: named[name] for name in names} for names in self._fragments)
-        ]
-        self._due = [share.stop for share in even(self._local.every, len(self._fragments))]
         synchronous = Single if world.size == 1 else AllReduce
         self._synchronous: Strategy | None = synchronous(context) if settings.local.after else None
         self._batch: FullBatch | None = None
         self._replicas: dict[int, Replica] = {}
+        self._outer = OuterSteps(context, self._shares, self._replicas)
         self._last = StepResult(math.nan, math.nan, context.update.learning_rate)
-        self._notice, self._waited, self._in_air = 0, 0.0, False
+        self._notice = 0
         self._divided = DividedOptimizerState(context, self._tensors, REPLICA)
         if not context.replicas:
-            context.strategy_state.pop(_STATE, None)  # of a run that has gone on with another strategy since
+            context.strategy_state.pop(STATE, None)  # of a run that has gone on with another strategy since
         divided = {"replicas": replicas, "fragments": self._local.fragments}
-        kept = context.strategy_state.setdefault(_STATE, {**divided, "trained": [], "momentum": {}})
+        kept = context.strategy_state.setdefault(STATE, {**divided, "trained": [], "momentum": {}})
         for what, number in divided.items():
             if (before := kept.get(what, 1)) != number:
                 raise CheckpointError(
@@ -147,26 +132,15 @@ class LocalTraining(Strategy):
         )
 
     @property
-    def _state(self) -> dict[str, Any]:
-        """State that is the same on all workers."""
-        state: dict[str, Any] = self._context.strategy_state[_STATE]
-        return state
-
-    @property
     def _trained(self) -> list[int]:
         """Steps of the current period."""
-        trained: list[int] = self._state["trained"]
+        trained: list[int] = self._context.strategy_state[STATE]["trained"]
         return trained
-
-    @property
-    def _flight(self) -> dict[str, Any] | None:
-        """Fragment that has been sent and has not landed: its number, the step, the steps since, and the counts."""
-        return self._state.get(_FLIGHT)
 
     @property
     def _settled(self) -> bool:
         """Whether the last fragment of a period has just landed."""
-        return self._flight is None and len(self._trained) == self._local.delay
+        return self._outer.flight is None and len(self._trained) == self._local.delay
 
     # Replicas.
 
@@ -175,7 +149,8 @@ class LocalTraining(Strategy):
         if self._replicas:
             return
         context, loaded = self._context, self._context.replicas
-        self._replicas = {number: Replica(context, number, len(self._fragments)) for number in self._shares[context.world.rank]}
+        own, fragments = self._shares[context.world.rank], self._local.fragments
+        self._replicas.update((number, Replica(context, number, fragments)) for number in own)
         if loaded:
             for one in self._replicas.values():
                 one.load(loaded)
@@ -184,7 +159,7 @@ class LocalTraining(Strategy):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         self._begin()
-        apart = bool(self._trained) or len(self._fragments) > 1 or self._local.delay > 0
+        apart = bool(self._trained) or self._local.fragments > 1 or self._local.delay > 0
         return {name: value for one in self._replicas.values() for name, value in one.tensors(weights=apart).items()}
 
     @property
@@ -199,8 +174,7 @@ class LocalTraining(Strategy):
     def close(self) -> frozenset[str] | None:
         if self._synchronous is not None:
             self._synchronous.close()
-        for reducer in self._reducers:
-            reducer.close()
+        self._outer.close()
         if self.divided is None:
             return None
         self._context.replicas.update(self._tensors())
@@ -226,8 +200,7 @@ class LocalTraining(Strategy):
             assert self._synchronous is not None
             return self._synchronous.step(step, groups)
         self._begin()
-        if self._flight is not None and not self._in_air:  # loaded with a fragment in flight
-            self._send()
+        self._outer.send_again()
         context, made, parts = self._context, list[StepResult](), list[MicrobatchResult]()
         for number, replica in self._replicas.items():
             context.world.check()
@@ -243,10 +216,9 @@ class LocalTraining(Strategy):
             norm = max(float(one.norm) for one in made)
             self._last = StepResult(loss, norm, made[-1].learning_rate, all(one.applied for one in made), 0, metrics)
         result = self._last
-        if len(self._trained) in self._due:
-            result = self._outer_step(step, parts, self._due.index(len(self._trained)))
-        if self._flight is not None:
-            self._go_on(step)
+        if len(self._trained) in self._outer.due:
+            result = self._send(step, parts, self._outer.due.index(len(self._trained)))
+        self._outer.go_on(step)
         if len(self._trained) == self._local.every:
             self._trained.clear()
         if self._settled:
@@ -271,7 +243,7 @@ class LocalTraining(Strategy):
         batch.take_gradients()
         return skipped or StepResult(math.nan, norm, rate)
 
-    def _outer_step(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
+    def _send(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
         """Send a fragment. Returns the result of the inner step with the loss of the whole batch."""
         begin, context = time.perf_counter(), self._context
         world, live, metrics = context.world, context.compute.buffers.live, context.compute.metrics
@@ -283,12 +255,8 @@ class LocalTraining(Strategy):
         if given := [(rank, one[3]) for rank, one in enumerate(everyone) if one[3]]:
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
-        for one in self._replicas.values():
-            one.send(fragment, self._fragments[fragment], self._local.delay > 0)
         known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
-        self._state[_FLIGHT] = {"fragment": fragment, "step": step, "age": 0, "counts": known}
-        self._send()
-        self._waited = time.perf_counter() - begin
+        self._outer.send(step, fragment, known, time.perf_counter() - begin)
         self._notice = max(notice for *_, notice in everyone)
         whole = [
             MicrobatchResult(at, rank, loss, counted, metrics=tuple(found))
@@ -297,102 +265,6 @@ class LocalTraining(Strategy):
         ]
         loss, averages = means(context, sorted(whole, key=lambda part: part.microbatches.start))
         return replace(self._last, loss=loss, metrics=averages)
-
-    def _send(self) -> None:
-        """Send the outer gradients of the fragment in flight."""
-        context, flight = self._context, self._flight
-        assert flight is not None
-        reducer, along_tree = self._reducers[flight["fragment"]], context.settings.along_tree
-        gradients, counts = Accumulator(along_tree), flight["counts"]
-        for number, one in self._replicas.items():
-            for name, weight in one.sent.items():
-                value = context.update.parameters[name]
-                value.grad = (value.detach() - weight).mul_(counts[number])
-            gradients.push(number, reducer.take(flight["step"], number))
-        sums = [values for _, values in gradients.nodes()]
-        reducer.send(self._nodes(along_tree), sums, lambda: _total(counts) or 1.0, held=True)
-        self._in_air = True
-
-    def _go_on(self, step: int) -> None:
-        """Let the fragment in flight land, or add it up half way so that its means travel in the other half."""
-        begin, context, flight = time.perf_counter(), self._context, self._flight
-        assert flight is not None
-        fragment, delay = flight["fragment"], self._local.delay
-        if flight["age"] == (delay + 1) // 2:
-            self._reducers[fragment].go_on()
-        if flight["age"] < delay:
-            flight["age"] += 1
-        else:
-            self._land(step, fragment, flight["counts"])
-            waited = self._waited + time.perf_counter() - begin
-            context.events.mark(
-                "outer-step", step=flight["step"], fragment=fragment, counts=flight["counts"], seconds=waited
-            )
-            del self._state[_FLIGHT]
-            self._in_air = False
-        self._waited += time.perf_counter() - begin
-
-    def _land(self, step: int, fragment: int, counts: Mapping[int, float]) -> None:
-        """Make the outer update of a fragment, and with the last one replace the buffers of the model."""
-        context, reducer = self._context, self._reducers[fragment]
-        while not reducer.finish():
-            self._send()
-        last = fragment == len(self._fragments) - 1
-        if total := _total(counts):
-            means = self._mean_buffers(counts, total) if last else None
-            context.update.averages.around(step, partial(self._outer_update, self._fragments[fragment]))
-            if means is not None:
-                context.compute.buffers.accept(means)
-        reducer.accept()
-        reducer.clear()
-        for one in self._replicas.values():
-            one.land(self._local.mixing)
-            if last:
-                one.buffers = {}
-
-    def _mean_buffers(self, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
-        context, exact = self._context, self._context.settings.exact
-        buffers = Accumulator(exact)
-        for number, one in self._replicas.items():
-            with one.in_model():
-                buffers.push(number, [value * counts[number] for value in context.compute.buffers.examples()])
-        context.compute.buffers.begin()
-        return self._reducers[-1].statistics(self._nodes(exact), [values for _, values in buffers.nodes()], total)
-
-    def _nodes(self, along_tree: Exact) -> list[list[Node]]:
-        """Return the nodes of the tree over the replicas that each rank sends, or one node for its running sum."""
-        return [whole_nodes(share) if along_tree else [Node(0, rank)] for rank, share in enumerate(self._shares)]
-
-    @torch.no_grad()
-    def _outer_update(self, names: Sequence[str]) -> None:
-        """Make a step of SGD with Nesterov momentum from the outer gradients in ``.grad``."""
-        momentum = self._state["momentum"]
-        for name in names:
-            value = self._context.update.parameters[name]
-            gradient = value.grad
-            assert gradient is not None
-            if self._momentum:
-                before = momentum.get(name)
-                before = None if before is None else before.to(gradient.device)  # a loaded one is on the host
-                momentum[name] = gradient.clone() if before is None else before.mul_(self._momentum).add_(gradient)
-                gradient = gradient.add(momentum[name], alpha=self._momentum)
-            value.add_(gradient, alpha=-self._rate)
-
-
-def _fragments(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
-    """Divide the parameters, in the order of the model, into fragments of about the same size."""
-    names = list(parameters)
-    if count > len(names):
-        raise ConfigError(
-            f"local.fragments = {count}, but the model has {len(names)} trained parameters, and a fragment needs at "
-            f"least one: use at most {len(names)}."
-        )
-    sizes = [parameters[name].numel() for name in names]
-    return [names[share.start : share.stop] for share in by_size(sizes, count)]
-
-
-def _total(counts: Mapping[int, float]) -> float:
-    return math.fsum(counts[number] for number in sorted(counts))
 
 
 def _check_trained(everyone: list[list[int]]) -> None:

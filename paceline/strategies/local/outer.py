@@ -1,0 +1,202 @@
+"""Outer steps of local training, each of a fragment of the model, which may be on its way while inner steps go on.
+
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the model is
+cut into fragments, each with its own outer step in a period, and inner steps go on while it is on its way::
+
+    local.every = 6, local.fragments = 2, local.delay = 2       S sent   + added up   L landed
+
+    step             0    1    2    3    4    5    6    7    8    9    10
+    fragment 0                 S ── + ── L              S ── + ── L
+    fragment 1                                S ── + ── L              S
+
+    landed:  replica = mixing * replica + (1 - mixing) * outer weights
+
+The outer gradients are those of the weights when the fragment was sent, which the replicas keep until it lands. So the
+fragment in flight is part of the state, and is sent again by workers that load it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.collectives.subgroup import Subgroup
+from paceline.errors import ConfigError
+from paceline.schedule.shares import by_size, even
+from paceline.schedule.tree import Node, whole_nodes
+from paceline.settings import Exact
+from paceline.step.context import TrainingContext
+from paceline.step.gradients.accumulate import Accumulator
+from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.local.replica import Replica
+
+STATE = "local"
+_FLIGHT = "flight"
+
+
+class OuterSteps:
+    """Outer optimizer, SGD with Nesterov momentum, and the fragment in flight.
+
+    Args:
+        context: training context, whose ``strategy_state`` holds the state that is the same on all workers.
+        shares: numbers of the replicas of each rank.
+        replicas: replicas of this worker, by number.
+
+    Attributes:
+        due: for each fragment, the number of steps of a period after which it is sent.
+    """
+
+    def __init__(self, context: TrainingContext, shares: Sequence[range], replicas: Mapping[int, Replica]) -> None:
+        settings, world, named = context.settings, context.world, context.update.parameters
+        self._context, self._local, self._shares, self._replicas = context, settings.local, shares, replicas
+        self._rate, self._momentum = settings.local.outer_lr, settings.local.outer_momentum
+        if settings.strategy == "local-sgd":
+            self._rate, self._momentum = 1.0, 0.0
+        self._fragments = fragments_of(named, settings.local.fragments)
+        alone = Subgroup(world, [0]) if world.size == 1 else None
+        self._reducers = [
+            Reducer(context, own, workers=alone, overlap=False, any_order=not settings.along_tree)
+            for own in ({name: named[name] for name in names} for names in self._fragments)
+        ]
+        self.due = [share.stop for share in even(settings.local.every, settings.local.fragments)]
+        self._waited, self._in_air = 0.0, False
+
+    def close(self) -> None:
+        """Release the gradients."""
+        for reducer in self._reducers:
+            reducer.close()
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """State that is the same on all workers."""
+        state: dict[str, Any] = self._context.strategy_state[STATE]
+        return state
+
+    @property
+    def flight(self) -> dict[str, Any] | None:
+        """Fragment that has been sent and has not landed: its number, the step, the steps since, and the counts."""
+        return self._state.get(_FLIGHT)
+
+    def send(self, step: int, fragment: int, counts: Mapping[int, float], seconds: float) -> None:
+        """Start the outer step of a fragment.
+
+        Args:
+            step: number of the inner step that has just been made.
+            fragment: number of the fragment.
+            counts: counts of all replicas.
+            seconds: seconds that this worker has waited for the others.
+        """
+        for one in self._replicas.values():
+            one.send(fragment, self._fragments[fragment], self._local.delay > 0)
+        self._state[_FLIGHT] = {"fragment": fragment, "step": step, "age": 0, "counts": counts}
+        self._waited = seconds
+        self._send()
+
+    def send_again(self) -> None:
+        """Send the fragment in flight if it was loaded."""
+        if self.flight is not None and not self._in_air:
+            self._send()
+
+    def _send(self) -> None:
+        """Send the outer gradients of the fragment in flight."""
+        context, flight = self._context, self.flight
+        assert flight is not None
+        reducer, along_tree = self._reducers[flight["fragment"]], context.settings.along_tree
+        gradients, counts = Accumulator(along_tree), flight["counts"]
+        for number, one in self._replicas.items():
+            for name, weight in one.sent.items():
+                value = context.update.parameters[name]
+                value.grad = (value.detach() - weight).mul_(counts[number])
+            gradients.push(number, reducer.take(flight["step"], number))
+        sums = [values for _, values in gradients.nodes()]
+        reducer.send(self._nodes(along_tree), sums, lambda: _total(counts) or 1.0, held=True)
+        self._in_air = True
+
+    def go_on(self, step: int) -> None:
+        """Let the fragment in flight land, or add it up half way so that its means travel in the other half."""
+        begin, flight = time.perf_counter(), self.flight
+        if flight is None:
+            return
+        fragment, delay = flight["fragment"], self._local.delay
+        if flight["age"] == (delay + 1) // 2:
+            self._reducers[fragment].go_on()
+        if flight["age"] < delay:
+            flight["age"] += 1
+        else:
+            self._land(step, fragment, flight["counts"])
+            waited = self._waited + time.perf_counter() - begin
+            self._context.events.mark(
+                "outer-step", step=flight["step"], fragment=fragment, counts=flight["counts"], seconds=waited
+            )
+            del self._state[_FLIGHT]
+            self._in_air = False
+        self._waited += time.perf_counter() - begin
+
+    def _land(self, step: int, fragment: int, counts: Mapping[int, float]) -> None:
+        """Make the outer update of a fragment, and with the last one replace the buffers of the model."""
+        context, reducer = self._context, self._reducers[fragment]
+        while not reducer.finish():
+            self._send()
+        last = fragment == len(self._fragments) - 1
+        if total := _total(counts):
+            means = self._mean_buffers(counts, total) if last else None
+            context.update.averages.around(step, partial(self._outer_update, self._fragments[fragment]))
+            if means is not None:
+                context.compute.buffers.accept(means)
+        reducer.accept()
+        reducer.clear()
+        for one in self._replicas.values():
+            one.land(self._local.mixing)
+            if last:
+                one.buffers = {}
+
+    def _mean_buffers(self, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
+        """Return the means of the replicas' buffers."""
+        context, exact = self._context, self._context.settings.exact
+        buffers = Accumulator(exact)
+        for number, one in self._replicas.items():
+            with one.in_model():
+                buffers.push(number, [value * counts[number] for value in context.compute.buffers.examples()])
+        context.compute.buffers.begin()
+        return self._reducers[-1].statistics(self._nodes(exact), [values for _, values in buffers.nodes()], total)
+
+    def _nodes(self, along_tree: Exact) -> list[list[Node]]:
+        """Return the nodes of the tree over the replicas that each rank sends, or one node for its running sum."""
+        return [whole_nodes(share) if along_tree else [Node(0, rank)] for rank, share in enumerate(self._shares)]
+
+    @torch.no_grad()
+    def _outer_update(self, names: Sequence[str]) -> None:
+        """Make a step of SGD with Nesterov momentum from the outer gradients in ``.grad``."""
+        momentum = self._state["momentum"]
+        for name in names:
+            value = self._context.update.parameters[name]
+            gradient = value.grad
+            assert gradient is not None
+            if self._momentum:
+                before = momentum.get(name)
+                before = None if before is None else before.to(gradient.device)  # a loaded one is on the host
+                momentum[name] = gradient.clone() if before is None else before.mul_(self._momentum).add_(gradient)
+                gradient = gradient.add(momentum[name], alpha=self._momentum)
+            value.add_(gradient, alpha=-self._rate)
+
+
+def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[list[str]]:
+    """Divide the parameters, in the order of the model, into fragments of about the same size."""
+    names = list(parameters)
+    if count > len(names):
+        raise ConfigError(
+            f"local.fragments = {count}, but the model has {len(names)} trained parameters, and a fragment needs at "
+            f"least one: use at most {len(names)}."
+        )
+    sizes = [parameters[name].numel() for name in names]
+    return [names[share.start : share.stop] for share in by_size(sizes, count)]
+
+
+def _total(counts: Mapping[int, float]) -> float:
+    return math.fsum(counts[number] for number in sorted(counts))
