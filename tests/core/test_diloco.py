@@ -66,8 +66,8 @@ def by_hand(replicas, every, steps, fragments=((0, 1, 2, 3),), delay=0, mixing=0
     outer, models = mlp(6, 1, torch.float64), [mlp(6, 1, torch.float64) for _ in range(replicas)]
     inner = [adamw(model.parameters()) for model in models]
     weights = list(outer.parameters())
-    parts = [[weights[place] for place in places] for places in fragments]
-    nesterov = [torch.optim.SGD(part, lr=0.7, momentum=0.9, nesterov=True) for part in parts]
+    owned = [[weights[place] for place in places] for places in fragments]
+    nesterov = [torch.optim.SGD(part, lr=0.7, momentum=0.9, nesterov=True) for part in owned]
     counts, flying, age = [[0] * replicas for _ in fragments], None, 0
     for step in range(steps):
         parts = order.microbatches_of(step)
@@ -101,7 +101,7 @@ sgd = {"optimizer": partial(torch.optim.SGD, lr=0.05)}
 tokens = {"data": Sentences(90), "batch": 32, "forward": per_token} | sgd
 tell(
     diloco=train(start(), 9), by_hand=by_hand(4, 3, 9),
-    streaming=train(start(local=STREAMING), 9), streaming_by_hand=by_hand(4, 4, 9, ((0, 1), (2, 3)), 1, 0.5),
+    streaming=train(start(local=STREAMING), 9), streaming_by_hand=by_hand(4, 4, 9, ((0,), (1, 2, 3)), 1, 0.5),
     average=train(start("local-sgd", every=1, **sgd), 6), plain=train(start("allreduce", **sgd), 6),
     average_tokens=train(start("local-sgd", every=1, model=transformer(0.0).double(), **tokens), 5),
     plain_tokens=train(start("allreduce", model=transformer(0.0).double(), **tokens), 5),
