@@ -18,7 +18,9 @@ from torch.utils.data import TensorDataset
 
 from paceline.comm.assignment import store as stores
 from paceline.config import Resolved
+from paceline.data.order import Order
 from paceline.environments.start import Identity
+from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.partition import gradient_check
 from paceline.settings import Settings
@@ -229,3 +231,28 @@ def test_tied_weights_of_asynchronous_pipelines_are_alike_in_all_stages(schedule
     (first, _), *others = train(tied, 3, None, **settings)
     assert all(state == first for state, _ in others)
     assert first["0.weight"] == first["2.weight"]
+
+
+@pytest.mark.parametrize("on", ON)
+def test_fragments_in_flight_have_the_bits_of_one_process(on: str) -> None:
+    """Both fragments are sent in the four steps, and the first one lands while later steps are made."""
+    workers, hosts = ON[on]
+    local = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.5}
+    settings: dict[str, Any] = {"strategy": "diloco", "local": local, "exact": True, "wire": "int8"}
+    ((alone, _),) = train(mlp, 1, None, **settings)
+    assert all(state == alone for state, _ in train(mlp, workers, hosts, **settings))
+    assert alone != train(mlp, 1, None, **settings | {"local": {"every": 4}})[0][0]
+
+
+@pytest.mark.parametrize(
+    ("local", "named"),
+    [
+        ({"every": 4, "fragments": 5}, "local.fragments = 5 is more than local.every = 4"),
+        ({"every": 6, "fragments": 2, "delay": 3}, "local.delay = 3 is too long.* at most 2"),
+        ({"every": 20, "fragments": 13}, "local.fragments = 13, but the model has 10 parameters"),
+    ],
+)
+def test_fragments_that_cannot_be_sent_in_turn_are_refused(local: dict[str, Any], named: str) -> None:
+    settings = Settings.model_validate({"batch": BATCH, "strategy": "diloco", "local": local})
+    with pytest.raises(ConfigError, match=named):
+        registry.entry_of("diloco").validate(settings, mlp(), Order(LENGTH, BATCH, 8, seed=0), 2, 2)

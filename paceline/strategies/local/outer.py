@@ -191,8 +191,8 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[lis
     names = list(parameters)
     if count > len(names):
         raise ConfigError(
-            f"local.fragments = {count}, but the model has {len(names)} trained parameters, and a fragment needs at "
-            f"least one: use at most {len(names)}."
+            f"local.fragments = {count}, but the model has {len(names)} parameters, and a fragment needs at least one: "
+            f"use at most {len(names)}."
         )
     sizes = [parameters[name].numel() for name in names]
     return [names[share.start : share.stop] for share in by_size(sizes, count)]

@@ -97,7 +97,7 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"{local.fragments} a fragment is sent after every {between} steps, and it must land before the next one: "
             f"use at most {between - 1}."
         )
-    fragments_of({name: value for name, value in model.named_parameters() if value.requires_grad}, local.fragments)
+    fragments_of(dict(model.named_parameters()), local.fragments)
 
 
 class LocalTraining(Strategy):
