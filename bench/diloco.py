@@ -9,6 +9,8 @@ counts the bytes on a worker's link, the most of all workers.
 
     python bench/diloco.py
     python bench/diloco.py --tasks mlp --every 32 --wires float32 --seeds 1
+    python bench/diloco.py --tasks gpt --strategies diloco --every 32 --wires float32 --steps 1280 --after 320 \
+        --lr 8e-3 --cosine
     python bench/diloco.py --links                          # as root
     PER_WORKER=64 python bench/diloco.py --links --every 120 --wires int4 --fragments 5 --delay 8
 """
@@ -33,10 +35,14 @@ from launched import run
 from namespaces import network, obstacle
 
 
-def loss_of(task: str, seed: int, steps: int, **more: Any) -> float:
+def loss_of(task: str, seed: int, steps: int, lr: float | None, cosine: bool, **more: Any) -> float:
     """Train, and return the loss of the data set."""
     torch.manual_seed(seed)
     given = TASKS[task]()
+    if lr is not None:
+        given["optimizer"] = partial(torch.optim.AdamW, lr=lr)
+    if cosine:
+        given["schedule"] = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps)
     session = paceline.start(**given, seed=seed, exact=True, microbatches=8, audit="off", **more)
     for batch in session.batches(steps=steps):
         session.step(batch)
@@ -74,6 +80,9 @@ def main() -> None:
     parser.add_argument("--wires", default="float32,int8,int4")
     parser.add_argument("--strategies", default="local-sgd,diloco")
     parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--lr", type=float, help="of AdamW, in place of that of the task")
+    parser.add_argument("--cosine", action="store_true", help="let the learning rate fall to 0, as a cosine")
+    parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--after", type=int, default=0)
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--delay", type=int, default=0)
@@ -97,14 +106,19 @@ def main() -> None:
             links(rate, options.workers, ways, options.megabytes)
         return
     for task in options.tasks.split(","):
-        train = partial(loss_of, task, steps=options.steps)
+        train = partial(loss_of, task, steps=options.steps, lr=options.lr, cosine=options.cosine)
         plain = [train(seed) for seed in range(options.seeds)]
         print(f"{task:>5}  {'allreduce':>9}  {statistics.fmean(plain):.4f}", flush=True)
         for strategy in options.strategies.split(","):
             for every in periods:
                 for wire in wires if strategy == "diloco" else wires[:1]:
-                    local = {"every": every, "outer_lr": options.outer_lr, "after": options.after}
-                    local |= {"fragments": options.fragments, "delay": options.delay, "mixing": options.mixing}
+                    local = {"every": every, "outer_lr": options.outer_lr, "outer_momentum": options.outer_momentum}
+                    local |= {
+                        "after": options.after,
+                        "fragments": options.fragments,
+                        "delay": options.delay,
+                        "mixing": options.mixing,
+                    }
                     found = [train(seed, strategy=strategy, wire=wire, local=local) for seed in range(options.seeds)]
                     over = [one / base - 1 for one, base in zip(found, plain, strict=True)]
                     print(
