@@ -39,7 +39,8 @@ def context(parameters: dict[str, torch.Tensor], wire: str, microbatches: int, e
 
 
 def codec(parameters: dict[str, torch.Tensor], wire: str, microbatches: int = 8, exact: bool = True) -> Codec:
-    made = codec_for(cast(Any, context(parameters, wire, microbatches, exact)))
+    of = context(parameters, wire, microbatches, exact)
+    made = codec_for(cast(Any, of), of.update.parameters)
     assert made is not None
     return made
 
@@ -185,7 +186,8 @@ def test_without_exact_only_what_is_sent_is_rounded() -> None:
     (value,) = one.encode([torch.tensor([[1.00390625 + 2**-12]])], 0, 0)
     assert value is not None and value.dtype == torch.float32 and value.item() == 1.00390625 + 2**-12
     assert one.examples()[0].dtype == torch.bfloat16
-    assert codec_for(cast(Any, context({"a": torch.zeros(1, 1)}, "bfloat16", 8, exact=False)), sends=False) is None
+    of = context({"a": torch.zeros(1, 1)}, "bfloat16", 8, exact=False)
+    assert codec_for(cast(Any, of), of.update.parameters, sends=False) is None
 
 
 @pytest.mark.parametrize("wire", WIRES[2:])
