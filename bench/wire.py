@@ -29,6 +29,7 @@ from launched import run
 from namespaces import network, obstacle
 
 from paceline.data.keys import seed_of
+from paceline.settings import Settings
 from paceline.step.gradients.accumulate import add
 from paceline.step.gradients.formats import codec_for
 from paceline.strategies.base import WIRES
@@ -40,20 +41,24 @@ def encoding(wire: str) -> tuple[float, float, float]:
     """Nanoseconds per byte of a float32 gradient to encode it for one microbatch, to add it, and to decode the sum."""
     context = SimpleNamespace(
         update=SimpleNamespace(parameters={"weight": torch.nn.Parameter(torch.zeros(1024, NUMEL // 1024))}),
-        compute=SimpleNamespace(scale=1.0, seed=lambda use, step, *place: seed_of(use, 0, step, *place)),
-        order=SimpleNamespace(microbatches=8),
-        settings=SimpleNamespace(wire=wire, fixed_point=wire.startswith("int"), along_tree=not wire.startswith("int")),
-        world=SimpleNamespace(device=torch.device("cpu")),
+        compute=SimpleNamespace(
+            model=torch.nn.Module(), scale=1.0, seed=lambda use, step, *place: seed_of(use, 0, step, *place)
+        ),
+        order=SimpleNamespace(microbatches=8, parts_of=lambda step: [range(1)] * 8),
+        settings=Settings.model_validate({"wire": wire, "exact": True}),
+        world=SimpleNamespace(device=torch.device("cpu"), rank=0, size=8),
         events=SimpleNamespace(mark=lambda *event, **values: None),
         strategy_state={},
+        replicas={},
+        warnings=[],
     )
     codec = codec_for(cast(Any, context))
     assert codec is not None
     found = []
-    for _ in range(7):
+    for step in range(7):
         gradient = torch.randn(1024, NUMEL // 1024)
         begin = time.perf_counter()
-        sums = codec.encode([gradient], 0, 0)
+        sums = codec.encode([gradient], step, 0)
         middle = time.perf_counter()
         add(sums, sums)
         added = time.perf_counter()
@@ -61,6 +66,7 @@ def encoding(wire: str) -> tuple[float, float, float]:
         start = time.perf_counter()
         codec.decode(sums, 1.0)
         found.append((middle - begin, added - middle, time.perf_counter() - start))
+        codec.accept()
     encode, sum_up, decode = (min(times) / NUMEL / 4 * 1e9 for times in zip(*found, strict=True))
     return encode, sum_up, decode
 

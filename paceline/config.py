@@ -52,7 +52,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in values.items():
         name = prefix + (key if isinstance(key, str) else quoted(key))
-        if isinstance(value, Mapping) and not prefix:
+        if isinstance(value, Mapping) and not prefix and key in GROUPS:
             flat.update(_flatten(value, f"{name}."))
         else:
             flat[name] = value

@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, number, whole
+from paceline.system.wires import PARTIAL_WIRES, parsed, text_of
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
-Wire = Literal["float32", "bfloat16", "float16", "fp8-e4m3", "fp8-e5m2", "int8", "int4"]
-"""Values of ``wire``. The sums of int8 and int4 are those of integers, in any order."""
 
 
 class CheckpointSettings(BaseModel):
@@ -234,9 +233,10 @@ class Settings(BaseModel):
     reduction: Literal["auto", "tree", "collective"] = Field(
         "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
     )
-    wire: Wire = Field(
+    wire: Annotated[str, BeforeValidator(text_of)] = Field(
         "float32",
-        description="format in which gradients are sent to other workers; int8 and int4 have exact sums",
+        description="format in which gradients are sent to other workers, or one for each module class, such as "
+        "Embedding=bfloat16,default=int8",
     )
     transport: Literal["auto", "mpi"] = Field(
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
@@ -260,6 +260,10 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
+    wire_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] = Field(
+        0.05, description="randomk, topk: the part of the gradients that a step sends, at most half of them"
+    )
+    wire_rank: PositiveInt = Field(4, description="powersgd: rank of the matrices that a step sends")
     seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)] = Field(
         0, description="seed of the order of samples and of all random numbers in a step"
     )
@@ -324,7 +328,23 @@ class Settings(BaseModel):
     @property
     def fixed_point(self) -> bool:
         """Whether gradients are summed as integers (``exact="fixed-point"``, or a format of integers in ``wire``)."""
-        return self.exact == "fixed-point" or self.wire in ("int8", "int4")
+        return self.exact == "fixed-point" or {*self.wires.values()} <= {"int8", "int4"}
+
+    @property
+    def wires(self) -> dict[str, str]:
+        """Format of each module class in ``wire``. ``default`` is the format of all other parameters."""
+        return parsed(self.wire)
+
+    @property
+    def facts(self) -> dict[str, int | str]:
+        """Settings that must be the same for the same bits after a resume."""
+        form = f"{self.wire}, {self.wire_ratio:g}, rank {self.wire_rank}" if self.keeps_errors else self.wire
+        return {"exact": self.exact, "wire": form}
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether each microbatch keeps the part of its gradient that was not sent, for later steps."""
+        return not {*PARTIAL_WIRES}.isdisjoint(self.wires.values())
 
     @property
     def stops_at_difference(self) -> bool:

@@ -49,6 +49,8 @@ SETTINGS = {
         "transport",
         "reduction",
         "wire",
+        "wire_ratio",
+        "wire_rank",
         "bucket_megabytes",
         "shard",
         "shard_copy",

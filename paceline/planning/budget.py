@@ -205,6 +205,8 @@ def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         weights, optimizer = _of_replicas(
             context, -(-able.replicas // context.world.size), weights, optimizer, gradients
         )
+    if settings.keeps_errors:
+        optimizer += _of_errors(context, weights + gradients + optimizer)
     return Run(
         weights=weights,
         gradients=gradients,
@@ -236,6 +238,18 @@ def _of_replicas(context: TrainingContext, count: int, weights: int, optimizer: 
     if context.world.coordinator is not None and context.world.device.type == "cpu":
         points = 2 * (at_rest + min(2, context.world.size) * count * (optimizer + apart))
     return weights + count * (gradients + sent), count * optimizer + gradients + points
+
+
+def _of_errors(context: TrainingContext, at_rest: int) -> int:
+    """Return the bytes of what the microbatches of a worker have not sent, before and after the step.
+
+    The points to go back to after a loss count as in :func:`_of_replicas`.
+    """
+    lanes = -(-context.order.microbatches // context.world.size)
+    errors = lanes * sum(4 * value.numel() for value in context.update.parameters.values() if value.dim() > 1)
+    if context.world.coordinator is None or context.world.device.type != "cpu":
+        return 2 * errors
+    return 2 * (errors + at_rest + min(2, context.world.size) * errors)
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:

@@ -21,7 +21,7 @@ from statistics import fmean
 from paceline.data.feed import MicrobatchGroup
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
-from paceline.strategies.base import WIRES, Capabilities, Strategy
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
@@ -37,7 +37,7 @@ _WORTH = 0.97
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities that all-reduce and work stealing have in common."""
     return Capabilities(
-        fixed_point=True, wires=WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
+        fixed_point=True, wires=WHOLE_WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
     )
 
 

@@ -13,11 +13,14 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.data.nested import map_tensors
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
-from paceline.settings import Settings, Wire
+from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
+from paceline.system.wires import PARTIAL_WIRES, Wire
 
 WIRES: tuple[str, ...] = get_args(Wire)
+WHOLE_WIRES = tuple(one for one in WIRES if one not in PARTIAL_WIRES)
+"""Formats that send the whole gradient of a step, so that no worker keeps a part."""
 
 
 class LossPlace(NamedTuple):

@@ -11,7 +11,7 @@ Each worker needs the memory of one microbatch, and that of all outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -149,6 +149,9 @@ class BatchLosses(Strategy):
     @property
     def divided(self) -> DividedOptimizerState | None:
         return self._inner.divided
+
+    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
+        return self._inner.point(steps)
 
     @property
     def held(self) -> frozenset[str] | None:

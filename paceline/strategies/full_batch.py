@@ -44,6 +44,7 @@ class FullBatch:
         # update function for the last gradients. None stands for :meth:`OptimizerStep.apply`.
         self.apply: Apply | None = None
         self._codec = codec_for(context, context.update.parameters, sends=False) if encoded else None
+        self.memory = self._codec.memory if self._codec else None
 
     def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
@@ -130,10 +131,10 @@ class FullBatch:
             self.apply = with_norm(self._context, norm, float(host[-1]))
         return numbers
 
-    def accept(self) -> None:
-        """Accept the step after the model was updated: its gradients determine the scales of the next steps."""
+    def accept(self, applied: bool) -> None:
+        """Accept the step after the model was updated, unless it was skipped: its gradients determine later scales."""
         if self._codec is not None:
-            self._codec.accept()
+            self._codec.accept(applied)
 
     def take_gradients(self) -> Values:
         """Return the gradients and clear ``.grad``."""

@@ -152,6 +152,12 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return entry_of(settings.strategy).capabilities(settings, workers)
 
 
+def lanes_of(context: TrainingContext) -> int:
+    """Return the number of lanes that the workers hold: replicas of the model, or errors of microbatches."""
+    able = capabilities(context.settings, context.world.size)
+    return able.replicas or context.order.microbatches * context.settings.keeps_errors
+
+
 def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[int]:
     """Return the numbers of workers up to ``largest`` with which training can continue; empty if it can with all."""
     entry = entry_of(settings.strategy)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from paceline.comm.reduction.narrow import FLOAT8
@@ -12,6 +14,7 @@ from paceline.settings import Settings
 from paceline.step.gradients.fixed_point import TYPES
 from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import Capabilities
+from paceline.system.wires import PARTIAL_WIRES
 
 _EXACT = ("allreduce", "stealing")
 """Exact strategies to recommend in error messages."""
@@ -58,7 +61,7 @@ def check(
             f"strategy 'allreduce' or 'stealing'."
         )
     _check_memory(settings)
-    _check_wire(settings, capabilities)
+    _check_wires(settings, capabilities, forward, model)
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, model)
     if env.trace() is not None:
@@ -96,14 +99,30 @@ def _check_memory(settings: Settings) -> None:
         )
 
 
-def _check_wire(settings: Settings, capabilities: Capabilities) -> None:
-    wire = settings.wire
-    if wire not in capabilities.wires:
+def _check_wires(settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module) -> None:
+    for wire in dict.fromkeys(settings.wires.values()):
+        _check_wire(wire, settings, capabilities, forward)
+    present = {type(module).__name__ for module in model.modules()}
+    if missing := [kind for kind in settings.wires if kind not in (*present, "default")]:
         raise ConfigError(
-            f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {wire!r}): it sends "
-            f"{' and '.join(capabilities.wires)}. Leave out wire, or use 'allreduce' or 'stealing'."
+            f"wire = {settings.wire!r}: the model has no module of class {missing[0]!r}; it has "
+            f"{', '.join(sorted(present))}."
         )
-    if wire in DTYPES and settings.exact == "fixed-point":
+
+
+def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forward: object) -> None:
+    if wire not in capabilities.wires:
+        other = "'allreduce'" if wire in PARTIAL_WIRES else "'allreduce' or 'stealing'"
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {settings.wire!r}): it sends "
+            f"{' and '.join(capabilities.wires)}. Leave out wire, or use {other}."
+        )
+    if wire in PARTIAL_WIRES and isinstance(forward, Mapping):
+        raise ConfigError(
+            f"wire = {wire!r} keeps a part of each gradient for the next step, and cannot train with a forward for "
+            f"each optimizer, whose steps have other gradients: use wire = 'int8'."
+        )
+    if wire in (*DTYPES, *PARTIAL_WIRES) and settings.exact == "fixed-point":
         raise ConfigError(
             f"wire = {wire!r} rounds the sums that exact='fixed-point' adds up as whole numbers: set exact=True, which "
             f"rounds every sum of the tree alike, or use wire = 'int8'."

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
+import torch
 from torch import nn
 
 from paceline.data.feed import MicrobatchGroup
@@ -18,9 +20,11 @@ from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.commit import commit
 from paceline.step.context import StepResult, TrainingContext
+from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.probes.optimizer_probe import check_draws
-from paceline.strategies.base import WIRES, Capabilities, Strategy
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.full_batch import FullBatch
+from paceline.system.wires import PARTIAL_WIRES
 
 
 class Single(Strategy):
@@ -29,6 +33,7 @@ class Single(Strategy):
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._batch = FullBatch(context)
+        self._memory, self._notice = self._batch.memory, 0
 
     def groups(self, step: int) -> list[range]:
         return self._batch.groups(step)
@@ -39,17 +44,33 @@ class Single(Strategy):
         result = commit(
             self._context, step, groups, parts, buffers, self._context.world.notice(), self._batch.apply, again
         )
-        self._batch.accept()
+        self._batch.accept(result.applied)
+        self._notice = result.notice
         check_draws(self._context)
         return result
 
-    def close(self) -> None:
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        return None if self._memory is None else self._memory.divided
+
+    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
+        return None if self._memory is None else self._memory.point(steps, self._notice)
+
+    def close(self) -> frozenset[str] | None:
         self._batch.take_gradients()
+        return None if self._memory is None else self._memory.leave()
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of training in one process."""
-    return Capabilities(fixed_point=True, wires=WIRES, phases=True, batch_losses=True, closures=True, scales_loss=True)
+    return Capabilities(
+        fixed_point=True,
+        wires=(*WHOLE_WIRES, *PARTIAL_WIRES),
+        phases=True,
+        batch_losses=True,
+        closures=True,
+        scales_loss=True,
+    )
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:

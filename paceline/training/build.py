@@ -226,8 +226,8 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
 
 def conditions(context: TrainingContext) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
     """Return the sample order, numerics and versions for the manifest of a checkpoint."""
-    facts = numerics(bool(context.settings.exact)) | {"exact": context.settings.exact, "wire": context.settings.wire}
-    return context.order.facts(), facts, agreement.versions()
+    settings = context.settings
+    return context.order.facts(), numerics(bool(settings.exact)) | settings.facts, agreement.versions()
 
 
 def summary(context: TrainingContext) -> list[str]:

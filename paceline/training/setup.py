@@ -33,13 +33,13 @@ from paceline.settings import (
     ServerSettings,
     TrackingSettings,
     WeightsSettings,
-    Wire,
 )
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
 from paceline.step.probes.audit import tell
 from paceline.step.probes.probe import warn
 from paceline.system import excepthook
+from paceline.system.wires import Wire
 from paceline.training import build, saved_settings
 from paceline.training.loop import TrainingLoop
 from paceline.training.recovery.beginning import Beginning
@@ -64,7 +64,9 @@ class Arguments(TypedDict, total=False):
     microbatches: int
     shares: Literal["speed", "even"]
     reduction: Literal["auto", "tree", "collective"]
-    wire: Wire
+    wire: Wire | dict[str | type, Wire] | str
+    wire_ratio: float
+    wire_rank: int
     transport: Literal["auto", "mpi"]
     shard: Literal["optimizer", "gradients", "parameters"]
     shard_copy: bool | None

@@ -11,7 +11,7 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.strategies import registry, requirements
-from paceline.strategies.base import WIRES
+from paceline.strategies.base import WHOLE_WIRES, WIRES
 
 Printed = Callable[..., list[dict[str, Any]]]
 
@@ -63,7 +63,10 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 @pytest.mark.slow(turns=13)
 @pytest.mark.parametrize(
     ("wire", "way"),
-    [(wire, way) for wire in WIRES[1:] for way in [*WAYS, *(INTEGERS if wire.startswith("int") else ())]],
+    [
+        *((wire, way) for wire in WHOLE_WIRES[1:] for way in [*WAYS, *(INTEGERS if wire.startswith("int") else ())]),
+        *(("topk", way) for way in (WAYS[2], WAYS[7], WAYS[9])),
+    ],
     ids=lambda value: value if isinstance(value, str) else _named(value),
 )
 def test_the_bits_do_not_depend_on_the_workers(
@@ -101,7 +104,7 @@ def test_what_a_format_refuses() -> None:
         check("int8", exact=exact, reduction="collective")
     with pytest.raises(ConfigError, match="needs sums along the tree"):
         check("fp8-e4m3", reduction="collective")
-    with pytest.raises(ValueError, match="'float16', 'fp8-e4m3', 'fp8-e5m2', 'int8' or 'int4'"):
+    with pytest.raises(ValueError, match="there is no format 'int3'; the formats are float32, bfloat16, float16, fp8"):
         check("int3")
 
 
@@ -119,10 +122,11 @@ tell(fingerprint=session.fingerprint(), position=session.position)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_the_scales(printed: Printed, ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", ["int4", "topk"])
+def test_a_checkpoint_has_scales_and_errors(printed: Printed, ranks: Any, tmp_path: Path, own: str) -> None:
     """A run that goes on with other workers ends with the same bits; in another format it is refused."""
 
-    def environment(steps: int, wire: str = "int4", place: str = "here") -> dict[str, str]:
+    def environment(steps: int, wire: str = own, place: str = "here") -> dict[str, str]:
         return {"WIRE": wire, "STEPS": str(steps), "SAVED": str(tmp_path / place)}
 
     (whole,) = printed(RESUMED, 1, tmp_path, environment=environment(16, place="elsewhere"))

@@ -44,3 +44,20 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str, wire: st
 def test_stealing(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=5), **given("int8", strategy="stealing"))
     check(ran, undisturbed(PLAIN, **given("int8")), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["topk", "onebit"])
+def test_what_was_not_sent_outlives_its_worker(run: Run, undisturbed: Any, wire: str) -> None:
+    """The lanes of a lost worker are computed again from the last point, and go to the other workers."""
+    often = "from paceline.step.gradients import lane_memory\nlane_memory.POINT_STEPS = 2\n"
+    ran = run(often + PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=5, point="inside the collective"), **given(wire))
+    check(ran, undisturbed(PLAIN, **given(wire)), 2)
+
+
+@pytest.mark.slow
+def test_what_was_not_sent_goes_down_to_one_worker_and_up_again(run: Run, undisturbed: Any) -> None:
+    ran = run(OVER_THE_NETWORK + DOWN_TO_ONE, *ELASTIC, arguments=(4,), **given("topk"))
+    check(ran, undisturbed(JOINED, (4,), **given("topk")), 2)
+    assert [0] in ran.memberships()
+    assert len(ran.memberships()[-1]) >= 2, ran.report()

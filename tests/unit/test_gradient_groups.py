@@ -59,7 +59,7 @@ def reducer_of(
 ) -> Reducer:
     context: Any = SimpleNamespace(
         world=world,
-        settings=SimpleNamespace(fixed_point=False, wire="float32"),
+        settings=SimpleNamespace(fixed_point=False, wire="float32", wires={"default": "float32"}),
         update=None,
         compute=SimpleNamespace(scale=1.0),
     )

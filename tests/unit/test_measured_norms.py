@@ -98,7 +98,9 @@ def test_norms_over_workers_have_the_bits_of_one(missing: tuple[int, ...]) -> No
         expected = torch.linalg.vector_norm(torch.stack(norms).float())
 
     def act(world: Any) -> torch.Tensor:
-        context: Any = SimpleNamespace(world=world, settings=SimpleNamespace(fixed_point=False, wire="float32"))
+        context: Any = SimpleNamespace(
+            world=world, settings=SimpleNamespace(fixed_point=False, wire="float32", wires={"default": "float32"})
+        )
         reducer = Reducer(context, {}, world, Reduction(world, DirectExchange(world, 1), [], EventLog(None, 0), ""))
         own = {place: value.norm() for place, value in given.items() if place % 2 == world.rank}
         return reducer.norm_of(own, types)

@@ -146,6 +146,13 @@ def test_formats_on_the_wire_have_the_bits_of_one_process(alone: Any, strategy: 
         assert (state, losses) == alone(mlp, exact=True, wire=wire)
 
 
+@pytest.mark.parametrize(("wire", "on"), [("topk", "memory"), ("onebit", "machines"), ("powersgd", "network")])
+def test_partial_formats_have_the_bits_of_one_process(alone: Any, on: str, wire: str) -> None:
+    workers, hosts = ON[on]
+    for state, losses in train(mlp, workers, hosts, strategy="allreduce", exact=True, wire=wire):
+        assert (state, losses) == alone(mlp, exact=True, wire=wire)
+
+
 @pytest.mark.parametrize("strategy", ["allreduce", "stealing"])
 def test_a_repeated_step_adds_up_along_the_tree(alone: Any, strategy: str) -> None:
     """A worker with three microbatches has two nodes of the tree, in the second attempt, too."""

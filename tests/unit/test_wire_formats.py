@@ -16,22 +16,22 @@ from paceline.comm.reduction.narrow import FLOAT8, add_, wide
 from paceline.data.keys import seed_of
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, total
+from paceline.settings import Settings
 from paceline.step.gradients.accumulate import Accumulator, Values, add
 from paceline.step.gradients.codec import Codec
 from paceline.step.gradients.formats import codec_for
 from paceline.step.gradients.lanes import LIMITS, lanes_for, pack, round_at_random, unpack, widest
-from paceline.strategies.base import WIRES
+from paceline.strategies.base import WHOLE_WIRES as WIRES
 
 MICROBATCHES = [1, 2, 8, 9, 16, 17, 18, 19, 258, 259, 9000]
 
 
 def context(parameters: dict[str, torch.Tensor], wire: str, microbatches: int, exact: bool = True) -> Any:
-    whole = wire in LIMITS
     return SimpleNamespace(
         update=SimpleNamespace(parameters={name: nn.Parameter(value) for name, value in parameters.items()}),
         compute=SimpleNamespace(scale=1.0, seed=lambda use, step, *place: seed_of(use, 0, step, *place)),
         order=SimpleNamespace(microbatches=microbatches),
-        settings=SimpleNamespace(wire=wire, fixed_point=whole, along_tree=exact and not whole),
+        settings=Settings.model_validate({"wire": wire, "exact": exact}),
         world=SimpleNamespace(device=torch.device("cpu")),
         events=SimpleNamespace(mark=lambda *event, **values: None),
         strategy_state={},

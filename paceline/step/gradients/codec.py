@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -30,17 +30,33 @@ from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.keys import ROUNDING
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
+from paceline.step.gradients.lane_memory import LaneMemory
 from paceline.system.torch_internals import foreach_div_, foreach_mul_, foreach_norm, foreach_round_
 
-Chance: TypeAlias = Callable[[], torch.Generator]
-"""Returns the generator of random numbers for a gradient, seeded by its key."""
+
+class Turn(NamedTuple):
+    """Microbatch whose gradient is encoded.
+
+    Attributes:
+        step: step number.
+        microbatch: number of the microbatch.
+        bound: bound of the parameter, None if unknown.
+        chance: function that returns the generator of random numbers, seeded by the key of this gradient.
+    """
+
+    step: int
+    microbatch: int
+    bound: Any
+    chance: Callable[[], torch.Generator]
 
 
 class Format(Protocol):
     """Representation of one parameter's gradient while it is added up and sent.
 
+    A bound is what all workers know from earlier steps. It may be a container of tensors, which may be on the host.
+
     Attributes:
-        state: name of the bounds of such parameters in ``strategy_state``. Empty if the range is not limited.
+        state: name of the bounds of such parameters in ``strategy_state``. Empty if they have none.
         whole: whether scaled gradients are rounded to whole numbers before :meth:`pack`.
     """
 
@@ -51,27 +67,27 @@ class Format(Protocol):
         """Return a tensor with the dtype and shape of a sum. The values are undefined."""
         ...
 
-    def fits(self, largest: float, bound: float | None) -> bool:
+    def fits(self, largest: float, bound: Any) -> bool:
         """Return whether a gradient that is at most ``largest`` fits into the scale for this bound."""
         ...
 
-    def bound(self, largest: float, before: float | None) -> float:
+    def bound(self, largest: float, before: Any) -> Any:
         """Return the bound after a step with this largest gradient, given the bound before it."""
         ...
 
-    def scale(self, bound: float | None) -> float:
+    def scale(self, bound: Any) -> float:
         """Return the factor of the gradients before :meth:`pack`."""
         ...
 
-    def unit(self, bound: float | None) -> float:
+    def unit(self, bound: Any) -> float:
         """Return the factor of the numbers after :meth:`unpack`."""
         ...
 
-    def pack(self, value: torch.Tensor, chance: Chance) -> torch.Tensor:
-        """Return a scaled gradient as it is added up. Random numbers come from the generator of ``chance``."""
+    def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
+        """Return the scaled gradient of a microbatch as it is added up. It may be overwritten."""
         ...
 
-    def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
         """Return a sum as a new floating-point tensor of the parameter's shape."""
         ...
 
@@ -83,19 +99,25 @@ class Codec:
         context: training context.
         parameters: parameters whose gradients are encoded, by name.
         formats: format of each parameter.
+        memory: parts of gradients that were not sent, if formats leave any.
     """
 
     def __init__(
-        self, context: TrainingContext, parameters: Mapping[str, torch.Tensor], formats: Sequence[Format]
+        self,
+        context: TrainingContext,
+        parameters: Mapping[str, torch.Tensor],
+        formats: Sequence[Format],
+        memory: LaneMemory | None = None,
     ) -> None:
+        self.memory = memory
         self._context, self._formats = context, formats
         self._names, self._parameters = list(parameters), list(parameters.values())
-        self._keys = [_number(name) for name in self._names]
+        self._keys = [number_of(name) for name in self._names]
         self._generator: torch.Generator | None = None
         self._bounded = any(one.state for one in formats)
         self._norms: list[list[torch.Tensor]] = [[] for _ in formats]
         self._scales: list[float] = []
-        self._raised: dict[str, float] = {}
+        self._raised: dict[str, Any] = {}
         self._gather: AllGather | None = None
         self._pending: PendingGather | None = None
         self._largest: list[float] = [0.0] * len(formats)
@@ -138,8 +160,11 @@ class Codec:
             whole = [value for place, value in scaled if self._formats[place].whole]
             if whole:
                 foreach_round_(whole)
+        bounds = self._bounds()
         return [
-            self._formats[place].pack(value, partial(self._seeded, step, microbatch, place))
+            self._formats[place].pack(
+                value, Turn(step, microbatch, bounds[place], partial(self._seeded, step, microbatch, place))
+            )
             for place, value in zip(places, wide, strict=True)
         ]
 
@@ -167,7 +192,7 @@ class Codec:
             for name, form, largest, bound in zip(
                 self._names, self._formats, self._largest, self._bounds(), strict=True
             )
-            if form.state and _is_known(largest) and (bound is None or not form.fits(largest, bound))
+            if form.state and _is_known(largest) and not form.fits(largest, bound)
         }
         if larger:
             self._raised |= larger
@@ -178,14 +203,14 @@ class Codec:
     def decode(self, sums: Values, divisor: torch.Tensor | float) -> Values:
         """Return the means from the sums, NaN where a microbatch's gradient of a limited format was not finite."""
         means: Values = [None] * len(sums)
+        bounds = self._bounds()
         for place, (value, form, parameter) in enumerate(zip(sums, self._formats, self._parameters, strict=True)):
             if value is not None:
-                mean = form.unpack(value, parameter)
+                mean = form.unpack(value, parameter, bounds[place])
                 means[place] = mean if math.isfinite(self._largest[place]) else mean.fill_(math.nan)
         given = [(place, mean) for place, mean in enumerate(means) if mean is not None]
         limited = [(place, mean) for place, mean in given if self._formats[place].state]
         if limited:
-            bounds = self._bounds()
             scale = self._context.compute.scale
             units = [self._formats[place].unit(bounds[place]) * scale for place, _ in limited]
             foreach_mul_([mean for _, mean in limited], units)
@@ -196,8 +221,16 @@ class Codec:
             for mean, parameter in zip(means, self._parameters, strict=True)
         ]
 
-    def accept(self) -> None:
-        """Update the bounds from the gradients of the completed step."""
+    def accept(self, applied: bool = True) -> None:
+        """Update the bounds from the gradients of the completed step.
+
+        Args:
+            applied: whether the model was updated.
+        """
+        if self.memory is not None:
+            self.memory.accept(
+                dict(zip(self._names, map(math.isfinite, self._largest), strict=True)) if applied else {}
+            )
         states = self._context.strategy_state
         states |= {one.state: dict(states.get(one.state, {})) for one in self._formats if one.state}
         for name, form, largest in zip(self._names, self._formats, self._largest, strict=True):
@@ -206,7 +239,7 @@ class Codec:
                 bounds[name] = form.bound(largest, bounds.get(name))
         self._scales, self._raised = [], {}
 
-    def _bounds(self) -> list[float | None]:
+    def _bounds(self) -> list[Any]:
         """Return the bound of each parameter, None if unknown."""
         states = self._context.strategy_state
         return [
@@ -246,6 +279,6 @@ def _is_known(largest: float) -> bool:
     return bool(largest) and math.isfinite(largest)
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
     """Return a number for a parameter's name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")

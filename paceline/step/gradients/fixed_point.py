@@ -15,9 +15,11 @@ Rounding to a common unit before adding follows Demmel and Nguyen 2013 (Fast rep
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from paceline.step.gradients.codec import Turn
 
 _HEADROOM = 2
 _FALL = 0.125
@@ -34,7 +36,7 @@ class PowerOfTwo:
 
     def fits(self, largest: float, bound: float | None) -> bool:
         """Return whether the gradient is below the limit, which 2 ** ``bound`` sets."""
-        return math.frexp(largest)[1] <= allowed(bound)
+        return bound is not None and math.frexp(largest)[1] <= allowed(bound)
 
     def bound(self, largest: float, before: float | None) -> float:
         """Return the exponent of the next power of two. It rises at once and falls slowly."""
@@ -73,11 +75,11 @@ class WholeNumbers(PowerOfTwo):
     def _exponent(self, bound: float | None) -> int:
         return max(allowed(bound) - self._bits, -_FINEST[self._dtype])
 
-    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return the rounded gradient as integers."""
         return value.to(self._dtype)
 
-    def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
         """Return the sum in float32, or in float64 for such parameters."""
         return value.to(torch.promote_types(parameter.dtype, torch.float32))
 

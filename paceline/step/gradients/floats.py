@@ -17,11 +17,12 @@ two for each parameter, with which the sum of the batch stays below that. bfloat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from paceline.comm.reduction.narrow import E4M3, E5M2, FLOAT8, wide
+from paceline.step.gradients.codec import Turn
 from paceline.step.gradients.fixed_point import PowerOfTwo, allowed
 
 _MOST = 100
@@ -53,11 +54,11 @@ class Plain:
 
     unit = scale
 
-    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return the gradient."""
         return value
 
-    def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
         """Return the sum in float32, or in a wider type of the parameter."""
         kind = torch.promote_types(parameter.dtype, torch.float32)
         return wide(value).to(kind) if value.dtype in FLOAT8 else value.to(kind, copy=True)
@@ -78,7 +79,7 @@ class Rounded(Plain):
         """See :class:`~paceline.step.gradients.codec.Format`."""
         return torch.empty_like(parameter, dtype=self._dtype)
 
-    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return the gradient, rounded if it is a node of the tree."""
         return value.to(self._dtype) if self._nodes else value
 

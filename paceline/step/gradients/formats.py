@@ -1,16 +1,24 @@
-"""Choice of the format of each parameter's gradient by the settings ``wire`` and ``exact``."""
+"""Choice of the format of each parameter's gradient by its module's class and the settings ``wire`` and ``exact``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 
+from paceline.data.keys import ROUNDING, seed_of
 from paceline.step.context import TrainingContext
-from paceline.step.gradients.codec import Codec, Format
-from paceline.step.gradients.fixed_point import WholeNumbers
+from paceline.step.gradients.codec import Codec, Format, number_of
+from paceline.step.gradients.compressions import OneBit, PowerSGD, RandomK, TopK
+from paceline.step.gradients.fixed_point import TYPES, WholeNumbers
 from paceline.step.gradients.floats import DTYPES, Plain, Rounded, Scaled
+from paceline.step.gradients.lane_memory import LaneMemory
 from paceline.step.gradients.lanes import LIMITS, Codes
+from paceline.step.gradients.partial import Compression, Feedback
+from paceline.system.wires import PARTIAL_WIRES
+
+_OWN: dict[str, Callable[[tuple[int, ...], int], Compression]] = {}
 
 
 def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], sends: bool = True) -> Codec | None:
@@ -23,20 +31,71 @@ def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], 
             workers.
     """
     settings = context.settings
-    if not settings.fixed_point and (settings.wire == "float32" or not (sends or settings.along_tree)):
+    plain = {"float32"} if sends or settings.along_tree else {"float32", *DTYPES}
+    if not settings.fixed_point and plain.issuperset(settings.wires.values()):
         return None
-    return Codec(context, parameters, [_format_of(context, value) for value in parameters.values()])
+    partial = {name: found for name, value in parameters.items() if (found := _compression_of(context, name, value))}
+    memory = LaneMemory(context, {name: parameters[name].numel() for name in partial}) if partial else None
+    formats = [
+        Feedback(partial[name], memory, name, lambda step: step % len(context.order.parts_of(step)))
+        if memory is not None and name in partial
+        else _format_of(context, name, value)
+        for name, value in parameters.items()
+    ]
+    return Codec(context, parameters, formats, memory)
 
 
-def _format_of(context: TrainingContext, parameter: torch.Tensor) -> Format:
+def register(name: str, compression: Callable[[tuple[int, ...], int], Compression]) -> None:
+    """Register a format of ``wire`` under a name. Call this before ``paceline.start`` in every worker.
+
+    Args:
+        name: name of the format.
+        compression: function of a parameter's shape and of the number of microbatches.
+    """
+    _OWN[name] = compression
+    PARTIAL_WIRES.append(name)
+
+
+def _compression_of(context: TrainingContext, name: str, parameter: torch.Tensor) -> Compression | None:
+    """Return the compression of a parameter. None if its format is another one, or if it would save nothing."""
+    wire, shape = _wire_of(context, name), tuple(parameter.shape)
+    if wire not in PARTIAL_WIRES or len(shape) < 2 or not parameter.is_floating_point():
+        return None
+    settings, numel = context.settings, parameter.numel()
+    seed = seed_of(ROUNDING, settings.seed, number_of(name))
+    found: Compression
+    if wire == "randomk":
+        found = RandomK(numel, settings.wire_ratio, seed)
+    elif wire == "topk":
+        found = TopK(numel, settings.wire_ratio)
+    elif wire == "onebit":
+        found = OneBit(numel, context.order.microbatches)
+    elif wire == "powersgd":
+        found = PowerSGD(shape[0], math.prod(shape[1:]), settings.wire_rank, seed)
+    else:
+        found = _OWN[wire](shape, context.order.microbatches)
+    return found if numel and found.example().nbytes < parameter.nbytes else None
+
+
+def _wire_of(context: TrainingContext, name: str) -> str:
+    """Return the format of a parameter in ``wire``: that of the innermost module around it whose class is listed."""
+    wires, path = context.settings.wires, name.split(".")
+    for depth in range(len(path) - 1, -1, -1) if len(wires) > 1 else ():
+        kind = type(context.compute.model.get_submodule(".".join(path[:depth]))).__name__
+        if kind in wires:
+            return wires[kind]
+    return wires["default"]
+
+
+def _format_of(context: TrainingContext, name: str, parameter: torch.Tensor) -> Format:
     """Return the format of a parameter. Biases and norms, with fewer than two dimensions, keep their precision."""
-    wire, microbatches = context.settings.wire, context.order.microbatches
+    wire, microbatches = _wire_of(context, name), context.order.microbatches
     matrix = parameter.dim() > 1
-    if wire in LIMITS and matrix:
+    if wire in LIMITS and matrix and parameter.dtype in TYPES:
         return Codes(LIMITS[wire], microbatches)
     if context.settings.fixed_point:
         return WholeNumbers(parameter.dtype, microbatches)
-    if not (matrix and parameter.dtype in (torch.float32, torch.float64)):
+    if wire not in DTYPES or not (matrix and parameter.dtype in (torch.float32, torch.float64)):
         return Plain()
     nodes = context.settings.along_tree
     if wire == "bfloat16":

@@ -43,7 +43,9 @@ class Fusion:
 
     def __init__(self, context: TrainingContext, together: bool = True) -> None:
         settings, known = context.settings, context.probe_results.fusible
-        single = settings.exact or settings.microbatches is not None or context.collate is not None
+        single = (
+            settings.exact or settings.keeps_errors or settings.microbatches is not None or context.collate is not None
+        )
         single = single or context.compute.carried is not None or context.compute.batch_loss is not None
         self._context = context
         self._together = together

@@ -22,10 +22,11 @@ step. Unbiased random rounding to few levels is QSGD (Alistarh et al. 2017, arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from paceline.step.gradients.codec import Turn
 
 LIMITS = {"int8": 127, "int4": 7}
 """Largest code of each format."""
@@ -150,7 +151,7 @@ class Codes:
 
     def fits(self, largest: float, bound: float | None) -> bool:
         """Return whether no code would be above the limit."""
-        return largest <= self._allowed(bound)
+        return bound is not None and largest <= self._allowed(bound)
 
     def bound(self, largest: float, before: float | None) -> float:
         """Return the running maximum."""
@@ -164,11 +165,11 @@ class Codes:
         """Return the size of a code's step."""
         return self._allowed(bound) / (self._limit * _BELOW)
 
-    def pack(self, value: torch.Tensor, chance: Callable[[], torch.Generator]) -> torch.Tensor:
+    def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return words with the codes of a gradient."""
-        return pack(round_at_random(value.reshape(-1), chance()), self._lanes)
+        return pack(round_at_random(value.reshape(-1), turn.chance()), self._lanes)
 
-    def unpack(self, value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
         """Return the sums of codes, with the strides of the parameter."""
         wide = torch.promote_types(parameter.dtype, torch.float32)
         sums = unpack(value, self._lanes, parameter.numel(), wide).view(parameter.shape)

@@ -14,7 +14,7 @@ may add these sums in its own order (``comm.reduction.collective``). All workers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
@@ -29,12 +29,13 @@ from paceline.settings import Exact, Settings
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, commit
 from paceline.step.context import StepResult, TrainingContext
+from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.gradients.accumulate import Accumulator
-from paceline.step.gradients.floats import DTYPES
 from paceline.step.gradients.fusion import Fusion
-from paceline.strategies.base import WIRES, Capabilities, Strategy
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
+from paceline.system.wires import PARTIAL_WIRES
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -42,13 +43,13 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
-        wires=WIRES,
+        wires=(*WHOLE_WIRES, *PARTIAL_WIRES),
         phases=True,
         batch_losses=True,
         closures=True,
         scales_loss=True,
         even_shares=True,
-        exact_with='reduction="tree"' if settings.wire in DTYPES else 'reduction="tree" or exact="fixed-point"',
+        exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),
         reads=("reduction", "bucket_megabytes"),
     )
 
@@ -86,7 +87,9 @@ class AllReduce(Strategy):
         self.seconds: list[float] = [0.0] * context.world.size
         self._fusion = Fusion(context)
         self._reducer = reducer or Reducer(context, any_order=not context.settings.along_tree)
-        self._shares = shares or (lambda microbatches: even(microbatches, context.world.size))
+        self._memory, self._notice = self._reducer.memory, 0
+        in_lanes = None if self._memory is None else self._memory.share
+        self._shares = shares or in_lanes or (lambda microbatches: even(microbatches, context.world.size))
         self._results = Results(context, self._largest_share(), apply)
 
     def groups(self, step: int) -> list[range]:
@@ -125,7 +128,8 @@ class AllReduce(Strategy):
             *(context, step, groups, computed.parts, means, header.notice, apply),
             again=lambda: self._gradients(step, groups, shares, again=True).parts,
         )
-        self._reducer.accept()
+        self._reducer.accept(result.applied)
+        self._notice = result.notice
         return result
 
     def _gradients(
@@ -160,8 +164,16 @@ class AllReduce(Strategy):
             reducer.again(step, groups, nodes, header)
         return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
 
-    def close(self) -> None:
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        return None if self._memory is None else self._memory.divided
+
+    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
+        return None if self._memory is None else self._memory.point(steps, self._notice)
+
+    def close(self) -> frozenset[str] | None:
         self._reducer.close()
+        return None if self._memory is None else self._memory.leave()
 
 
 def _groups_of(share: range, starts: Sequence[int]) -> list[range]:

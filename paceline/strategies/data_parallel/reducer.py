@@ -76,9 +76,9 @@ class Reducer:
         self._context = context
         self._workers = workers or context.world
         self._any_order = any_order
-        self._names = list(named)
-        self._parameters = list(named.values())
+        self._names, self._parameters = list(named), list(named.values())
         self._codec = codec_for(context, named)
+        self.memory = self._codec.memory if self._codec else None
         examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
         self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
@@ -331,10 +331,10 @@ class Reducer:
             sums.push(group.microbatches.start, self.take(step, group.microbatches.start))
         self.send(nodes, sums.values(), header.count)
 
-    def accept(self) -> None:
-        """Accept the step after the model was updated: its gradients determine the scales of the next steps."""
+    def accept(self, applied: bool = True) -> None:
+        """Accept the step after the model was updated, unless it was skipped: its gradients determine later scales."""
         if self._codec is not None:
-            self._codec.accept()
+            self._codec.accept(applied)
 
     # Buffers, and the norm.
 

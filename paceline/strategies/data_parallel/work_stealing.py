@@ -32,7 +32,7 @@ from paceline.settings import Settings
 from paceline.step.commit import commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
-from paceline.strategies.base import WIRES, Capabilities, Strategy
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
 
@@ -40,7 +40,7 @@ from paceline.strategies.data_parallel.results import Results
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of work stealing."""
     return Capabilities(
-        fixed_point=True, wires=WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
+        fixed_point=True, wires=WHOLE_WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
     )
 
 

@@ -43,8 +43,7 @@ from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import locate_here, means, skip
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
-from paceline.step.gradients.floats import DTYPES
-from paceline.strategies.base import WIRES, Capabilities, Strategy
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.full_batch import FullBatch
 from paceline.strategies.local.outer import STATE, OuterSteps, fragments_of
@@ -57,9 +56,9 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     simplest = settings.strategy == "local-sgd"
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
-        exact_with='reduction="tree"' if settings.wire in DTYPES else 'reduction="tree" or exact="fixed-point"',
+        exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),
         fixed_point=True,
-        wires=WIRES,
+        wires=WHOLE_WIRES,
         replicated=False,
         replicas=settings.local.replicas,
         loop_weights=False,

@@ -60,9 +60,9 @@ class Points:
     @property
     def wanted(self) -> bool:
         """Whether workers may be lost, leave or join while the others go on with replicas."""
-        launched, settings = env.launch_info(), self._context.settings
+        launched = env.launch_info()
         may_change = launched is not None and (launched.elastic or launched.ulfm)
-        return may_change and registry.capabilities(settings, self._context.world.size).replicas > 0
+        return may_change and registry.lanes_of(self._context) > 0
 
     @property
     def steps(self) -> int | None:
@@ -73,7 +73,7 @@ class Points:
         """Make the state that all workers have just loaded the newest point, if the workers will hold replicas."""
         world = self._context.world
         self._newest = self._next = None
-        if self.wanted and steps >= self._context.settings.local.after:
+        if self.wanted and (self._context.settings.keeps_errors or steps >= self._context.settings.local.after):
             replicas = self._context.replicas
             for name in [name for name in replicas if world.rank not in self._ranks(name)]:
                 del replicas[name]
@@ -128,7 +128,7 @@ class Points:
         point = next((one for one in (self._newest, self._next) if one is not None and one.steps == steps), None)
         found = self._spread({} if point is None else point.replicas, RE_FORMING, self._ranks)
         known = context.world.gather(sorted(_numbers(found)), RE_FORMING)
-        if 0 < len({number for numbers in known for number in numbers}) < context.settings.local.replicas:
+        if 0 < len({number for numbers in known for number in numbers}) < registry.lanes_of(context):
             return None
         if None in everyone:
             senders = [place for place, one in enumerate(everyone) if one is not None]
@@ -170,7 +170,7 @@ class Points:
 
     def _ranks(self, name: str) -> set[int]:
         """Return the worker of a replica and the one with its copy, given the name of one of its tensors."""
-        shares = even(self._context.settings.local.replicas, self._context.world.size)
+        shares = even(registry.lanes_of(self._context), self._context.world.size)
         holder = next(rank for rank, share in enumerate(shares) if _number(name) in share)
         return {holder, copy_of(holder, self._context.world.hosts)}
 

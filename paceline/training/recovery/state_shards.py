@@ -122,8 +122,8 @@ def go_back(
         what = "the state of a step was"
         if lost:
             what = f"the state of {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''} was"
-        if registry.capabilities(context.settings, context.world.size).replicas:
-            what = "a replica and its copy were"
+        if registry.lanes_of(context):
+            what = "a replica, or what a microbatch had not sent, and its copy were"
         copies = ", or keep copies (shard_copy=True)" if loads_shares(context) else ""
         raise CheckpointError(
             f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "
