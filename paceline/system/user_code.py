@@ -114,7 +114,8 @@ def script_modules() -> list[ModuleType]:
     if script is None:
         return [main]
     folder = os.path.join(os.path.dirname(os.path.realpath(script)), "")
-    others = (module for module in list(sys.modules.values()) if module is not main)
+    names = [name for name in [*sys.modules] if not _is_installed(name.partition(".")[0])]
+    others = (module for name in names if (module := sys.modules.get(name)) is not main)
     return [main, *(one for one in others if _source_of(getattr(one, "__file__", None) or "").startswith(folder))]
 
 
@@ -125,17 +126,13 @@ def script_files() -> dict[str, Path]:
     return {str(file.relative_to(home)): file for file in files if file.is_file()}
 
 
-@functools.cache  # about 2,000 modules are looked through at each start
+@functools.cache
+def _is_installed(name: str) -> bool:
+    """Return whether a top-level module is a library's, so that none of about 2,000 modules below it is looked at."""
+    return not is_user_code(getattr(sys.modules.get(name), "__file__", None) or "")
+
+
 def _source_of(file: str) -> str:
     """Return the real path of a module's source; empty if it has none, or if an installed package has it."""
-    path = _real_path(file) if os.path.isabs(file) and file.endswith(".py") else ""
+    path = os.path.realpath(file) if os.path.isabs(file) and file.endswith(".py") else ""
     return "" if "site-packages" in path else path
-
-
-@functools.cache
-def _real_path(path: str) -> str:
-    """Return ``os.path.realpath(path)``, with a cache that resolves each folder of about 2,000 modules only once."""
-    folder, name = os.path.split(path)
-    if folder == path or name in ("", "..") or os.path.islink(path):
-        return os.path.realpath(path)
-    return os.path.join(_real_path(folder), name)
