@@ -31,7 +31,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 import torch
 from torch.nn.functional import mse_loss
-import horovod.torch as hvd
+import paceline.horovod.torch as hvd
 
 hvd.init()
 torch.manual_seed(hvd.rank())
@@ -75,10 +75,10 @@ with open(f"{sys.argv[1]}/{os.environ['PACELINE_WORKER']}.json", "w") as file:
 """
 
 
-def test_a_script_survives_a_kill_and_a_replacement_joins(paceline: Paceline, tmp_path: Path) -> None:
+def test_a_script_survives_a_kill_and_a_replacement_joins(forked_paceline: Paceline, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    result = paceline("run", "--horovod", "--elastic", "1:2", "-n", 2, script, tmp_path)
+    result = forked_paceline("run", "--elastic", "1:2", "-n", 2, script, tmp_path)
     assert result.code == 0, result.err
     first, last = (json.loads((tmp_path / f"{worker}.json").read_text()) for worker in (0, 2))
     assert not (tmp_path / "1.json").exists()
