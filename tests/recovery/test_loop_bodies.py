@@ -81,7 +81,7 @@ def is_right(ran: Ran, wanted: dict[str, Any], finishers: int) -> None:
         assert told == wanted, ran.report()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @PATHS
 @pytest.mark.parametrize("step", [1, 5, 6])
 def test_a_lost_worker_is_replaced_in_the_next_step(run: Run, undisturbed: Any, step: int, path: str) -> None:
@@ -107,15 +107,16 @@ def test_a_lost_worker_is_replaced_in_an_evaluation(run: Run, undisturbed: Any, 
     is_right(ran, undisturbed(script()), 2)
 
 
-@pytest.mark.parametrize(("saves", "of"), [((), 8), ((), 7), ((6,), 7)], ids=["at the error", "due", "in the loop"])
-def test_a_resumed_run(run: Run, undisturbed: Any, saves: tuple[int, ...], of: int) -> None:
+@pytest.mark.parametrize(("saves", "of"), [((), (8, 7)), ((6,), (7,))], ids=["at the error, due", "in the loop"])
+def test_a_resumed_run(run: Run, undisturbed: Any, saves: tuple[int, ...], of: tuple[int, ...]) -> None:
     every = {} if saves else {"checkpoint": {"every": 7, "background": False}}
     ended = run(script(saves, **every), "-n", 2, faults=faults.error(rank=1, step=8))
     assert ended.code != 0 and ended.saved() == [7, 8], ended.report()
-    checkpoint = ended.run / "checkpoints" / f"step-{of:06}"
-    again = run(script(), "-n", 3, "--resume", checkpoint, name="two")
-    assert again.code == 0, again.report()
-    assert again.printed() and all(told == undisturbed(script()) for told in again.printed()), again.report()
+    for step in of:
+        checkpoint = ended.run / "checkpoints" / f"step-{step:06}"
+        again = run(script(), "-n", 3, "--resume", checkpoint, name=f"from {step}")
+        assert again.code == 0, again.report()
+        assert again.printed() and all(told == undisturbed(script()) for told in again.printed()), again.report()
 
 
 STAGES = """
@@ -131,18 +132,19 @@ for batch in session.batches(steps=9):
 """
 
 
-def test_going_back_would_leave_out_what_the_loop_changed(run: Run) -> None:
-    plan = faults.kill(rank=2, step=5)
-    ran = run(STAGES.replace("CHANGE", "model.temperature = batch.step"), "-n", 3, "--elastic", "3:3", faults=plan)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("[value.data.clamp_(-0.1, 0.1) for value in model.parameters()]", "parameter/"),
+        ("model.temperature = batch.step", "model.temperature'"),
+    ],
+    ids=["weights", "an attribute"],
+)
+def test_going_back_would_leave_out_what_the_loop_changed(run: Run, change: str, named: str) -> None:
+    ran = run(STAGES.replace("CHANGE", change), "-n", 3, "--elastic", "3:3", faults=faults.kill(rank=2, step=5))
     assert ran.code != 0, ran.report()
-    assert "its loop has changed 'model.temperature'" in ran.said and "--resume auto" in ran.said, ran.report()
-
-
-def test_going_back_would_leave_out_weights_that_the_loop_changed(run: Run) -> None:
-    plan = faults.kill(rank=2, step=5)
-    text = STAGES.replace("CHANGE", "[value.data.clamp_(-0.1, 0.1) for value in model.parameters()]")
-    ran = run(text, "-n", 3, "--elastic", "3:3", faults=plan)
-    assert ran.code != 0 and "its loop has changed 'parameter/" in ran.said, ran.report()
+    assert f"its loop has changed '{named}" in ran.said and "--resume auto" in ran.said, ran.report()
 
 
 def test_servers_that_do_not_wait_have_other_weights(run: Run) -> None:
