@@ -25,7 +25,7 @@ for name in given.pop("cases", CASES):
 COLLECTIVE: dict[str, Any] = {"reduction": "collective", "bucket_megabytes": 0.002}
 STEALING: dict[str, Any] = {"strategy": "stealing"}
 WAYS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    *(((workers,), {}) for workers in (1, 2, 3, 4, 5, 6, 7, 8)),
+    *(((workers,), {}) for workers in (1, 2, 3, 5, 8)),
     *((machines, {}) for machines in ((1, 1, 1), (1, 2, 2), (2, 2))),
     ((1, 2), STEALING),
     ((4,), STEALING),

@@ -94,16 +94,6 @@ def test_no_sample_is_lost_with_a_worker(run: Run, point: Point, victim: int) ->
     assert any(event["dropped"] for event in ran.events() if event["event"] == "backup"), ran.report()
 
 
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_dropped(run: Run) -> None:
-    """The others have agreed without it, but it must take part in the exchange."""
-    stop = faults.stop(rank=2, step=5)
-    ran = run(SCRIPT, *ELASTIC, "--grace", 1, "--set", "hang_seconds=10", faults=stop, SETTINGS=BACKUP)
-    check_together(ran, 2)
-    check_epochs(ran)
-    assert [one["rank_lost"] for one in ran.launcher("lost")] == [2]
-
-
 def test_the_last_worker_uses_what_was_too_late(run: Run) -> None:
     plan = faults.kill(rank=0, step=5) + faults.kill(rank=2, step=6)
     ran = run(SCRIPT, *ELASTIC, faults=plan, SETTINGS=BACKUP, SLOW="[0.002, 0.02, 0.002]")

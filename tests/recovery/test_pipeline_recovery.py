@@ -85,14 +85,6 @@ def test_a_step_that_the_script_left_out_is_not_taken_later(run: Run, undisturbe
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
-    stop = faults.stop(rank=1, step=5)
-    ran = run(SCRIPT, *HYBRID, "--grace", 1, "--set", "hang_seconds=10", faults=stop)
-    check(ran, undisturbed(SCRIPT), 3)
-    assert [one["rank_lost"] for one in ran.launcher("lost")] == [1]
-
-
-@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
     ran = run(SCRIPT, *SAVED, "--standby", 1, faults=faults.kill(rank=2, step=4))
     check(ran, undisturbed(SCRIPT), 2)

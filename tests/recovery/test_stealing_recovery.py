@@ -41,15 +41,6 @@ def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, vic
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_with_a_lease_is_dropped(run: Run, undisturbed: Any) -> None:
-    stop = faults.stop(rank=2, step=5)
-    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", "--grace", 1, "--set", "hang_seconds=10", faults=stop)
-    assert ran.code == 0, ran.report()
-    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
-    assert [one["rank_lost"] for one in ran.launcher("lost")] == [2]
-
-
-@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
     ran = run(SCRIPT, "-n", 2, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
     assert ran.code == 0, ran.report()
