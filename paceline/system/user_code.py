@@ -115,7 +115,7 @@ def script_modules() -> list[ModuleType]:
         return [main]
     folder = os.path.join(os.path.dirname(os.path.realpath(script)), "")
     names = [name for name in [*sys.modules] if not _is_installed(name.partition(".")[0])]
-    others = (module for name in names if (module := sys.modules.get(name)) is not main)
+    others = (module for name in names if (module := sys.modules.get(name, main)) is not main)
     return [main, *(one for one in others if _source_of(getattr(one, "__file__", None) or "").startswith(folder))]
 
 
