@@ -15,6 +15,8 @@ from paceline.system.wires import PARTIAL_WIRES, parsed, text_of
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
 
+Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
+
 
 class CheckpointSettings(BaseModel):
     """Checkpoint settings: directory, interval and retention."""
@@ -150,12 +152,10 @@ class LocalSettings(BaseModel):
     outer_lr: Annotated[float, Field(gt=0), BeforeValidator(number)] = Field(
         0.7, description="diloco: learning rate of the outer steps"
     )
-    outer_momentum: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = Field(
-        0.9, description="diloco: Nesterov momentum of the outer steps"
-    )
+    outer_momentum: Fraction = Field(0.9, description="diloco: Nesterov momentum of the outer steps")
     fragments: PositiveInt = Field(1, description="parts of the model, each with its own outer step in a period")
     delay: NonNegativeInt = Field(0, description="steps that go on while a fragment's outer step is on its way")
-    mixing: Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)] = Field(
+    mixing: Fraction = Field(
         0.0, description="share of its own weights that a replica keeps when an outer step arrives"
     )
 
@@ -234,9 +234,7 @@ class Settings(BaseModel):
         "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
     )
     wire: Annotated[str, BeforeValidator(text_of)] = Field(
-        "float32",
-        description="format in which gradients are sent to other workers, or one for each module class, such as "
-        "Embedding=bfloat16,default=int8",
+        "float32", description="format of gradients on the wire, also by module class: Embedding=bfloat16,default=int8"
     )
     transport: Literal["auto", "mpi"] = Field(
         "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"

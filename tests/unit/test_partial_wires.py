@@ -43,7 +43,7 @@ def codec(parameters: dict[str, torch.Tensor], wire: str = "topk", state: Any = 
         replicas=dict(held or {}),
         warnings=[],
     )
-    made = codec_for(cast(Any, context))
+    made = codec_for(cast(Any, context), context.update.parameters)
     assert made is not None
     return made
 
