@@ -277,7 +277,7 @@ def test_ranks_that_are_slow_in_turn_come_before_a_larger_share() -> None:
 
 def test_a_slow_start_is_of_a_rank_or_of_all() -> None:
     steps = [step_of([usual()] * 3)] * STEPS
-    late = step_of([usual(), usual(), usual(compute=3.0)])
+    late = step_of([usual(), usual(), usual(compute=4.0)])
     first = explain(steps, first=[late, *steps[:2]]).culprits[0]
     assert (first.kind, first.rank, first.share) == ("start", 2, pytest.approx(2.5 / (0.58 * STEPS + 2.5), abs=1e-3))
     assert "start" not in {one.kind for one in explain(steps, first=[step_of([usual(compute=1.4)] * 3)]).culprits}

@@ -32,7 +32,7 @@ _LEAST_SHARE = 0.02
 """Smallest share of the time that is worth a sentence."""
 _LEAST_COMPUTE = 1e-9
 _PROBE_SECONDS = 1.0
-"""Time that the first steps of any run may take for probes."""
+"""Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
 _MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
@@ -296,8 +296,7 @@ def _lost_at_start(
         others = max(0.0, median([seconds for rank, seconds in more.items() if rank != slowest] or [more[slowest]]))
         lost["start", slowest] += max(0.0, more[slowest] - others)
         lost["start", None] += others
-    lost["start", None] = max(0.0, lost["start", None] - _PROBE_SECONDS)
-    return lost
+    return defaultdict(float, {key: max(0.0, seconds - _PROBE_SECONDS) for key, seconds in lost.items()})
 
 
 def _stealing(steps: Sequence[Mapping[int, Times]]) -> float:
