@@ -154,8 +154,8 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 def lanes_of(context: TrainingContext) -> int:
     """Return the number of lanes that the workers hold: replicas of the model, or errors of microbatches."""
-    able = capabilities(context.settings, context.world.size)
-    return able.replicas or context.order.microbatches * context.settings.keeps_errors
+    settings = context.settings
+    return context.order.microbatches if settings.keeps_errors else capabilities(settings, context.world.size).replicas
 
 
 def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[int]:

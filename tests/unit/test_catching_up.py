@@ -199,7 +199,7 @@ class Scene:
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
             order=SimpleNamespace(grows=False),
-            settings=SimpleNamespace(strategy="allreduce", local=Settings().local),
+            settings=SimpleNamespace(strategy="allreduce", local=Settings().local, keeps_errors=False),
             replicas={},
             prepared=[],
             held=HeldShare(),
