@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.rendezvous.env_init import reason_of
 from paceline.comm.transport.base import Work
-from paceline.coordinator.types import Member
+from paceline.coordinator.types import Membership
 from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
 
 
@@ -41,7 +41,7 @@ class Recorder(Protocol):
 
 
 class Waiting:
-    """This worker, as it waits for the others, which may change if the run has a coordinator."""
+    """This worker, as it waits for the others of its membership."""
 
     recorder: Recorder | None = None  # recorder of the script's own collectives. None in a single process.
     # function that records each wait and transfer as an event. None if they are not recorded.
@@ -49,21 +49,29 @@ class Waiting:
     # function that returns the time in seconds, by which waits are measured
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
-    def __init__(self, rank: int, size: int, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(self, membership: Membership, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
+        self.membership = membership
         self.timeout = timeout  # timeout in seconds of a wait for another worker
         self.coordinator = coordinator
         self.awaited = Awaited()  # ranks that this worker is waiting for
         # whether this worker waits in a call of the process group, which an alarm must interrupt
         self.in_process_group = False
-        self._members: tuple[Member, ...] = ()
         self._purpose = ""
         self._counted = 0.0  # time up to which waits are in the two sums below
         self._waited = 0.0
         self._waited_for: dict[int, float] = {}
         self._receiving = False
         self._received_from: dict[int, float] = {}  # waits in receiving()
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+        return self.membership.rank
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.membership.size
 
     @property
     def others(self) -> list[int]:
@@ -101,7 +109,7 @@ class Waiting:
         """Return whether a worker will be missing from the next membership, or the coordinator is lost."""
         if self.coordinator is None or not self.alarmed:
             return False
-        return self.coordinator.broken or self._members[rank].worker in self.coordinator.missing
+        return self.coordinator.broken or self.membership.workers[rank] in self.coordinator.missing
 
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Record the ranks that this worker waits for, or an empty sequence when the wait has ended."""

@@ -96,26 +96,49 @@ class Member:
     arena: tuple[int, str] | None = None
 
 
-def neighbours(members: Sequence[Member], rank: int) -> list[int]:
-    """Return the ranks of all workers on the same machine as a rank, including that rank."""
-    machines = [(one.host, one.address) for one in members]
-    return [other for other, machine in enumerate(machines) if machine == machines[rank]]
+@dataclass(frozen=True)
+class Membership:
+    """Workers of a generation as one of them sees them. A change replaces the whole."""
+
+    rank: int = 0  # rank of this worker
+    size: int = 1  # number of workers
+    generation: int = 0  # number of membership changes
+    hosts: tuple[tuple[int, ...], ...] = ((0,),)  # ranks of the workers on each machine, after the rendezvous
+    workers: tuple[int, ...] = ()  # numbers of the worker processes by rank. Empty without a coordinator.
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """Ranks of all workers on this machine, including this one."""
+        return next(ranks for ranks in self.hosts if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this worker among those of its machine."""
+        return self.near.index(self.rank)
+
+    def alone(self) -> Membership:
+        """Return a membership of this worker alone, because the others are gone or about to end."""
+        return Membership(generation=self.generation)
 
 
 @dataclass(frozen=True)
-class Membership:
-    """Workers of one generation."""
+class Generation:
+    """Workers between two membership changes."""
 
-    generation: int  # number of membership changes
+    number: int  # number of membership changes before
     members: tuple[Member, ...]  # members by rank
     joined: tuple[int, ...] = ()  # numbers of the workers that were not in the previous generation
     lost: tuple[int, ...] = ()  # numbers of the workers that were in the previous generation only
     fenced: bool = False  # whether a dropped worker may still run
     fresh: bool = False  # whether no member has a training state yet
 
-    def rank_of(self, worker: int) -> int:
-        """Return the rank of a worker process."""
-        return next(rank for rank, member in enumerate(self.members) if member.worker == worker)
+    def membership_of(self, worker: int) -> Membership:
+        """Return the membership of the worker process with this number."""
+        workers = tuple(member.worker for member in self.members)
+        hosts: dict[tuple[str, str], list[int]] = {}
+        for rank, member in enumerate(self.members):
+            hosts.setdefault((member.host, member.address), []).append(rank)
+        return Membership(workers.index(worker), len(workers), self.number, tuple(map(tuple, hosts.values())), workers)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from paceline.adapters.keras import module as keras_module
 from paceline.checkpoint.weights.deferred.model import initial_hashes, materialize
 from paceline.comm.collectives import agreement
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
-from paceline.comm.world import World
 from paceline.config import Resolved, check_machines, flat
 from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
@@ -51,6 +50,7 @@ from paceline.strategies import registry, requirements
 from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
 from paceline.training.host import keep_freed_pages, threads
+from paceline.training.recovery.formation import Formation
 
 _log = logging.getLogger("paceline")
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -85,11 +85,11 @@ def build_context(
     events: EventLog,
     coordinator: CoordinatorClient | None = None,
     largest: int = 0,
-) -> tuple[TrainingContext, dict[str, object]]:
+) -> tuple[TrainingContext, Formation, dict[str, object]]:
     """Validate the arguments and build the context before the rendezvous. The run has at most ``largest`` workers.
 
     Returns:
-        the context, and the run spec: the values on which all workers must agree, by key.
+        the context, the formation of its memberships, and the run spec: the values on which all workers must agree.
 
     Raises:
         ConfigError, InputError: an argument is invalid.
@@ -112,7 +112,8 @@ def build_context(
     if settings.exact and torch.cuda.is_available():
         ask_for_determinism()
     keep_freed_pages(large=not capabilities.divides_state)
-    world = World(who, settings.timeout_seconds, coordinator, settings.transport)
+    formation = Formation(who, settings.timeout_seconds, coordinator, settings.transport)
+    world = formation.world
     initial = _move(
         given.model, world.device, later=capabilities.shares_weights and world.transport.capabilities.same_host
     )
@@ -127,7 +128,6 @@ def build_context(
     feed = Feed(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
-    divides = capabilities.divides_update
     shared = settings.strategy in ONE_MACHINE  # other workers change the weights in shared memory at any time
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
@@ -136,13 +136,13 @@ def build_context(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},
         sparse=sparse,
-        divides_update=divides,
+        divides_update=capabilities.divides_update,
         replicated=capabilities.replicated,
         phases=phases,
         audits=AuditSchedule.of(settings.audit, settings.checkpoint.every),
     )
     registry.check_optimizer(context, capabilities)
-    return context, run_spec
+    return context, formation, run_spec
 
 
 def _runner(

@@ -56,7 +56,7 @@ class TrainingLoop:
         self, beginning: Beginning, script: ScriptState, build: Callable[[TrainingContext], Strategy] = build
     ) -> None:
         self.context = context = beginning.context
-        self._state, self._checkpointer = beginning.state, beginning.checkpointer
+        self._state, self._checkpointer, self._formation = beginning.state, beginning.checkpointer, beginning.formation
         self._script, self._build = script, build
         self._progress: Progress | None = None
         self._strategy_ready = self._closed = False
@@ -69,7 +69,7 @@ class TrainingLoop:
         self._recovery: Recovery | None = None
         fault_points.arm(lambda: -1 if self._progress is None else context.world.rank)
         if context.world.coordinator is None:
-            context.world.rendezvous()
+            beginning.formation.rendezvous()
             self._take_over(beginning.begin())
             self._set_up_strategy()
         else:
@@ -328,7 +328,7 @@ class TrainingLoop:
         self._recovery = None  # and what it keeps in memory
         world.end_servers()
         if world.coordinator is not None:
-            world.leave()
+            self._formation.leave()
             world.coordinator.report(dict)  # stops heartbeats; the next session has its own client
         self._closed = world.coordinator is not None or world.size > 1
 

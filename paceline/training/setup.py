@@ -43,6 +43,7 @@ from paceline.system.wires import Wire
 from paceline.training import build, saved_settings
 from paceline.training.loop import TrainingLoop
 from paceline.training.recovery.beginning import Beginning
+from paceline.training.recovery.formation import Formation
 from paceline.training.recovery.preemption import catch_notices, release_notices
 from paceline.training.report import report_profile
 from paceline.training.script_state import ScriptState
@@ -146,11 +147,12 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
         link = SocketLink(launched.coordinator, launched.worker, launched.key, seconds)
         coordinator = CoordinatorClient(link, launched.worker, seconds, number, log.mark)
         atexit.register(coordinator.end_script)
-    context, run_spec = build.build_context(given, resolved, who, log, coordinator, launched.largest if launched else 0)
+    largest = launched.largest if launched else 0
+    context, formation, run_spec = build.build_context(given, resolved, who, log, coordinator, largest)
     context.world.mark = log.mark if log.keeps("transfer") else None
     atexit.register(log.close)
     _count = number  # also if start fails from now on, because the coordinator knows this session number
-    run = _begin(context, run_spec, folder, number, tracking)
+    run = _begin(context, formation, run_spec, folder, number, tracking)
     if (profile_to := env.path(env.PROFILE)) is not None:
         report_profile(context, profile_to)
         raise SystemExit(0)
@@ -158,7 +160,12 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
 
 
 def _begin(
-    context: TrainingContext, run_spec: dict[str, object], folder: Path | None, number: int, tracking: Tracking
+    context: TrainingContext,
+    formation: Formation,
+    run_spec: dict[str, object],
+    folder: Path | None,
+    number: int,
+    tracking: Tracking,
 ) -> Run:
     """Run the rendezvous, and load the initial state or a checkpoint."""
     global _current
@@ -185,7 +192,7 @@ def _begin(
     checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)
     leaves = context.world.coordinator is not None or saves.every is not None
     context.update.on_other_names = partial(_tell_other_names, context, leaves)
-    loop = _current = TrainingLoop(Beginning(context, run_spec, state, checkpointer, resume), script)
+    loop = _current = TrainingLoop(Beginning(context, formation, run_spec, state, checkpointer, resume), script)
     if checkpointer.enabled or context.world.coordinator is not None:
         catch_notices(context.world)
     rules: dict[str, object] = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}

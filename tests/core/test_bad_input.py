@@ -370,9 +370,9 @@ def accident():
 calls = []
 peers.note(folder, RANK)
 if RANK == 1:  # only rank 0 may find the other one silent
-    from paceline.comm.world import World
-    begin = World.__init__
-    World.__init__ = lambda own, who, timeout, *more, **named: begin(own, who, 120.0, *more, **named)
+    from paceline.training.recovery.formation import Formation
+    begin = Formation.__init__
+    Formation.__init__ = lambda own, who, timeout, *more, **named: begin(own, who, 120.0, *more, **named)
 go(steps=20, microbatches=8, timeout_seconds=5, loss=only(lambda: RANK == 1 and (calls.append(1) or len(calls) == 25)))
 """
     body = AWAITED.format(coming=[1]) + body

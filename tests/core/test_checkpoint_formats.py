@@ -81,8 +81,8 @@ def test_each_file_is_read_by_one_worker(
 
 
 NETWORK = """
-import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.world.can_share = lambda: False
+import paceline.comm.shm.arena, paceline.training.recovery.formation
+paceline.training.recovery.formation.can_share = lambda: False
 """
 
 

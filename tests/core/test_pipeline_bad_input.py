@@ -581,11 +581,11 @@ def test_a_worker_stays_silent_in_the_middle_of_a_step(
     noted = """
 from pathlib import Path
 import peers
-from paceline.comm.world import World
+from paceline.training.recovery.formation import Formation
 
-begin, folder = World.__init__, Path(__file__).parent
+begin, folder = Formation.__init__, Path(__file__).parent
 if RANK == 1:
-    World.__init__ = lambda own, who, timeout, *more, **named: begin(own, who, 120.0, *more, **named)
+    Formation.__init__ = lambda own, who, timeout, *more, **named: begin(own, who, 120.0, *more, **named)
 peers.note(folder, RANK)
 peers.await_all(folder, 3)
 """

@@ -74,8 +74,8 @@ for epoch in session.epochs(2):
 scripted.end(session, values=values, seen=kept.seen)
 """
 NETWORK = """
-import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.world.can_share = lambda: False
+import paceline.comm.shm.arena, paceline.training.recovery.formation
+paceline.training.recovery.formation.can_share = lambda: False
 """
 TWO_MACHINES = """
 import os

@@ -43,8 +43,8 @@ scripted.end(session, weights=sorted(set(weight.flatten().tolist())), wanted=sor
 """
 """The weights tell how often each sample was used."""
 NETWORK = """
-import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.world.can_share = lambda: False
+import paceline.comm.shm.arena, paceline.training.recovery.formation
+paceline.training.recovery.formation.can_share = lambda: False
 """
 STEPS = 16
 

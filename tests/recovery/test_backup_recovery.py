@@ -102,8 +102,8 @@ def test_the_last_worker_uses_what_was_too_late(run: Run) -> None:
 
 
 NETWORK = """
-import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.world.can_share = lambda: False
+import paceline.comm.shm.arena, paceline.training.recovery.formation
+paceline.training.recovery.formation.can_share = lambda: False
 """
 
 

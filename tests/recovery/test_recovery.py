@@ -36,8 +36,8 @@ scripted.end(session, values=values)
 """
 
 OVER_THE_NETWORK = """
-import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.world.can_share = lambda: False
+import paceline.comm.shm.arena, paceline.training.recovery.formation
+paceline.training.recovery.formation.can_share = lambda: False
 """
 
 
@@ -108,19 +108,19 @@ def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None
 
 FAILS_TO_JOIN = """
 import scripted
-from paceline.comm.world import World
+from paceline.training.recovery.formation import Formation
 from paceline.errors import WorkerLost
 
 scripted.hold_back(3, "end")  # it would be told, too
-join, failed = World.join, set()
+join, failed = Formation.join, set()
 
-def join_at_the_second_try(world, membership):
-    if membership.generation == 1 and not failed:
+def join_at_the_second_try(formation, generation):
+    if generation.number == 1 and not failed:
         failed.add(1)
         raise WorkerLost("the others could not be reached")
-    join(world, membership)
+    join(formation, generation)
 
-World.join = join_at_the_second_try
+Formation.join = join_at_the_second_try
 """
 
 

@@ -12,8 +12,8 @@ from test_recovery import check as check_bits
 from paceline.testing import faults
 
 NETWORK = """
-import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.world.can_share = lambda: False
+import paceline.comm.shm.arena, paceline.training.recovery.formation
+paceline.training.recovery.formation.can_share = lambda: False
 """
 ASYNC = ["async", "bounded", "dedicated"]
 

@@ -11,7 +11,7 @@ from paceline.comm.shm import arena
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_members
 from paceline.comm.shm.backoff import POLL_SECONDS
 from paceline.comm.waiting import Waiting
-from paceline.coordinator.types import Member
+from paceline.coordinator.types import Member, Membership
 from paceline.errors import WorkerSilent
 
 
@@ -23,7 +23,7 @@ class Scene:
 
     def attach(self, rank: int, generation: int, timeout: float = 20.0) -> SharedMemory | None:
         members = [Member(rank, "a", os.getpid(), "", one.handle) for rank, one in enumerate(self.arenas)]
-        return attach_members(Waiting(rank, 2, timeout), self.arenas[rank], members, generation)
+        return attach_members(Waiting(Membership(rank, 2), timeout), self.arenas[rank], members, generation)
 
     def attach_both(self, generation: int, later: float = 0.0) -> list[SharedMemory]:
         """The second one comes so many seconds later."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
-from thread_world import ThreadWorld, run
+from thread_world import run
 
 from paceline.comm.collectives import exchange as exchanges
 from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
-from paceline.coordinator.types import Departure, Member, Membership
+from paceline.coordinator.types import Departure, Generation, Member, Membership
 from paceline.data.growing.agreement import encoded
 from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.growing.samples import Growing
@@ -186,7 +186,10 @@ class Buffers:
 class Scene:
     """One worker of a world, and all that its recovery needs."""
 
-    def __init__(self, world: Any, newest: int = 0, answers: Iterable[Any] = (), enabled: bool = True) -> None:
+    def __init__(
+        self, world: Any, newest: int = 0, answers: Iterable[Any] = (), enabled: bool = True, formation: Any = None
+    ) -> None:
+        self.formation = formation
         self.model = model_of(world.rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -220,7 +223,13 @@ class Scene:
         coordinator: Any = SimpleNamespace(await_membership=await_membership, clock=None)
         self.begun = 0
         facts = {"batch": 8, "initial weights": "a"}
-        about = {"context": self.context, "run_spec": facts, "state": self.state, "checkpointer": self.saver}
+        about = {
+            "context": self.context,
+            "formation": formation,
+            "run_spec": facts,
+            "state": self.state,
+            "checkpointer": self.saver,
+        }
         self.kept = 0  # calls to keep the script's values
         self.decided: list[Any] = []  # norms of interrupted steps
         self.decided_owned: frozenset[str] = frozenset()
@@ -290,7 +299,6 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
     owned = [names_of("0.w", "1.w"), names_of("0.", "1.running"), names_of("1.bias", "1.num")]
 
     def act(world: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], Progress]:
-        world.late = []
         scene = Scene(world)
         if world.rank < 3:
             for name, value in scene.model.named_parameters():
@@ -307,7 +315,7 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
         }
         return {name: value.clone() for name, value in scene.model.state_dict().items()}, averages, progress
 
-    found = run(4, act)
+    found = run(4, act, blocking_wait=False)
     firsts = {"0.weight": 0, "1.weight": 0, "0.bias": 1, "1.running_mean": 1, "1.running_var": 1, "1.bias": 2}
     for values, averages, progress in found:
         assert progress.owned is None and progress.steps == 7
@@ -507,23 +515,25 @@ def test_what_the_first_step_found_out_is_shared() -> None:
         assert scene.buffers.named is None
 
 
-def membership(generation: int, *workers: int, **fields: Any) -> Membership:
-    return Membership(generation, tuple(Member(one, "a", one, "") for one in workers), **fields)
+def membership(number: int, *workers: int, **fields: Any) -> Generation:
+    return Generation(number, tuple(Member(one, "a", one, "") for one in workers), **fields)
 
 
-class Changing(ThreadWorld):
-    """A world of one worker whose first attempts to join may fail."""
+class Changing:
+    """Forms memberships of one worker. The first attempts to join may fail, and the last one may bring a device."""
 
-    def begin(self, fails: list[WorkerLost | None], device: str = "cpu") -> None:
-        self.fails, self.joined, self.left = fails, list[int](), 0
-        self.then, self.local_rank, self.local_size, self.alone = device, 0, 1, False
+    def __init__(self, world: Any, fails: list[WorkerLost | None], device: str) -> None:
+        self.world, self.fails, self.device = world, fails, device
+        self.joined, self.left = list[int](), 0
+        world.enter(Membership(workers=(10, 11, 12)), world.transport)
 
-    def join(self, answer: Membership) -> None:
-        self.joined.append(answer.generation)
+    def join(self, generation: Generation) -> None:
+        self.joined.append(generation.number)
         error = self.fails.pop(0)
         if error is not None:
             raise error
-        self.device = torch.device(self.then)
+        transport = self.world.transport
+        transport.capabilities = transport.capabilities._replace(device=torch.device(self.device))
 
     def leave(self) -> None:
         self.left += 1
@@ -531,20 +541,9 @@ class Changing(ThreadWorld):
     def arena_handle(self) -> None:
         return None
 
-    def worker_ids(self, ranks: Iterable[int]) -> list[int]:
-        return [10 + rank for rank in ranks]
-
-    def become_single(self) -> None:
-        self.alone = True
-
 
 def changing(fails: list[WorkerLost | None], *answers: Any, device: str = "cpu", **how: Any) -> Scene:
-    def act(world: Any) -> Scene:
-        world.__class__ = Changing
-        world.begin(fails, device)
-        return Scene(world, answers=answers, **how)
-
-    return run(1, act)[0]
+    return run(1, lambda world: Scene(world, answers=answers, formation=Changing(world, fails, device), **how))[0]
 
 
 @pytest.fixture
@@ -603,7 +602,7 @@ def test_a_membership_that_cannot_be_joined_is_followed_by_another(launched: Sim
     assert progress == Progress(7)
     key = Progress(7).key
     assert scene.asked == [(key, None, False, True, [3]), (key, None, False, False, [12])]
-    assert scene.context.world.joined == [1, 2] and scene.context.world.left == 2
+    assert scene.formation.joined == [1, 2] and scene.formation.left == 2
     assert launched.identity == (0, 1, 0, 1) and scene.moved == [(0, 2)]
     ((event, fields),) = scene.events
     assert event == "recovered" and fields["step"] == 7 and fields["workers"] == [4, 5]
@@ -665,7 +664,7 @@ def test_a_departure_saves_for_all_if_it_can(
         assert str(ended.value) == "Rank 2 was killed."
     else:
         assert ended.value.code == code  # type: ignore[attr-defined]
-    assert scene.context.world.alone and scene.saver.saved == saved
+    assert scene.context.world.membership == Membership() and scene.saver.saved == saved
     assert scene.events[0] == ("departure", {"code": code, "reason": "rank 2 was killed"})
     part = save and progress is not None and progress.owned is not None
     assert scene.events[1:] == ([("not saved", {"step": 7})] if part else [])
@@ -768,7 +767,7 @@ def test_a_worker_that_keeps_its_old_share_joins_another_membership(launched: Si
 
     scene.of._same_state = same_state  # type: ignore[method-assign, assignment]
     scene.of.re_form(Progress(3, owned=frozenset({"b"})))
-    assert scene.context.world.joined == [1, 2] and released == [1]
+    assert scene.formation.joined == [1, 2] and released == [1]
     assert [asked[-1] for asked in scene.asked] == [(), [12]]
 
 

@@ -45,19 +45,18 @@ def test_each_target_gets_whole_tensors(late: bool, monkeypatch: pytest.MonkeyPa
     targets = {"a": [1], "b": [0, 2], "c": [], "d": [2], "e": [1, 2]}
 
     def act(world: Any) -> dict[str, torch.Tensor]:
-        world.late = [] if late else None
         start = world.start_transfers
 
-        def start_transfers(sends: list[Message], receives: list[Message], *where: str) -> list[Any]:
+        def start_transfers(sends: list[Message], receives: list[Message], *where: str, **host: bool) -> list[Any]:
             assert all(len(one.tensor) for one in [*sends, *receives])
-            return list(start(sends, receives, *where))
+            return list(start(sends, receives, *where, **host))
 
         world.start_transfers = start_transfers
         division = divided(world)
         assert {name: tuple(shape) for name, (_, shape) in division.kinds.items()} == SHAPES
         return {name: value.clone() for name, value in division.put_together([*SHAPES], targets.__getitem__)}
 
-    for rank, found in enumerate(run(3, act)):
+    for rank, found in enumerate(run(3, act, blocking_wait=not late)):
         assert [*found] == [name for name, ranks in targets.items() if rank in ranks]
         assert all(torch.equal(value, WHOLE[name]) for name, value in found.items())
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from paceline.comm.transport.base import Message
+from paceline.comm.transport.gloo import Gloo
 from paceline.comm.waiting import RecordedTransfer, Waiting
 from paceline.comm.world import World
+from paceline.coordinator.types import Membership
 from paceline.events import EventLog, Level
 
 
@@ -64,7 +66,7 @@ def test_a_level_leaves_out_events(tmp_path: Path, level: Level, kept: set[str])
 
 def test_waits_and_transfers_are_recorded_with_their_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, object]] = []
-    waiting, now = Waiting(0, 3, 10.0), [0.0]
+    waiting, now = Waiting(Membership(0, 3), 10.0), [0.0]
     waiting.clock = lambda: now[0]
     waiting.mark = lambda event, **fields: found.append({"event": event, **fields})
     with waiting.awaiting("to send the output of stage 0"):
@@ -86,8 +88,7 @@ def test_waits_and_transfers_are_recorded_with_their_peers(monkeypatch: pytest.M
 @pytest.mark.parametrize("together", [False, True])
 def test_each_message_is_recorded(together: bool) -> None:
     found: list[tuple[object, ...]] = []
-    world: Any = object.__new__(World)
-    Waiting.__init__(world, 0, 3, 10.0)
+    world: Any = World(Membership(0, 3), Gloo(same_host=False), Gloo(same_host=False), 10.0)
     work: Any = SimpleNamespace(wait=lambda: None)
     started = [(work, [1, 2])] if together else [(work, [1]), (work, [2])]
     world.transport = SimpleNamespace(start=lambda *_: started)

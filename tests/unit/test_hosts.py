@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.comm import world as worlds
 from paceline.comm.rendezvous.machines import Seat, hosts_of, seat_of
 from paceline.comm.world import World
 from paceline.environments.start import Identity
+from paceline.training.recovery import formation
+from paceline.training.recovery.formation import Formation
 
 
 @pytest.mark.parametrize(
@@ -38,17 +39,18 @@ def test_a_rendezvous_groups_ranks_that_were_dealt_round_robin(monkeypatch: pyte
         return said if len(sent) == 1 else [None] * 4
 
     def attach(*arguments: Any) -> None:
-        sent.append(arguments[2])
+        sent.append(arguments[0].hosts)
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(worlds, "default_store", lambda: None)
+    monkeypatch.setattr(formation, "default_store", lambda: None)
     monkeypatch.setattr(World, "gather", gather)
-    monkeypatch.setattr(World, "_agree", lambda *_: None)
-    monkeypatch.setattr(World, "_record_calls", lambda _: None)
-    monkeypatch.setattr(worlds, "attach_hosts", attach)
-    world = World(own, 1.0)
+    monkeypatch.setattr(Formation, "_agree", lambda *_: None)
+    monkeypatch.setattr(Formation, "_record_calls", lambda _: None)
+    monkeypatch.setattr(formation, "attach_hosts", attach)
+    formed = Formation(own, 1.0)
+    world = formed.world
     monkeypatch.setattr(type(world.transport), "open", lambda _: None)
-    world.rendezvous()
+    formed.rendezvous()
     assert world.hosts == ((0, 2), (1, 3))
     assert list(sent[0]) == said[1]
     assert sent[1] == world.hosts

@@ -9,6 +9,7 @@ import pytest
 from paceline.comm.shm.backoff import POLL_SECONDS
 from paceline.comm.shm.lock import Lock
 from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Membership
 
 
 class Scene:
@@ -23,7 +24,7 @@ class Scene:
         self.first, self.second = self._lock(path, 2), self._lock(path, 0)
 
     def _lock(self, path: Path, rank: int) -> Lock:
-        waiting = Waiting(rank, 3, 10.0)
+        waiting = Waiting(Membership(rank, 3), 10.0)
         waiting.waits_for = lambda ranks: self.waits.append([*ranks])  # type: ignore[method-assign]
         return Lock(os.open(path, os.O_RDWR), 8, self.holder, waiting, self._check_peers)
 

@@ -140,7 +140,6 @@ def test_tensors_move(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     old["0"], new["0"] = [], []
 
     def act(world: Any) -> dict[str, torch.Tensor]:
-        world.late = None if hosts else []
         held = {
             slice_name(name, one.start, one.stop): values[int(name)][one.start : one.stop].clone()
             for name, parts in old.items()
@@ -151,7 +150,7 @@ def test_tensors_move(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         shares: Any = Shares(world.rank, new)
         return move_shares(world, held, shares, "a test")
 
-    for rank, found in enumerate(run(3, act, hosts=hosts)):
+    for rank, found in enumerate(run(3, act, hosts, blocking_wait=hosts is not None)):
         assert torch.equal(found.pop("0"), first)
         wanted = {
             str(index) if one.stop - one.start == SIZES[index] else slice_name(str(index), one.start, one.stop): values[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,8 @@ from paceline.comm.reduction.exchange import TAGS, Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.hierarchical import HierarchicalExchange
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
+from paceline.comm.transport.gloo import Gloo
+from paceline.coordinator.types import Membership
 from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.schedule.shares import even
@@ -206,7 +209,7 @@ def test_machines_with_slow_links_add_up_less(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(choice, "_link_shares", lambda *_: [0.6, 0.4, 0.0])
 
     def unequal(world: Any, facts: Facts) -> Reduction:
-        world.hosts = [(0,), (1, 3), (2,)]
+        world.membership = replace(world.membership, hosts=((0,), (1, 3), (2,)))
         return reduction_for(world, EXAMPLES, facts, "gradients", wanted=Wanted(megabytes=0.0006))
 
     found = run(4, lambda world: reduce(world, unequal))
@@ -214,7 +217,7 @@ def test_machines_with_slow_links_add_up_less(monkeypatch: pytest.MonkeyPatch) -
     assert all(one["said"] == one["sent"] for one in found)
 
     def cuts(world: Any) -> list[int]:
-        world.hosts = [(0,), (1, 3), (2,)]
+        world.membership = replace(world.membership, hosts=((0,), (1, 3), (2,)))
         return reduction_for(world, [torch.zeros(1600)], Facts(), "")._buckets[0].cuts
 
     assert run(4, cuts) == [[0, 960, 1280, 1280, 1600]] * 4
@@ -302,7 +305,7 @@ def test_the_reduction_that_fits_the_workers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_links_are_measured_again_until_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, world = Facts(), SimpleNamespace(hosts=((0,), (1,), (2,)), transport=ThreadWorld.transport)
+    facts, world = Facts(), SimpleNamespace(hosts=((0,), (1,), (2,)), transport=Gloo(same_host=False))
     rates = iter([[9e6, 1e6, 8e6], [8e6, 9e6, 9e6], [1e6, 1e6, 1e6], [9e6, 4e6, 9e6], [8e6, 3e6, 8e6], [1.0, 2e6, 1.0]])
     monkeypatch.setattr(choice, "measure_links", lambda _: next(rates))
     large = choice._WORTH_MEASURING
@@ -332,7 +335,7 @@ def test_every_link_is_measured_with_two_neighbours(monkeypatch: pytest.MonkeyPa
     pairs.clear()
 
     def act(world: Any) -> list[float]:
-        world.hosts = hosts
+        world.membership = replace(world.membership, hosts=hosts)
         return link_rates.measure_links(world)
 
     rates = run(5, act)
@@ -379,7 +382,7 @@ def test_buckets_of_the_back_end_begin_small(monkeypatch: pytest.MonkeyPatch) ->
 def test_buckets_are_larger_with_many_workers() -> None:
     def full(size: int) -> int:
         def act(world: Any) -> int:
-            world.size = size
+            world.membership = Membership(size=size)
             return DirectExchange(world).layout.bucket_bytes
 
         return run(1, act)[0]

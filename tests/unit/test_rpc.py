@@ -10,6 +10,7 @@ import pytest
 
 from paceline.comm.servers.rpc import RpcClient, RpcServer
 from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Membership
 from paceline.errors import InputError, WorkerLost, WorkerSilent
 
 KEY = b"k" * 32
@@ -29,7 +30,7 @@ def client_of(server: RpcServer) -> Iterator[Callable[..., RpcClient]]:
     made: list[RpcClient] = []
 
     def connect(key: bytes = KEY, most: int = MOST) -> RpcClient:
-        world: Any = Waiting(3, 5, 20.0)
+        world: Any = Waiting(Membership(3, 5), 20.0)
         made.append(RpcClient(world, 1, ("127.0.0.1", server.port), key, most))
         return made[-1]
 

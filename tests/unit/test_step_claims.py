@@ -15,6 +15,7 @@ import paceline.comm.assignment.step_claims
 from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
 from paceline.comm.shm.lock import CheckPeers, Lock
 from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Membership
 from paceline.errors import WorkerLost
 
 
@@ -66,7 +67,7 @@ def forked(act: Callable[[], object]) -> int:
 
 
 def claims_of(name: str, rank: int = 0, size: int = 4, gone: Collection[int] = ()) -> StepClaims:
-    world: Any = Waiting(rank, size, 10.0)
+    world: Any = Waiting(Membership(rank, size), 10.0)
     memory: Any = Memory(name, world, gone)
     return StepClaims(world, memory)
 

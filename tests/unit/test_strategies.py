@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,8 +71,8 @@ def train(
         given = Components(model, partial(torch.optim.AdamW, lr=0.05), data, mse_loss, None, None, None)
         who = Identity(world.rank, world.size, world.rank, world.size)
         with building, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jobs, "World", lambda *_: world)
-            context, _ = jobs.build_context(given, resolved, who, EventLog(None, world.rank))
+            patch.setattr(jobs, "Formation", lambda *_: SimpleNamespace(world=world))
+            context, *_ = jobs.build_context(given, resolved, who, EventLog(None, world.rank))
         world.gather(None, "built")  # no worker seeds the generators while another one builds
         strategy = registry.build(context)
         losses = []

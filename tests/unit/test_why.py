@@ -13,6 +13,7 @@ import pytest
 
 from paceline.cli.main import main
 from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Membership
 from paceline.observe import why
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record
@@ -201,7 +202,7 @@ def test_the_last_line_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_waits_are_summed_for_each_rank() -> None:
-    waiting, now = Waiting(0, 3, 10.0), [0.0]
+    waiting, now = Waiting(Membership(0, 3), 10.0), [0.0]
     waiting.clock = lambda: now[0]
     for ranks, seconds in (([1, 2], 1.0), ([2], 2.0), ([], 5.0), ([1], 0.5), ([], 1.0)):
         waiting.waits_for(ranks)

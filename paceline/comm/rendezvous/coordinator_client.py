@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.coordinator import member_list
-from paceline.coordinator.types import Departure, Member, Membership, Message
+from paceline.coordinator.types import Departure, Generation, Member, Message
 from paceline.coordinator.wire.authentication import NotAuthenticated, Refused, worker
 from paceline.coordinator.wire.clock import ClockMeter
 from paceline.coordinator.wire.messages import Connection, connect, decode, encode
@@ -119,7 +119,7 @@ class CoordinatorClient:
         leaving: bool = False,
         planned: bool = False,
         ended: Sequence[int] = (),
-    ) -> Membership | Departure:
+    ) -> Generation | Departure:
         """Report that this worker is ready for the next generation and wait until it forms."""
         self._link.send(
             {
@@ -149,18 +149,18 @@ class CoordinatorClient:
             if kind == "broken":
                 raise WorkerLost(f"Worker {self.number} lost its connection to the coordinator, in the launcher.")
 
-    def _enter(self, message: Message) -> Membership:
+    def _enter(self, message: Message) -> Generation:
         self._members = member_list.read(self._members, message["members"])
-        membership = Membership(
-            generation=message["generation"],
+        generation = Generation(
+            number=message["generation"],
             members=self._members,
             joined=tuple(message["joined"]),
             lost=tuple(message["lost"]),
             fenced=message["fenced"],
             fresh=message["fresh"],
         )
-        self.generation = membership.generation
-        return membership
+        self.generation = generation.number
+        return generation
 
     def open_store(self) -> CoordinatorStore:
         """Open the store of this generation. Answers no longer reach the store of the previous generation."""

@@ -12,7 +12,7 @@ The code relies on the memory order of x86-64 (total store order), so memory is 
   the value that the other process has stored, there is a ``futex.fence`` in between.
 
 A worker that was dropped and may still run keeps its mappings. The other workers then switch to new arenas
-(``Membership.fenced``), so the dropped worker cannot change memory that they use.
+(``Generation.fenced``), so the dropped worker cannot change memory that they use.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], ge
     return shared_memory if shared_memory.announced(_GENERATION, reached + 1, range(len(members))) else None
 
 
-def attach_hosts(
-    waiting: Waiting, arena: Arena | None, hosts: Sequence[Sequence[int]], gather: Callable[[Any, str], list[Any]]
-) -> SharedMemory | None:
+def attach_hosts(waiting: Waiting, arena: Arena | None, gather: Callable[[Any, str], list[Any]]) -> SharedMemory | None:
     """Open the arenas of this machine's workers, found by ``gather``. Return None if a worker of any machine cannot.
 
     Args:
@@ -122,7 +120,7 @@ def attach_hosts(
     if arena is not None:
         arena.reset()
     handles = gather(None if arena is None else (os.getpid(), arena.file, arena.token), "start")
-    ranks = next(ranks for ranks in hosts if waiting.rank in ranks)
+    ranks = waiting.membership.near
     known = [handles[rank] for rank in ranks if handles[rank] is not None]
     opened = [file for file in (_open(*handle) for handle in known) if file is not None]
     if not all(gather(len(opened) == len(ranks), "start")):

@@ -21,8 +21,13 @@ _MOST_BYTES = 1 << 32
 class Workers(Protocol):
     """Interface of ``comm.world.World`` that :func:`all_gather_bytes` uses."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int:
+        """Rank of this worker."""
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
 
     @property
     def others(self) -> list[int]:

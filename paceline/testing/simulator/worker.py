@@ -190,7 +190,7 @@ class Worker:
         state = State(script, self._parts, order)
         context = self._context(state, order)
         checkpointer = Checkpointer(self.world, self._disk)
-        beginning: Any = Beginning(context, {}, state, checkpointer, None)  # type: ignore[arg-type]
+        beginning: Any = Beginning(context, self.world, {}, state, checkpointer, None)  # type: ignore[arg-type]
 
         def build(context: Any) -> Simulated:
             return Simulated(context, state, self._hub.pause, self._random)

@@ -1,21 +1,17 @@
-"""Membership and messages of a simulated worker: the subset of ``comm.world.World`` that training needs."""
+"""World of a simulated worker: memberships and messages over the simulated network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import torch
-
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.transport.base import Message
-from paceline.comm.values import decode, encode_call
-from paceline.comm.waiting import Waiting
-from paceline.comm.world import LEAVING, PENDING
-from paceline.coordinator.types import Membership
-from paceline.errors import DisagreementError, WorkerLost, name_ranks
+from paceline.comm.transport.gloo import Gloo
+from paceline.comm.world import World
+from paceline.coordinator.types import Generation, Membership
+from paceline.errors import WorkerLost, name_ranks
 from paceline.testing.simulator.hub import Hub, Process
 from paceline.testing.simulator.network import Box, Network
 
@@ -39,19 +35,16 @@ class Broken(AssertionError):
     """Violation of an invariant of the simulated run."""
 
 
-class SimulatedWorld(Waiting):
-    """World that gathers values and sends tensors over the simulated network. A lost worker ends the waits for it."""
+class SimulatedWorld(World):
+    """World over the simulated network, and the formation of its memberships. A lost worker ends the waits for it."""
 
-    device = torch.device("cpu")
-    shared_memory = host_memory = None
-    leaving = was_dropped = False
+    was_dropped = False
 
     def __init__(self, machines: Machines, coordinator: CoordinatorClient, timeout: float) -> None:
-        super().__init__(-1, 0, timeout, coordinator)
+        gloo = Gloo(same_host=False)  # its capabilities alone
+        super().__init__(Membership(-1, 0, -1), gloo, gloo, timeout, coordinator)
         self._all, self._number = machines, coordinator.number
         self.clock = machines.hub.clock
-        self.generation = -1
-        self.local_rank, self.local_size = 0, 1
         self._gathers = 0
         self._arena = self._arenas = 0
         self._box = machines.boxes.setdefault(self._number, Box())
@@ -61,30 +54,30 @@ class SimulatedWorld(Waiting):
         """Return the handle by which other workers find the arena of this worker."""
         return self._arena, "00"
 
-    def join(self, membership: Membership) -> None:
+    def join(self, generation: Generation) -> None:
         """Join the members of a generation."""
-        if membership.generation <= self.generation:
-            raise Broken(f"worker {self._number} entered {membership.generation} after {self.generation}")
-        self.was_dropped = self.was_dropped or 0 <= self.generation < membership.generation - 1
-        self._members, self.generation, self._gathers = membership.members, membership.generation, 0
-        self.rank, self.size = membership.rank_of(self._number), len(self._members)
-        if membership.fenced:
+        if generation.number <= self.generation:
+            raise Broken(f"worker {self._number} entered {generation.number} after {self.generation}")
+        self.was_dropped = self.was_dropped or 0 <= self.generation < generation.number - 1
+        self.enter(generation.membership_of(self._number), self.transport)
+        self._gathers = 0
+        if generation.fenced:
             self._arenas += 1
             self._arena = self._arenas
-        self._check_members(membership)
+        self._check_members()
         if self.size > 1:
             self.check()
             self.gather(None, "start")
             if self.alarmed:
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
 
-    def _check_members(self, membership: Membership) -> None:
+    def _check_members(self) -> None:
         """Raise Broken if workers disagree on the members, or a dropped worker knows this worker's memory."""
-        numbers = tuple(one.worker for one in membership.members)
-        known = self._all.memberships.setdefault(membership.generation, numbers)
+        numbers = self.membership.workers
+        known = self._all.memberships.setdefault(self.generation, numbers)
         if known != numbers:
-            raise Broken(f"generation {membership.generation} has the members {known} and {numbers}")
-        self._all.arenas.setdefault(membership.generation, {})[self._number] = self._arena
+            raise Broken(f"generation {self.generation} has the members {known} and {numbers}")
+        self._all.arenas.setdefault(self.generation, {})[self._number] = self._arena
         for generation, members in self._all.memberships.items():
             for other in members:
                 dropped = other not in numbers and other not in self._all.leaving
@@ -96,49 +89,19 @@ class SimulatedWorld(Waiting):
         """Close the connections of this generation."""
         self.waits_for(())
         generation, number = self.generation, self._number
-        for member in self._members:
-            if (other := member.worker) != number:
+        for other in self.membership.workers:
+            if other != number:
                 self._all.network.carry(number, other, lambda other=other: self._close(other, generation))  # type: ignore[misc]
 
     def _close(self, other: int, generation: int) -> None:
         self._all.boxes.setdefault(other, Box()).closed.add((generation, self._number))
         self._all.processes[other].wake()
 
-    def worker_ids(self, ranks: Sequence[int]) -> list[int]:
-        return [self._members[rank].worker for rank in ranks]
-
-    def notice(self) -> int:
-        assert self.coordinator is not None
-        return LEAVING if self.leaving else PENDING if self.coordinator.pending > self.generation else 0
-
-    def request_leave(self) -> None:
-        self.leaving = True
-
-    def become_single(self) -> None:
-        self.rank, self.size = 0, 1
-
-    def await_process_group(self) -> None:
-        """Do nothing, because there is no process group."""
-
-    def synchronize(self) -> None:
-        """Do nothing, because received tensors are already valid."""
-
-    def end_servers(self) -> None:
-        """Do nothing, because there are no servers."""
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        if self.size == 1:
-            return [value]
+    def _exchange(self, own: bytes) -> list[bytes]:
         self._gathers += 1
-        tag, own = self._gathers, encode_call(what, value, (0.0, 0.0))
         for rank in self.others:
-            self._send(rank, tag, own)
-        with self.awaiting(f"in a gather of all workers ({what})"):
-            found = [own if rank == self.rank else self._receive(rank, tag) for rank in range(self.size)]
-        values = [decode(one) for one in found]
-        if any(call != what for call, *_ in values):
-            raise DisagreementError(f"The workers are at different places: {[call for call, *_ in values]}.")
-        return [one for _, one, _ in values]
+            self._send(rank, self._gathers, own)
+        return [own if rank == self.rank else self._receive(rank, self._gathers) for rank in range(self.size)]
 
     def start_transfers(
         self, sends: list[Message], receives: list[Message], where: str = "", over: Any = None, host: bool = False
@@ -150,7 +113,7 @@ class SimulatedWorld(Waiting):
     def _send(self, rank: int, tag: Any, value: Any) -> None:
         if self._all.processes[self._number].ended:
             return
-        other, key = self._members[rank].worker, (self.generation, self._number, tag)
+        other, key = self.membership.workers[rank], (self.generation, self._number, tag)
 
         def arrive() -> None:
             self._all.boxes.setdefault(other, Box()).messages[key].append(value)
@@ -160,7 +123,7 @@ class SimulatedWorld(Waiting):
 
     def _receive(self, rank: int, tag: Any) -> Any:
         """Wait for a message and return it. Raise WorkerLost if a worker is lost."""
-        hub, other = self._all.hub, self._members[rank].worker
+        hub, other = self._all.hub, self.membership.workers[rank]
         begin, came = hub.now, self._box.messages[self.generation, other, tag]
         self.waits_for([rank])
         try:

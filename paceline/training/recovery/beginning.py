@@ -17,6 +17,7 @@ from paceline.errors import CheckpointError, PacelineError
 from paceline.step.context import TrainingContext
 from paceline.strategies.registry import prepare
 from paceline.training.progress import Progress
+from paceline.training.recovery.formation import Formation
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
@@ -28,6 +29,7 @@ class Beginning:
     """Training context with its initial state."""
 
     context: TrainingContext  # training context, before the rendezvous
+    formation: Formation  # forms the memberships of this worker
     run_spec: dict[str, object]  # values on which all workers must agree, by key
     state: TrainingState
     checkpointer: Checkpointer

@@ -24,7 +24,7 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Socke
 from paceline.comm.rendezvous.env_init import reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.transport.gloo import Gloo
-from paceline.coordinator.types import Departure, Membership, neighbours
+from paceline.coordinator.types import Departure, Generation
 from paceline.environments import env
 from paceline.environments.start import Identity
 from paceline.errors import PREEMPTED, WorkerLost
@@ -95,9 +95,9 @@ class Generations:
             except WorkerLost:
                 planned = False
 
-    def _connect(self, membership: Membership) -> Identity:
-        rank, size = membership.rank_of(self._client.number), len(membership.members)
-        near = neighbours(membership.members, rank)
+    def _connect(self, generation: Generation) -> Identity:
+        membership = generation.membership_of(self._client.number)
+        rank, size = membership.rank, membership.size
         store = self._client.open_store()
         self._group.enter(store, rank, size)
         try:
@@ -113,7 +113,7 @@ class Generations:
                 raise WorkerLost(f"Rank {rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {rank}: could not reach the others: {reason_of(error)}.") from error
-        return Identity(rank, size, near.index(membership.rank_of(self._client.number)), len(near), self.number)
+        return Identity(rank, size, membership.local_rank, len(membership.near), self.number)
 
     def cut(self) -> None:
         """Abort every pending call of torch's process group that waits for other workers."""

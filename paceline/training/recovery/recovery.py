@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
-from paceline.coordinator.types import Departure, Membership
+from paceline.coordinator.types import Departure, Generation
 from paceline.data.growing.order import GrowingOrder
 from paceline.environments import env
 from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
@@ -71,7 +71,7 @@ class Recovery:
         self._coordinator = coordinator
         self._keep_script, self._decide = keep_script, decide
         self._is_overwritten = False  # whether parts of others' state have replaced the initial state of this worker
-        self._beginning = beginning
+        self._beginning, self._formation = beginning, beginning.formation
         self._context, self._state, self._checkpointer = beginning.context, beginning.state, beginning.checkpointer
         self._points = Points(self._context, self._state)
         self._undo_warm_up: Callable[[], None] = lambda: None
@@ -117,11 +117,11 @@ class Recovery:
             if progress is not None and progress.owned is None:  # lost after a checkpoint was loaded in shares
                 progress.owned = owned
             leaving = world.leaving and self._may_leave(progress)
-            world.leave()
+            self._formation.leave()
             if progress is not None:
                 progress.point = self._points.steps
             key = None if progress is None else progress.key
-            answer = self._coordinator.await_membership(key, world.arena_handle(), leaving, planned, ended)
+            answer = self._coordinator.await_membership(key, self._formation.arena_handle(), leaving, planned, ended)
             if isinstance(answer, Departure):
                 self._depart(answer, progress)
             agreed = time.perf_counter()
@@ -142,8 +142,8 @@ class Recovery:
             except WorkerLost as error:
                 planned, ended = False, world.worker_ids(error.ranks)
                 continue
-            env.set_identity(world.rank, world.size, world.local_rank, world.local_size)
-            self._context.events.move(world.rank, answer.generation)
+            env.set_identity(world.rank, world.size, world.membership.local_rank, len(world.membership.near))
+            self._context.events.move(world.rank, answer.number)
             now = time.perf_counter()
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
@@ -155,12 +155,12 @@ class Recovery:
         holds = progress is not None and progress.owned is not None and divides
         return not holds or self._context.held.is_handed_on
 
-    def _connect(self, membership: Membership) -> None:
-        """Join a membership, perhaps on another device, and get the samples that others have added."""
+    def _connect(self, generation: Generation) -> None:
+        """Join a generation, perhaps on another device, and get the samples that others have added."""
         world, order = self._context.world, self._context.order
         before = world.device
         self._context.held.is_handed_on = False  # the workers divide the state anew, with this one
-        world.join(membership)
+        self._formation.join(generation)
         if world.device != before:
             self._undo_warm_up()
             move_to_device(self._context)
@@ -176,19 +176,19 @@ class Recovery:
             )
         return progress
 
-    def _record(self, membership: Membership, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
+    def _record(self, generation: Generation, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
         if self._coordinator.clock is not None:
             self._coordinator.clock.repeat()
         launched, count = env.launch_info(), len(lost)
         if count and launched is not None and launched.ulfm and self._context.world.rank == 0:
             # no launcher reports the loss
-            left = len(membership.members)
+            left = len(generation.members)
             _log.warning("lost %d of %d workers; %d go on from step %d", count, left + count, left, step)
         self._context.events.mark(
-            "recovered" if membership.generation > 0 else "gathered",
+            "recovered" if generation.number > 0 else "gathered",
             step=step,
-            workers=[member.worker for member in membership.members],
-            joined=list(membership.joined),
+            workers=[member.worker for member in generation.members],
+            joined=list(generation.joined),
             lost=list(lost),
             seconds=sum(seconds.values()),
             **seconds,
@@ -337,7 +337,8 @@ class Recovery:
 
     def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:
         """Save a final checkpoint if the coordinator has chosen this worker to, then raise SystemExit or WorkerLost."""
-        self._context.world.become_single()
+        world = self._context.world
+        world.enter(world.membership.alone(), world.transport)
         self._context.events.mark("departure", code=departure.code, reason=departure.reason)
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
             if progress.owned is None:
