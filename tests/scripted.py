@@ -49,9 +49,9 @@ def await_joiner(session: paceline.Session) -> None:
     A joiner itself does not wait: it comes into this step after the others have done it. On a busy machine it may have
     joined before.
     """
-    coordinator, members = session._context.world.coordinator, session._context.world._members
+    coordinator, workers = session._context.world.coordinator, session._context.world.membership.workers
     assert coordinator is not None
-    there = any(member.worker >= 3 for member in members) or (len(members) == 3 and coordinator.generation > 0)
+    there = any(worker >= 3 for worker in workers) or (len(workers) == 3 and coordinator.generation > 0)
     if "ALONE" not in os.environ and session._loop.progress.received == 0 and not there:
         wait_until(lambda: coordinator.pending > coordinator.generation, "a worker that joins")
 

@@ -66,7 +66,7 @@ for epoch in session.epochs(2):
             scripted.end_launcher(session, batch, happens["end"])
         first = (session.rank, world.generation) == (0, 0) and "ALONE" not in os.environ
         if happens.get("kill", [None])[0] == step and first:
-            kill([world._members[rank] for rank in happens["kill"][1]])
+            kill([world.coordinator._members[rank] for rank in happens["kill"][1]])
         report = session.step(batch)
         scripted.say(session, report)
         kept.seen.append(report.step)

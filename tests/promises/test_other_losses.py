@@ -27,7 +27,7 @@ if settings["strategy"] == "hogwild":
 session = sample_counts.start(**settings | {"timeout_seconds": 120})
 
 def kill_both_holders():
-    for member in session._context.world._members[1::-1]:
+    for member in session._context.world.coordinator._members[1::-1]:
         os.kill(member.pid, signal.SIGKILL)
 
 for batch in session.batches(epochs=2):

@@ -116,7 +116,7 @@ if os.environ["PACELINE_WORKER"] == "3":
 WAKING = JOINED.replace(
     "    if batch.step in",
     """    if batch.step == 0:
-        others = session._context.world._members[1:]
+        others = session._context.world.coordinator._members[1:]
     if batch.step == 7 and session.rank == 0 and "ALONE" not in os.environ:
         scripted.wait_until(lambda: scripted._recorded("lost"), "the loss")
         os.kill(others[0].pid, signal.SIGCONT)

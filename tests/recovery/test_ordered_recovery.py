@@ -108,7 +108,7 @@ compute_again = StageAudit.compute_again
 def compute_again_from_garbage(audit, outputs_of):
     world = session._context.world
     if session.position == 4 and world.generation == 0 and world.rank == 0 and world.size > 1:
-        os.kill(world._members[1].pid, signal.SIGKILL)
+        os.kill(world.coordinator._members[1].pid, signal.SIGKILL)
         scripted.wait_until(lambda: world.alarmed, "the loss")
         for gradient in audit.output_gradients:
             gradient.fill_(7.0)

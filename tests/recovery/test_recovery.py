@@ -150,7 +150,7 @@ KILL_ALL = """
     if (session.rank, batch.step, session._context.world.generation, "ALONE" in os.environ) == (0, 6, 0, False):
         import signal
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for member in session._context.world._members[1:]:
+            for member in session._context.world.coordinator._members[1:]:
                 os.kill(member.pid, number)
         os.kill(os.getpid(), signal.SIGKILL)
     scripted.say"""

@@ -77,7 +77,7 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
 KILLED_AT_ONCE = """
     if (session.rank, session._context.world.generation, batch.step) == (0, 0, 6):
         import signal
-        for member in session._context.world._members[1::-1]:
+        for member in session._context.world.coordinator._members[1::-1]:
             os.kill(member.pid, signal.SIGKILL)
     scripted.say"""
 
