@@ -49,7 +49,7 @@ _left: list[int] = []
 
 def use() -> None:
     """Use this transport for the worker of this process from now on."""
-    choice.use(OrderedTransport)
+    choice.use(lambda _: OrderedTransport())
 
 
 def stall(after: int) -> None:

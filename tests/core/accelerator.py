@@ -180,9 +180,6 @@ class _OverGloo(Nccl):
 
     backend = "gloo"
 
-    def __init__(self) -> None:
-        super().__init__(torch.device(DEVICE))
-
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
         self._groups = dict.fromkeys(communicators)
 

@@ -13,7 +13,7 @@ from paceline.comm.transport.nccl import Nccl
 from paceline.comm.transport.through_host import ThroughHost
 from paceline.errors import ConfigError
 
-_other: Callable[[], Transport] | None = None
+_other: Callable[[torch.device], Transport] | None = None
 
 
 def transport_for(device: torch.device, same_host: bool, shared: bool = False, wanted: str = "auto") -> Transport:
@@ -31,11 +31,11 @@ def transport_for(device: torch.device, same_host: bool, shared: bool = False, w
     if shared:
         return ThroughHost(device)
     if _other is not None:
-        return _other()
+        return _other(device)
     return Gloo(same_host) if device.type == "cpu" else Nccl(device)
 
 
-def use(make: Callable[[], Transport] | None) -> None:
+def use(make: Callable[[torch.device], Transport] | None) -> None:
     """Replace the transport of every device that workers do not share. None restores the default choice."""
     global _other
     _other = make
