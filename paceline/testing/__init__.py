@@ -1,4 +1,4 @@
-"""Tools for tests: test functions and scripts on several processes, and fault injection.
+"""Tools for tests: test functions and scripts on several processes or threads, and fault injection.
 
 ::
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.system.fault_points import reach
-    from paceline.testing import faults
+    from paceline.testing import faults, threads
     from paceline.testing.decorator import Worker, processes
     from paceline.testing.ranks import Ended, Kill, run
 
@@ -28,12 +28,12 @@ _HOMES = {
     "run": "paceline.testing.ranks",
 }
 
-__all__ = ["Ended", "Kill", "Worker", "faults", "processes", "reach", "run"]
+__all__ = ["Ended", "Kill", "Worker", "faults", "processes", "reach", "run", "threads"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "faults":
-        return import_module("paceline.testing.faults")
+    if name in ("faults", "threads"):
+        return import_module(f"paceline.testing.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline.testing' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
