@@ -28,6 +28,20 @@ def test_a_thread_that_fails_is_lost_for_the_others(hosts: Any) -> None:
     assert sorted(lost) == [0, 2] and any("rank 1" in str(one) for one in lost.values())
 
 
+def test_a_wait_for_a_thread_ends_with_it() -> None:
+    def act(world: Any) -> str:
+        messages = [Message(torch.zeros(1), 1 - world.rank, 5) for _ in range(2)]
+        if world.rank == 1:  # when it ends, the other one has sent all
+            world.start_transfers([], messages[:1], "here")[0].wait()
+            return ""
+        (receive, _) = world.start_transfers(messages[:1], messages[1:], "in a test")
+        with pytest.raises(WorkerLost) as raised:
+            receive.wait()
+        return str(raised.value)
+
+    assert threads.run(2, act)[0].startswith("Rank 0: lost rank 1 in a test.")
+
+
 def test_threads_at_different_places() -> None:
     with pytest.raises(DisagreementError, match="rank 0 in one, rank 1 in two"):
         threads.run(2, lambda world: world.gather(None, ["one", "two"][world.rank]))
