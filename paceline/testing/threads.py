@@ -97,7 +97,11 @@ class ThreadTransport:
         """Do nothing, because the loss of a thread ends the waits for it."""
 
     def _receive(self, message: Message) -> None:
-        self._arrived.append((message.tensor, self._take(message)))
+        value = self._take(message)
+        assert (value.shape, value.dtype) == (message.tensor.shape, message.tensor.dtype), (
+            "sent as another shape or type"
+        )
+        self._arrived.append((message.tensor, value))
         if self.capabilities.blocking_wait:
             self.synchronize(lambda _: None)
 
