@@ -14,7 +14,6 @@ from paceline.system.wires import PARTIAL_WIRES, parsed, text_of
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
-
 Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 
 
