@@ -88,7 +88,7 @@ OPTIONS = {
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
         *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
         *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),
-        "--volume",
+        *("--volume", "--alert", "--notify"),
         *("--kind", "--address", "--master", "--horovod", "--host-discovery-script"),
     },
     "horovodrun": set(),  # those of horovodrun: see its own table

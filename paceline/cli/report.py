@@ -103,12 +103,14 @@ def _keep(path: Path, text: str) -> None:
 
 def resume_command(launch: Launch, request: Request) -> str:
     """Return the command or the call of ``paceline.launch`` that resumes this run from its newest checkpoint."""
+    from paceline.cli.display.alerts import shown
     from paceline.launchers import call_worker
     from paceline.launchers.clusters.base import given_options
 
     if request.script == Path(call_worker.__file__):
         return f"paceline.launch(..., name={launch.run.name!r}, settings={{'resume': 'auto'}})"
-    again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"})
+    notify = request.notify and shown(request.notify)
+    again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"}, notify=notify)
     words = ["paceline", "run", *given_options(again)]
     if by := env.text(env.USER_COMMAND):  # on a cluster this launcher is an agent
         words = [*shlex.split(by), "--name", launch.run.name, "--resume", "auto"]

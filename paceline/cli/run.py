@@ -72,6 +72,13 @@ class RunOptions(MachineOptions):
     grace: Annotated[float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")] = (
         25.0
     )
+    alert: Annotated[
+        list[str] | None,
+        typer.Option(help="Tell when this holds, such as 'stalled > 60s'; may be repeated.", metavar="CONDITION"),
+    ] = None
+    notify: Annotated[
+        str | None, typer.Option(help="Tell it to this program, or by a POST to this URL.", metavar="COMMAND|URL")
+    ] = None
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False
     time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None
     partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None
@@ -110,8 +117,10 @@ def command(given: RunOptions) -> None:
     if not (given.no_preload or given.elsewhere) and pays_preload(given.workers, given.standby, given.elastic):
         early.begin(given.launcher, given.script, given.arguments or (), given.workers, given.set_ or ())
     from paceline import config
+    from paceline.cli.display import alerts
     from paceline.launchers.clusters.registry import LOCAL
 
+    alerts.check(given.alert or (), given.notify)
     settings = config.parse_command_line(given.set_ or [])
     if given.resume is not None:
         settings["resume"] = given.resume
@@ -142,6 +151,8 @@ def command(given: RunOptions) -> None:
         preload=not given.no_preload,
         horovod=given.horovod,
         discovery=discovery,
+        alerts=tuple(given.alert or ()),
+        notify=given.notify,
         environment=_for_horovod(given.quiet) if given.horovod else {},
     )
     if place != LOCAL or given.dry_run:
@@ -157,6 +168,7 @@ def command(given: RunOptions) -> None:
 
 def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
     """Train on a cluster, or print what would be started on it. Return the exit code."""
+    from paceline.cli.display.alerts import shown
     from paceline.launchers.clusters.base import given_options
     from paceline.launchers.clusters.registry import LOCAL, place_named
     from paceline.launchers.prepare import check, known_settings
@@ -169,7 +181,7 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
         )
         return 0
     kept = {key: text for key, text in request.settings.items() if key != "resume"}
-    once = replace(request, name=None, settings=kept)
+    once = replace(request, name=None, settings=kept, notify=request.notify and shown(request.notify))
     place = place_named(name)()
     placement = place.decide(request, options, env.inherited())
     if dry_run:
@@ -210,6 +222,7 @@ def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tu
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure. Return the exit code."""
+    from paceline.cli.display.alerts import check_command
     from paceline.coordinator import machines
     from paceline.coordinator.wire.messages import listen
     from paceline.launchers.local.child import end_with_parent
@@ -237,6 +250,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
             return _join(request, where, shared)
         listener, known = found, None
     with listener:
+        check_command(request.notify)
         run_secret = known or shared.read_or_make()
         with prepare(request, machines.interface_of(listener.getsockname()[0])) as launch:
             return _coordinate(request, launch, listener, run_secret, quiet, closing)
@@ -289,6 +303,7 @@ def _coordinate(
     """Run the coordinator, and train with workers of this machine and of machines that join."""
     import secrets
 
+    from paceline.cli.display.alerts import Watch
     from paceline.cli.display.progress import display
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
     from paceline.coordinator.failure.message import shown_path
@@ -312,15 +327,16 @@ def _coordinate(
     shown.starting(0 if request.horovod else request.workers)  # hvd.init does not report a start
     for _ in range(request.workers):
         coordinator.announce_start()
-    try:
-        with Workers(launch, shown.relay, agent, shown.tell) as workers, shown, relay.to(shown.show):
-            result = workers.wait()
-            coordinator.wait_for_agents()
-    finally:
-        coordinator.close()
-        log.close()
-    coordinator_report = coordinator.report(request.elastic)
-    code = report(launch, result, request, coordinator_report, seen=agent.shown())
+    with contextlib.closing(log), Watch(launch.run, request.alerts, request.notify, log, shown.tell) as watch:
+        try:
+            with Workers(launch, shown.relay, agent, shown.tell) as workers, shown, relay.to(shown.show):
+                result = workers.wait()
+                coordinator.wait_for_agents()
+        finally:
+            coordinator.close()
+        coordinator_report = coordinator.report(request.elastic)
+        code = report(launch, result, request, coordinator_report, seen=agent.shown())
+        watch.end(code)
     if code == 0 and closing and not quiet:
         hint = hint_of(launch, request, coordinator_report, shown.printed)
         for line in filter(None, (hint, summary(coordinator_report), last_line(launch.run))):

@@ -66,6 +66,8 @@ class Request:
     horovod: bool = False  # scripts import Paceline's ``horovod``, which `environment` makes importable
     discovery: Path | None = None  # script that prints the current number of worker slots of each host
     preload: bool = True  # fork workers from a process that has imported torch, if the launcher can
+    alerts: tuple[str, ...] = ()  # conditions, such as ``stalled > 60s``
+    notify: str | None = None  # command or URL that receives the alerts
     examination: Examination | None = None  # examine the machines instead of training; includes the script
 
     @property

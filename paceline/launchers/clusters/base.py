@@ -143,12 +143,15 @@ def given_options(request: Request) -> list[str]:
         ("--secret-file", request.secret_file, None),
         ("--patience", request.patience_seconds, Request.patience_seconds),
         ("--grace", request.grace_seconds, Request.grace_seconds),
+        ("--notify", request.notify, None),
     ):
         if value != usual:
             words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     for key, setting in request.settings.items():
         if key != "resume":
             words += ["--set", f"{key}={setting}"]
+    for condition in request.alerts:
+        words += ["--alert", condition]
     words += [] if request.preload else ["--no-preload"]
     return [*words, "--horovod"] if request.horovod else words
 

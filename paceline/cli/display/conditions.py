@@ -1,0 +1,234 @@
+"""Conditions of ``paceline run --alert``: which records of a run, or which time without them, cause an alert."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from paceline.config import quoted
+from paceline.errors import ConfigError
+
+TICK, ENDED = "tick", "ended"
+"""Events beside those of the records: time passes, and the run has ended with ``code``."""
+_WINDOW, _LEAST = 50, 10
+"""Steps of which the median is taken, and the least number of them."""
+_QUIET = 10
+"""Steps in a row that do not meet a condition on steps until it has passed. A duration may alternate."""
+_UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_LIMIT = re.compile(r"(stalled|step|loss|checkpoint) > (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h|x|)")
+FORMS = (
+    "stalled > 60s",
+    "step > 2s",
+    "step > 3x",
+    "loss is nan",
+    "loss > 10",
+    "checkpoint > 30m",
+    "checkpoint failed",
+    "worker lost",
+    "run failed",
+    "run ended",
+)
+
+
+@dataclass
+class Seen:
+    """State of a run according to its records, for the tests of conditions."""
+
+    begin: float  # time at which the run began, on the clock of the launcher like all times here
+    now: float = 0.0
+    step: int | None = None
+    stepped: float | None = None  # time of the last step
+    saved: float | None = None  # time of the last checkpoint
+    steps: int | None = None  # where the loop over batches ends
+    usual: float | None = None  # median duration of the steps before the last one
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    def take(self, record: Mapping[str, Any], now: float) -> None:
+        """Update the state from a record that was read at a time."""
+        self.now = now
+        event, steps = record.get("event"), record.get("steps")
+        if event == "batches":
+            self.steps = steps if isinstance(steps, int) else None
+        elif event == "checkpoint":
+            self.saved = now
+        elif event == "step" and isinstance(record.get("step"), int):
+            self.step, self.stepped = record["step"], now
+            self.usual = median(self._durations) if len(self._durations) >= _LEAST else None
+            self._durations.append(_number(record.get("seconds")) or 0.0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether more steps are due: the run has not come to the end of its loop over batches."""
+        return self.steps is None or self.step is None or self.step + 1 < self.steps
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Condition that causes an alert when it becomes true, and again after it has passed."""
+
+    text: str
+    events: frozenset[str]  # events after which it is tested
+    test: Callable[[Seen, Mapping[str, Any]], str]  # returns a sentence, empty if the condition is not met
+    quiet: int = 1  # tests in a row that must fail until the condition has passed. 0: each record is a cause
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Alert about a run."""
+
+    condition: str  # as the user wrote it
+    text: str
+    step: int | None  # last step of the run
+    time: float
+    code: int | None = None  # exit code, if the run has ended
+
+
+class Conditions:
+    """Conditions of a run, which turn its records into alerts."""
+
+    def __init__(self, conditions: Iterable[Condition], begin: float) -> None:
+        self._quiet = {one: one.quiet for one in conditions}  # tests that have failed in a row; fewer: an alert is open
+        self._seen = Seen(begin)
+
+    def take(self, record: Mapping[str, Any], now: float) -> list[Alert]:
+        """Return the alerts that a record causes which was read at a time."""
+        seen, event = self._seen, str(record.get("event"))
+        seen.take(record, now)
+        alerts = []
+        for one, quiet in self._quiet.items():
+            if event not in one.events:
+                continue
+            if not (text := one.test(seen, record)):
+                self._quiet[one] = min(quiet + 1, one.quiet)
+                continue
+            if quiet == one.quiet:
+                alerts.append(Alert(one.text, text, seen.step, now, record.get("code") if event == ENDED else None))
+            self._quiet[one] = 0
+        return alerts
+
+
+def parse(text: str) -> Condition:
+    """Return the condition that a text such as ``stalled > 60s`` describes.
+
+    >>> parse("step>1.5 s").text
+    'step > 1.5s'
+
+    Raises:
+        ConfigError: there is no such condition.
+    """
+    words = re.sub(r"\s*>\s*", " > ", " ".join(text.lower().split()))
+    if words in _PLAIN:
+        events, test, quiet = _PLAIN[words]
+        return Condition(words, frozenset(events), test, quiet)
+    found = _LIMIT.fullmatch(words)
+    build = _LIMITED.get((found[1], _kind(found[3]))) if found else None
+    if found is None or build is None or not float(found[2]):
+        raise ConfigError(
+            f"--alert {quoted(text)} is no condition. Write one of these, with a number of yours: "
+            f"{', '.join(map(repr, FORMS))}. A time has the unit ms, s, m or h; x means times the median."
+        )
+    events, make, quiet = build
+    return Condition(
+        f"{found[1]} > {found[2]}{found[3]}",
+        frozenset(events),
+        make(float(found[2]) * _UNITS.get(found[3], 1.0)),
+        quiet,
+    )
+
+
+def _kind(unit: str) -> str:
+    return "time" if unit in _UNITS else unit
+
+
+_Test = Callable[[Seen, Mapping[str, Any]], str]
+
+
+def _stalled(limit: float) -> _Test:
+    def test(seen: Seen, record: Mapping[str, Any]) -> str:
+        waited = seen.now - (seen.begin if seen.stepped is None else seen.stepped)
+        last = "the run has made none" if seen.step is None else f"the last was step {seen.step}"
+        return f"no step has ended for {waited:.0f} s; {last}" if seen.trains and waited > limit else ""
+
+    return test
+
+
+def _slow(limit: float) -> _Test:
+    def test(seen: Seen, record: Mapping[str, Any]) -> str:
+        seconds = _number(record.get("seconds")) or 0.0
+        return f"step {seen.step} took {seconds:.3g} s" if seconds > limit else ""
+
+    return test
+
+
+def _slower(factor: float) -> _Test:
+    def test(seen: Seen, record: Mapping[str, Any]) -> str:
+        seconds = _number(record.get("seconds")) or 0.0
+        if seen.usual is None or not seconds > factor * seen.usual:
+            return ""
+        return f"step {seen.step} took {seconds:.3g} s, and the median of those before is {seen.usual:.3g} s"
+
+    return test
+
+
+def _loss_above(limit: float) -> _Test:
+    def test(seen: Seen, record: Mapping[str, Any]) -> str:
+        loss = _number(record.get("loss"))
+        return f"the loss of step {seen.step} is {loss:.4g}" if loss is not None and loss > limit else ""
+
+    return test
+
+
+def _loss_is_nan(seen: Seen, record: Mapping[str, Any]) -> str:
+    loss = _number(record.get("loss"))
+    return "" if loss is None or math.isfinite(loss) else f"the loss of step {seen.step} is {loss}"
+
+
+def _unsaved(limit: float) -> _Test:
+    def test(seen: Seen, record: Mapping[str, Any]) -> str:
+        age = seen.now - (seen.begin if seen.saved is None else seen.saved)
+        return f"no checkpoint has been written for {age:.0f} s" if seen.trains and age > limit else ""
+
+    return test
+
+
+def _checkpoint_failed(seen: Seen, record: Mapping[str, Any]) -> str:
+    if record.get("event") == "checkpoint":
+        return ""
+    return f"the checkpoint of step {record.get('step')} could not be written: {record.get('reason')}"
+
+
+def _lost(seen: Seen, record: Mapping[str, Any]) -> str:
+    return f"worker {record.get('worker')} is lost: {record.get('reason')}"
+
+
+def _failed(seen: Seen, record: Mapping[str, Any]) -> str:
+    return _ended(seen, record) if record.get("code") else ""
+
+
+def _ended(seen: Seen, record: Mapping[str, Any]) -> str:
+    return f"the run has ended with exit code {record.get('code')}"
+
+
+_PLAIN: dict[str, tuple[tuple[str, ...], _Test, int]] = {
+    "loss is nan": (("step",), _loss_is_nan, _QUIET),
+    "checkpoint failed": (("checkpoint-failed", "checkpoint"), _checkpoint_failed, 1),
+    "worker lost": (("lost",), _lost, 0),
+    "run failed": ((ENDED,), _failed, 0),
+    "run ended": ((ENDED,), _ended, 0),
+}
+_LIMITED: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[float], _Test], int]] = {
+    ("stalled", "time"): ((TICK, "step"), _stalled, 1),
+    ("step", "time"): (("step",), _slow, _QUIET),
+    ("step", "x"): (("step",), _slower, _QUIET),
+    ("loss", ""): (("step",), _loss_above, _QUIET),
+    ("checkpoint", "time"): ((TICK, "checkpoint"), _unsaved, 1),
+}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
