@@ -44,6 +44,19 @@ def test_the_number_of_workers_behind_the_script(paceline: Paceline, script: Scr
     assert "stands behind" not in paceline("run", "-n", 2, path, "-n", 2).err
 
 
+def test_alerts(paceline: Paceline, script: Script, tmp_path: Path) -> None:
+    path = script("sys.exit(3)")
+    url = "http://127.0.0.1:1/f00"
+    refused = paceline("run", "--alert", "stalled", path)
+    assert refused.code == 2 and "--alert 'stalled' is no condition" in refused.err
+    assert paceline("run", "--alert", "run failed", "--notify", "./missing.sh", path).code == 2
+    assert not (tmp_path / "runs").exists()
+    result = paceline("run", "--quiet", "--alert", "run failed", "--notify", url, path)
+    assert result.code == 3
+    assert "alert: run failed: the run has ended with exit code 3" in result.err
+    assert "warning: the alert was not delivered to http://127.0.0.1:1/***: " in result.err
+
+
 @pytest.mark.slow
 def test_a_script_for_horovod(paceline: Paceline, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     path = script(
