@@ -103,8 +103,8 @@ OPTIONS = {
     "timeline": {"--step", "--output", "--runs-dir"},
     "replay": {"--step", "--ranks", "--anomaly", "--samples", "--profile", "--pdb", "--runs-dir"},
     "why": {"--json", "--collect", "--runs-dir"},
-    "trace": {"--step", "--output", "--collect", "--runs-dir"},
     "dashboard": {"--host", "--port", "--token", "--runs-dir"},
+    "trace": {"--step", "--output", "--otel", "--collect", "--runs-dir"},
     "demo": {"--workers", "-n"},
     "doctor": {
         *("--workers", "-n", "-np", "--nproc-per-node", "--nodes", "--nnodes", "--rendezvous", "--secret-file"),

@@ -23,16 +23,23 @@ def command(
         Path | None,
         typer.Option(help="Where to write the trace.", metavar="FILE", show_default="trace.pftrace of the run"),
     ] = None,
+    otel: Annotated[
+        str | None,
+        typer.Option(help="Send spans and metrics to this OpenTelemetry collector instead.", metavar="URL"),
+    ] = None,
     collect: Collect = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a trace of a run for Perfetto."""
-    from paceline.errors import InputError
+    from paceline.errors import ConfigError, InputError
     from paceline.observe.index import Search
+    from paceline.observe.tracing import otel as open_telemetry
     from paceline.observe.tracing.clocks import described
     from paceline.observe.tracing.perfetto import write
     from paceline.observe.tracing.slices import workers_of
 
+    if otel is not None and output is not None:
+        raise ConfigError("--output has no effect with --otel, which writes no file; leave one of them out.")
     search = Search(steps=None if step is None else steps_of(step))
     with up_to_date(runs_dir, run, collect) as (folder, index):
         workers = workers_of(record for _, record in index.find(search))
@@ -40,7 +47,10 @@ def command(
     if not workers:
         raise InputError(f"{folder} has no records{'' if step is None else f' of the steps {step}'}.")
     path = output or folder / "trace.pftrace"
-    write(workers, path)
+    if otel is not None:
+        spans, points = open_telemetry.send(workers, folder, otel)
+    else:
+        write(workers, path)
     slices = [one for worker in workers.values() for track in worker.tracks.values() for one in track]
     print(f"{len(slices)} slices of {', '.join(workers)}")
     for (_, machine), clock in clocks.items():
@@ -50,4 +60,7 @@ def command(
         print(
             f"{len(moved)} receives end up to {1e6 * max(moved):.0f} us later than their clocks say, after their sends"
         )
-    print(f"Written to {path}: open it at https://ui.perfetto.dev")
+    if otel is not None:
+        print(f"Sent to {otel}: {spans} spans and {points} points of metrics")
+    else:
+        print(f"Written to {path}: open it at https://ui.perfetto.dev")
