@@ -17,11 +17,12 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from paceline.observe import noise
 from paceline.observe.records import EVENT, Record, number, parsed
 from paceline.observe.why.links import Links, SlowLink, slow_link
 from paceline.system.regular_files import open_regular
@@ -36,7 +37,7 @@ _PROBE_SECONDS = 1.0
 _MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
-EVENTS = ("start", "step", *_PAUSES)
+EVENTS = ("start", "step", noise.EVENT, *_PAUSES)
 """Events from which the findings follow."""
 STAGES = """
 SELECT rank, min(json_extract(record, '$.stage')) FROM records
@@ -95,10 +96,12 @@ class Findings:
     seconds: float = 0.0  # duration of these steps
     culprits: list[Culprit] = field(default_factory=list)  # the largest share first, ranks of a kind together
     advice: list[Advice] = field(default_factory=list)  # the largest gain first
+    noise: noise.NoiseScale | None = None  # gradient noise scale. None if too few steps were sampled
 
     def data(self) -> dict[str, Any]:
-        """Return the culprits and the advice as JSON values."""
-        return {"culprits": [asdict(one) for one in self.culprits], "advice": [asdict(one) for one in self.advice]}
+        """Return the culprits, the advice and the gradient noise scale as JSON values."""
+        found = asdict(self)
+        return {name: found[name] for name in ("culprits", "advice", "noise")}
 
 
 def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, whole: bool = True) -> Findings:
@@ -112,6 +115,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     about: dict[Any, dict[str, Any]] = defaultdict(dict, {rank: {"stage": one} for rank, one in (stages or {}).items()})
     pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
     start: Record = {}
+    norms = noise.NoiseRecords()
 
     def noted() -> Iterator[Record]:
         nonlocal start
@@ -122,6 +126,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
                 about[rank]["host"] = host if isinstance(host, str) else None
             elif event in _PAUSES:
                 pauses[event][rank] += number(record.get(_PAUSES[event])) or 0.0
+            norms.add(record)
             yield record
 
     links: Links = {}
@@ -129,7 +134,8 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
     first = steps[:_FIRST_STEPS] if len(steps) > 3 * _FIRST_STEPS else []
     link = slow_link(links, {rank for step in steps for rank in step})
-    return explain(steps[len(first) :], about, longest, start, link, first if whole else [])
+    found = explain(steps[len(first) :], about, longest, start, link, first if whole else [])
+    return replace(found, noise=norms.scale())
 
 
 def find_at_end(run: Path) -> Findings:
@@ -359,10 +365,10 @@ _OF_ALL = {
 
 def sentences(findings: Findings) -> list[str]:
     """Return the findings as text, the largest first."""
+    lines = []
     if not findings.culprits:
         least = f"{_LEAST_SHARE:.0%}"
-        return [f"all workers compute nearly all of the time: nothing else takes {least} of {findings.steps} steps"]
-    lines = []
+        lines = [f"all workers compute nearly all of the time: nothing else takes {least} of {findings.steps} steps"]
     for one in findings.culprits:
         where = f" (stage {one.stage})" if one.stage is not None else f" on {one.host}" if one.host else ""
         link = (
@@ -374,7 +380,8 @@ def sentences(findings: Findings) -> list[str]:
         lost = one.share * findings.seconds
         each = f"{lost:.3g} s" if one.kind == "start" else f"{1000 * lost / findings.steps:.3g} ms of each step"
         lines.append(f"{text}: {one.share:.0%} of the time, {each}")
-    return lines + [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
+    lines += [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
+    return lines if findings.noise is None else [*lines, noise.sentence(findings.noise)]
 
 
 def last_line(run: Path) -> str:

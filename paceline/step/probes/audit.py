@@ -38,6 +38,7 @@ from paceline.step.probes.digests import DATA, TOLERANCE, TOLERANCE_LOW, Digests
 from paceline.step.probes.probe import taking_gradients, warn, without_trace
 from paceline.step.probes.repeatability import CURE, what_changes
 from paceline.step.replicas import compare
+from paceline.system.torch_internals import foreach_norm
 
 _log = logging.getLogger("paceline")
 _OF_HALVES, _OF_HALVES_LOW = (1e-4, 1e-6), (1e-2, 1e-3)
@@ -66,6 +67,8 @@ class Recorder:
         self._begun = self.halved = False
         self._digests = Digests(bool(context.settings.exact))
         self._pair: torch.Tensor | None = None
+        self._samples = 0
+        self._norms: dict[str, torch.Tensor] = {}
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, group: MicrobatchGroup, step: int) -> bool:
@@ -75,7 +78,7 @@ class Recorder:
             return False
         if step != self._step or group.microbatches != self._microbatches:
             return False
-        self._begun = True
+        self._begun, self._samples = True, group.samples
         self._digests.add_data(group.data)  # before the forward pass can change the data
         return True
 
@@ -87,8 +90,11 @@ class Recorder:
             self._digests.add(f"the buffer {name!r}", value)
         for name, parameter in context.update.parameters.items():
             if parameter.requires_grad:
-                take = partial(self._digests.add, f"the gradient of {name!r}")
-                self._hooks.append(parameter.register_hook(take))
+                self._hooks.append(parameter.register_hook(partial(self._add_gradient, name)))
+
+    def _add_gradient(self, name: str, value: torch.Tensor) -> None:
+        self._digests.add(f"the gradient of {name!r}", value)
+        self._norms[name] = foreach_norm([value.coalesce().values() if value.is_sparse else value])[0]
 
     def add_halves(self, group: MicrobatchGroup, pair: torch.Tensor) -> None:
         """Record the sums over the two halves, whose gradients are in ``.grad``. Their passes change no buffers."""
@@ -102,6 +108,18 @@ class Recorder:
     def loss(self) -> float:
         """Return the mean loss of the microbatch. NaN if this worker did not compute it."""
         return math.nan if self._pair is None else float(self._pair[0] / self._pair[1])
+
+    def gradient(self) -> dict[str, float]:
+        """Return the number of samples of the microbatch, and the norm of its mean gradient.
+
+        Empty if this worker did not compute the microbatch, or not alone: then its gradient is part of a sum.
+        """
+        if self._pair is None or not self._norms:
+            return {}
+        names = (name for name in self._context.update.parameters if name in self._norms)
+        norm = math.hypot(*(float(self._norms[name]) for name in names))
+        divisor = float(self._pair[1]) * self._context.compute.scale
+        return {"samples": self._samples, "norm": norm / divisor} if divisor and math.isfinite(norm) else {}
 
     def close(self) -> None:
         """Stop recording after the backward pass. Parameters that it did not need have no gradient digest."""
@@ -229,10 +247,28 @@ class Audit:
     def compare(self) -> None:
         """Compare the digests before the update. All workers of the strategy call this, or the lone worker.
 
+        The worker to which the microbatch belongs records the norm of its gradient, for ``observe.noise``.
+
         Raises:
             InputError: the digests differ, and the run is to stop.
             DisagreementError: the workers do not hold the same weights.
         """
+        context = self._context
+        if context.world.size == 1 or not self._alone:
+            self._record_norm(self._recorders[-1])
+        self._compare()
+
+    def _record_norm(self, recorder: Recorder) -> None:
+        context = self._context
+        if context.compute.batch_loss is not None or context.update.closure_users:
+            return  # the gradient of the step is not a mean over the microbatches that were computed first
+        if given := recorder.gradient():
+            batch = context.order.samples_of(self._step)
+            context.events.mark(
+                "microbatch-norm", step=self._step, microbatch=self._microbatch, batch=batch, **given
+            )
+
+    def _compare(self) -> None:
         context = self._context
         everyone = self._gather()
         name, ranks = self._difference(everyone)
@@ -273,7 +309,7 @@ class Audit:
         if context.world.rank in ranks:
             context.compute.buffers.reset()
             self._compute()
-        self.compare()
+        self._compare()
 
     def _gather(self) -> list[list[_Recorded]]:
         """Return what each worker, or this one alone, has recorded of the microbatch."""
