@@ -5,8 +5,8 @@
     |g|²   ├─────── |G|² ───────┼── S / batch ──┼──── S / microbatch ... ──┤      S / |G|²: the noise scale, in samples
            gradient without noise    in the batch      in a microbatch
 
-The squared norm of a mean gradient over b samples is on average |G|² + S / b, where S is the variance of the gradient of
-a sample. The norms of an audited microbatch and of its whole batch give S and |G|² without bias (McCandlish et al.
+The squared norm of a mean gradient over b samples is on average |G|² + S / b, where S is the variance of the gradient
+of a sample. The norms of an audited microbatch and of its whole batch give S and |G|² without bias (McCandlish et al.
 2018, arXiv 1812.06162, appendix A). Both are noisy, so their means over the sampled steps are divided, and the interval
 is that of Fieller 1954 for a ratio of two means: it has no upper end if |G|² may be zero.
 """
@@ -116,7 +116,9 @@ def ratio_of_means(pairs: Sequence[tuple[float, float]]) -> tuple[float | None, 
 def sentence(found: NoiseScale) -> str:
     """Return the noise scale as text, beside the batch of the run."""
     about = "is not known" if found.samples is None else f"is about {_rounded(found.samples)} samples"
-    ends = f"at least {_rounded(found.low)}" if found.high is None else f"{_rounded(found.low)} to {_rounded(found.high)}"
+    ends = (
+        f"at least {_rounded(found.low)}" if found.high is None else f"{_rounded(found.low)} to {_rounded(found.high)}"
+    )
     if found.batch < found.low:
         advice = f"a batch above {found.batch} would need fewer steps for nearly as many samples"
     elif found.high is None:
@@ -129,4 +131,4 @@ def sentence(found: NoiseScale) -> str:
 
 
 def _rounded(value: float) -> str:
-    return f"{float(f'{value:.2g}'):.0f}" if value >= 10 else f"{value:.2g}"  # noqa: PLR2004 - two digits
+    return f"{float(f'{value:.2g}'):.0f}" if value >= 10 else f"{value:.2g}"

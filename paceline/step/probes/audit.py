@@ -264,9 +264,7 @@ class Audit:
             return  # the gradient of the step is not a mean over the microbatches that were computed first
         if given := recorder.gradient():
             batch = context.order.samples_of(self._step)
-            context.events.mark(
-                "microbatch-norm", step=self._step, microbatch=self._microbatch, batch=batch, **given
-            )
+            context.events.mark("microbatch-norm", step=self._step, microbatch=self._microbatch, batch=batch, **given)
 
     def _compare(self) -> None:
         context = self._context
