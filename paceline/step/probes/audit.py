@@ -254,8 +254,15 @@ class Audit:
             DisagreementError: the workers do not hold the same weights.
         """
         context = self._context
-        if context.world.size == 1 or not self._alone:
-            self._record_norm(self._recorders[-1])
+        # with a loss over the batch or a closure, the gradient is no mean over the microbatches computed first
+        other = context.compute.batch_loss is not None or context.update.closure_users
+        if not other and (context.world.size == 1 or not self._alone) and (given := self._recorders[-1].gradient()):
+            batch = context.order.samples_of(self._step)
+            context.events.mark("microbatch-norm", step=self._step, microbatch=self._microbatch, batch=batch, **given)
+        self._compare()
+
+    def _compare(self) -> None:
+        context = self._context
         everyone = self._gather()
         name, ranks = self._difference(everyone)
         halves = [one.loss for several in everyone for one in several if one.halved]
@@ -284,14 +291,6 @@ class Audit:
         if any(told for told, *_ in known):
             return
         tell(context, text)
-
-    def _record_norm(self, recorder: Recorder) -> None:
-        context = self._context
-        if context.compute.batch_loss is not None or context.update.closure_users:
-            return  # the gradient of the step is not a mean over the microbatches that were computed first
-        if given := recorder.gradient():
-            batch = context.order.samples_of(self._step)
-            context.events.mark("microbatch-norm", step=self._step, microbatch=self._microbatch, batch=batch, **given)
 
     def compare_apart(self, step: int, ranks: Sequence[int]) -> None:
         """Compute a microbatch on ranks whose loops have set different values, and :meth:`compare` the digests.
