@@ -110,14 +110,10 @@ class Recorder:
         return math.nan if self._pair is None else float(self._pair[0] / self._pair[1])
 
     def gradient(self) -> dict[str, float]:
-        """Return the number of samples of the microbatch, and the norm of its mean gradient.
-
-        Empty if this worker did not compute the microbatch, or not alone: then its gradient is part of a sum.
-        """
+        """Return the samples of the microbatch and the norm of its mean gradient. Empty without a backward pass."""
         if self._pair is None or not self._norms:
             return {}
-        names = (name for name in self._context.update.parameters if name in self._norms)
-        norm = math.hypot(*(float(self._norms[name]) for name in names))
+        norm = math.hypot(*sorted(map(float, self._norms.values())))
         divisor = float(self._pair[1]) * self._context.compute.scale
         return {"samples": self._samples, "norm": norm / divisor} if divisor and math.isfinite(norm) else {}
 
@@ -253,13 +249,18 @@ class Audit:
             InputError: the digests differ, and the run is to stop.
             DisagreementError: the workers do not hold the same weights.
         """
+        for recorder in self._recorders[-1:]:  # none if only other workers audit the step
+            self._record_norm(recorder)
+        self._compare()
+
+    def _record_norm(self, recorder: Recorder) -> None:
         context = self._context
-        # with a loss over the batch or a closure, the gradient is no mean over the microbatches computed first
-        other = context.compute.batch_loss is not None or context.update.closure_users
-        if not other and (context.world.size == 1 or not self._alone) and (given := self._recorders[-1].gradient()):
+        own = self._alone and context.world.size > 1  # a step of this worker, whose norm is that of another batch
+        if own or context.compute.batch_loss is not None or context.update.closure_users:
+            return  # the gradient of the step is not a mean over the microbatches that were computed first
+        if given := recorder.gradient():
             batch = context.order.samples_of(self._step)
             context.events.mark("microbatch-norm", step=self._step, microbatch=self._microbatch, batch=batch, **given)
-        self._compare()
 
     def _compare(self) -> None:
         context = self._context
