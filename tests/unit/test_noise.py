@@ -161,6 +161,12 @@ def test_steps_whose_gradient_is_no_mean_over_microbatches(printed: Printed, tmp
 
 
 @pytest.mark.slow
+def test_replicas_with_gradients_of_their_own(printed: Printed, tmp_path: Path) -> None:
+    found = {record["event"] for record in events_of(printed, tmp_path, "local-sgd", 2)}
+    assert "audit" in found and EVENT not in found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "sharded", "stealing"])
 def test_any_number_of_workers_records_the_same(printed: Printed, tmp_path: Path, strategy: str) -> None:
     alone, norms_alone = recorded(printed, tmp_path / "one", "single", 1)
