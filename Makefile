@@ -49,10 +49,9 @@ test-slow: $(VENV)/.installed-dev
 test-places: $(VENV)/.installed-dev $(VENV)/.installed-places $(VENV)/.installed-engines
 	$(PYTEST) -n 2 -m place
 
-# What `make test` leaves out. Engines keep their tests waiting, so the slow ones run beside them, four at a time: three
-# left a third of two cores idle.
+# What `make test` leaves out. Engines keep their tests waiting, so the slow ones run beside them.
 test-rest: $(VENV)/.installed-dev $(VENV)/.installed-places $(VENV)/.installed-engines
-	$(PYTEST) -n 4 -m 'slow or place'
+	$(PYTEST) -m 'slow or place'
 
 test-all: test test-rest
 

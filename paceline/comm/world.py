@@ -69,6 +69,7 @@ class World(Waiting):
     def enter(self, membership: Membership, transport: Transport, host_memory: SharedMemory | None = None) -> None:
         """Replace the membership and what connects its workers. Waits for earlier workers are over."""
         self.waits_for(())
+        self.take_waits()  # ranks of an earlier membership
         self.membership, self.transport, self.host_memory = membership, transport, host_memory
         self.recorder, self._rings = None, {}
 

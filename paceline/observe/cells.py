@@ -75,7 +75,7 @@ class Cells:
             last = base.execute("SELECT COALESCE(MAX(id), 0) FROM written").fetchone()[0]
             if last > done:
                 (most,) = base.execute(
-                    "SELECT COALESCE(MAX(step), 0) FROM written WHERE id > ? AND typeof(rank) = 'integer'", [done]
+                    "SELECT COALESCE(MAX(step), 0) FROM written WHERE id > ? AND event = 'step'", [done]
                 ).fetchone()
                 self._widen(most)
                 values = {"done": done, "last": last, "width": self.width}

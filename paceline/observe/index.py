@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -40,7 +41,7 @@ _LARGEST_WHOLE = 2**63
 _TIMEOUT_SECONDS = 60.0
 """Time to wait for another search that brings the index up to date."""
 _LAYOUT = f"""
-CREATE TABLE files(path TEXT PRIMARY KEY, size INTEGER, skipped INTEGER, clock INTEGER);
+CREATE TABLE files(path TEXT PRIMARY KEY, size INTEGER, skipped INTEGER, clock INTEGER, inode INTEGER);
 CREATE TABLE written(
     id INTEGER PRIMARY KEY, time REAL, rank, generation INTEGER, event TEXT, step INTEGER, seconds REAL, bytes INTEGER,
     record TEXT, clock INTEGER  -- number of a comparison of the clock that the time is of
@@ -54,7 +55,7 @@ DROP VIEW IF EXISTS temp.records;
 CREATE TEMP VIEW records AS
     SELECT id, {} AS time, rank, generation, event, step, seconds, bytes, record FROM written;
 """
-_INDEXES = {"by_event": "event, step", "by_step": "step", "by_seconds": "event, seconds"}
+_INDEXES = {"by_event": "event, step", "by_step": "step", "by_seconds": "event, seconds", "by_time": "time"}
 """Created when the first records are there, because inserting into an index one by one takes longer."""
 
 
@@ -132,10 +133,10 @@ class RecordIndex:
         try:
             self._base.execute("BEGIN IMMEDIATE")
             paths = [path.resolve() for folder in self._folders for path in sorted((folder / "events").glob("*.jsonl"))]
-            states = {path: more for path, *more in self._base.execute("SELECT path, size, clock FROM files")}
-            known = {path: size for path, (size, _) in states.items()}
-            other = not known.keys() <= {str(path) for path in paths}  # another search has read other folders, too
-            if other or any(size > _size(Path(path)) for path, size in known.items()):  # or these are other files
+            rows = self._base.execute("SELECT path, size, inode, clock FROM files").fetchall()
+            states = {path: (size, clock) for path, size, _, clock in rows}
+            other = not states.keys() <= {str(path) for path in paths}  # another search has read other folders, too
+            if other or any(not _is_same(Path(path), size, inode) for path, size, inode, _ in rows):
                 self._base.execute("DELETE FROM files")
                 self._base.execute("DELETE FROM written")
                 self._base.execute("INSERT INTO texts(texts) VALUES ('delete-all')")
@@ -151,10 +152,12 @@ class RecordIndex:
             self._base.commit()
             self._compare_clocks()
         except sqlite3.Error as error:
-            raise InputError(
-                f"The index {self._where} cannot be brought up to date: {error}. Remove it: the next search builds it "
-                f"again."
-            ) from None
+            cure = "Remove it: the next search builds it again."
+            cure = "Another search reads it for the first time. Try again later." if "locked" in str(error) else cure
+            raise InputError(f"The index {self._where} cannot be brought up to date: {error}. {cure}") from None
+        finally:
+            if self._base.in_transaction:
+                self._base.rollback()
 
     def _compare_clocks(self) -> None:
         """Read new comparisons of clocks. Define the view whose times are of the coordinator's clock."""
@@ -178,7 +181,7 @@ class RecordIndex:
         try:
             with open_regular(path) as file:
                 file.seek(done)
-                skipped = 0
+                skipped, inode = 0, os.fstat(file.fileno()).st_ino
                 while lines := file.readlines(_CHUNK):
                     if not lines[-1].endswith(b"\n"):
                         lines.pop()
@@ -188,9 +191,9 @@ class RecordIndex:
         except OSError as error:
             raise InputError(f"The event file {path} cannot be read: {error.strerror}.") from None
         self._base.execute(
-            "INSERT INTO files VALUES (?, ?, ?, ?) ON CONFLICT(path) DO UPDATE "
+            "INSERT INTO files VALUES (?, ?, ?, ?, ?) ON CONFLICT(path) DO UPDATE "
             "SET size = excluded.size, skipped = skipped + excluded.skipped, clock = excluded.clock",
-            (str(path), done, skipped, clock),
+            (str(path), done, skipped, clock, inode),
         )
 
     def _add(self, lines: list[bytes], clock: int | None) -> tuple[int, int | None]:
@@ -221,9 +224,11 @@ class RecordIndex:
             yield place, {**json.loads(text), "time": time}
 
     def newest(self, search: Search, count: int) -> list[Record]:
-        """Return the matching records that were added last, the newest first."""
+        """Return the matching records with the latest times, the newest first."""
         where, values = search.where()
-        query = f"SELECT time, record FROM records WHERE {where} ORDER BY id DESC LIMIT ?"
+        time = "time" if where == "1" else "+time"  # else the search would go through all records by their times
+        newest = f"SELECT id FROM written WHERE {where} ORDER BY {time} DESC, id DESC LIMIT ?"
+        query = f"SELECT time, record FROM records WHERE id IN ({newest}) ORDER BY time DESC, id DESC"
         return [{**json.loads(text), "time": time} for time, text in self._base.execute(query, [*values, count])]
 
     def query(self, statement: str) -> Table:
@@ -267,19 +272,25 @@ def columns_of(record: Record) -> tuple[Any, ...]:
     step, size = (one if type(one) is int and abs(one) < _LARGEST_WHOLE else None for one in whole)
     seconds = number(record.get("seconds"))
     rank = record["rank"] if isinstance(record["rank"], int) else encodable(record["rank"])
-    return record["time"], rank, record["generation"], encodable(record["event"]), step, seconds, size
+    rank, generation = (one if _fits(one) else -1 for one in (rank, record["generation"]))
+    return record["time"], rank, generation, encodable(record["event"]), step, seconds, size
+
+
+def _fits(value: int | str) -> bool:
+    return isinstance(value, str) or abs(value) < _LARGEST_WHOLE
 
 
 def _valid(text: str, record: Record) -> str:
     """Return the text of a record as valid JSON: null in place of NaN and infinities, which SQLite does not read."""
-    return json.dumps(_finite(record)) if "NaN" in text or "Infinity" in text else text
+    return json.dumps(finite(record)) if "NaN" in text or "Infinity" in text else text
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a JSON value with null in place of NaN and infinities."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [*map(_finite, value)]
+        return [*map(finite, value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -299,10 +310,12 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
             yield from _strings(value.values())
 
 
-def _size(path: Path) -> int:
+def _is_same(path: Path, size: int, inode: int) -> bool:
+    """Return whether a file is the one that was read, and has not become shorter."""
     with suppress(OSError):
-        return path.stat().st_size
-    return 0
+        found = path.stat()
+        return found.st_size >= size and found.st_ino == inode
+    return False
 
 
 def _open(path: Path) -> tuple[sqlite3.Connection, str]:

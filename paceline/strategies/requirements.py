@@ -66,10 +66,11 @@ def check(
         _check_fixed_point(settings, capabilities, model)
     if env.trace() is not None:
         _check_verified(settings, capabilities, f"strategy {which} does not: {cure}.")
-    if settings.checkpoint.every == "auto" and not capabilities.replicated:
+    if settings.checkpoint.every == "auto" and (settings.keeps_errors or not capabilities.replicated):
+        what = f"wire = {settings.wire!r}" if settings.keeps_errors else f"strategy {settings.strategy!r}"
         raise ConfigError(
-            f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
-            f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
+            f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which {what} does "
+            f"not give: save after a number of steps, such as checkpoint.every = 100."
         )
 
 

@@ -38,7 +38,10 @@ def text_of(value: object) -> object:
     known = dict.fromkeys((*get_args(Wire), *PARTIAL_WIRES))
     for kind, _, form in [part.rpartition("=") for part in parts]:
         if form not in known:
-            raise ValueError(f"there is no format {form!r}; the formats are {', '.join(known)}")
+            raise ValueError(
+                f"there is no format {form!r}; the formats are {', '.join(known)}. Give a format that the script "
+                f"registers in the script, because only its workers know it"
+            )
         if not kind and len(parts) > 1:
             raise ValueError(f"{form!r} has no module class: write Embedding={form}, or default={form}")
     return ",".join(parts) if len(parts) > 1 else parts[0].removeprefix("default=")

@@ -75,6 +75,7 @@ with open(f"{sys.argv[1]}/{os.environ['PACELINE_WORKER']}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_a_script_survives_a_kill_and_a_replacement_joins(forked_paceline: Paceline, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

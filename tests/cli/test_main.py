@@ -76,4 +76,5 @@ def test_the_options_of_run(paceline: Paceline) -> None:
         *("--rendezvous", "--secret-file", "--patience", "--grace", "--on", "--dry-run", "-H", "--hosts", "--hostfile"),
         *("--time", "--partition", "--account", "--gpus", "--image", "--namespace", "--kind", "--volume", "--address"),
         *("--master", "--detach", "--horovod", "--host-discovery-script", "--no-preload"),
+        *("--alert", "--notify"),
     }

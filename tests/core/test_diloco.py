@@ -214,6 +214,55 @@ def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path) -> None:
     assert len(whole[0]["measured"]) == 1
 
 
+ANOTHER = """
+from paceline.errors import PacelineError
+
+def saved(steps, folder, **more):
+    kept = {"directory": os.environ["KEPT"] + folder}
+    session = start(**{"resume": "auto", "checkpoint": kept, **more})
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+    return session
+
+def refused(*given, **more):
+    try:
+        saved(*given, **more)
+    except PacelineError as error:
+        return str(error)
+
+saved(2, "1").save()
+shorter = refused(4, "1", every=2)
+again = saved(3, "1")
+again.save()
+longer = refused(6, "1", every=6)  # the period is over
+saved(5, "2", local=STREAMING, replicas=4).save()
+in_flight = refused(6, "2", local=STREAMING | {"delay": 0})
+
+saved(2, "3", strategy="allreduce", wire="topk").save()
+session = saved(4, "3")
+session.save()
+left = [name for name in session._context.replicas if "feedback" in name]
+auto = refused(1, "4", strategy="allreduce", wire="topk", checkpoint={"directory": os.environ["KEPT"], "every": "auto"})
+session = start(local=STREAMING | {"every": 4, "fragments": 1}, average={"kind": "ema", "decay": 0.5, "every": 4})
+for batch in session.batches(steps=9):
+    session.step(batch)
+first = [value.tolist() for value in mlp(6, 1, torch.float64).state_dict().values()]
+with session.averaged():
+    average = [value.tolist() for value in session.model_state().values()]
+tell(shorter=shorter, longer=longer, in_flight=in_flight, left=left, auto=auto, averages=average != first)
+"""
+
+
+def test_another_period_format_or_strategy(printed: Printed, tmp_path: Path) -> None:
+    (found,) = printed(HEAD + ANOTHER, 1, tmp_path, environment={"KEPT": str(tmp_path / "kept")})
+    assert "local.every = 3, but local.every = 2 now" in found["shorter"]
+    assert found["longer"] is None
+    assert "local.delay = 1, but local.delay = 0 now" in found["in_flight"]
+    assert found["left"] == [], "errors of the format before"
+    assert "checkpoint.every = 'auto'" in found["auto"] and "wire = 'topk' does not give" in found["auto"]
+    assert found["averages"], "an outer step that lands later counts as the step after which it was sent"
+
+
 REMARKS = """
 session = start(every=3)
 reports = [session.step(batch) for batch in session.batches(steps=3)]

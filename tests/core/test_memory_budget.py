@@ -86,6 +86,7 @@ def test_what_is_recomputed_changes_no_bit(printed: Printed, tmp_path: Path, str
     assert first["runs"][1]["recomputed"] == second["runs"][1]["recomputed"]
 
 
+@pytest.mark.slow
 def test_stages_are_recomputed_if_they_do_not_fit_otherwise(printed: Printed, tmp_path: Path) -> None:
     cut = {"strategy": "pipeline", "pipeline": {"cut": ["4"]}}
     given = [cut, *(cut | {"recompute": "auto", "memory_gigabytes": one} for one in (1.0, 0.0006))]

@@ -48,6 +48,7 @@ def write(folder: Path) -> None:
         pq.write_table(table.slice(number * 40, 40), folder / f"part-{number}.parquet", row_group_size=16)
 
 
+@pytest.mark.slow
 def test_the_bits_of_tensors_in_memory(printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setenv("FILES", str(tmp_path))

@@ -350,6 +350,7 @@ def test_the_bits_are_those_of_one_process(
     check(printed, alone, tmp_path, machines, more, {})
 
 
+@pytest.mark.slow
 def test_so_they_are_of_machines_that_each_hold_the_whole(printed: Printed, alone: Any, tmp_path: Path) -> None:
     """The ways that divide, gather or add up differently; the others only change what a worker does with its part."""
     wanted = {name: alone[name] for name in (*DIVIDED, *SIZES)}

@@ -92,7 +92,7 @@ def test_both_holders_are_lost(run: Run, way: str, saved: bool) -> None:
     if saved:
         assert ran.code == 0, ran.report()
         assert ran.printed() and all(one["weights"] == one["wanted"] for one in ran.printed()), ran.report()
-        assert {one["step"] for one in ran.events() if one["event"] == "went back"} == {4}, ran.report()
+        assert {one["step"] for one in ran.events() if one["event"] == "resume"} == {4}, ran.report()
     else:
         assert ran.code == 4, ran.report()
         assert "held by lost workers only, and there is no checkpoint" in ran.said, ran.report()

@@ -39,7 +39,7 @@ def test_a_worker_waits_for_a_later_generation() -> None:
     client, sent = client_of(change, membership(1), membership(3))
     assert client.alarm > client.generation and client.missing == {5}
     found = client.await_membership((5, 1, 0), (3, "00"), True, False, [9])
-    assert (found.generation, found.members, found.joined, found.lost) == (3, MEMBERS, (7,), (5,))
+    assert (found.number, found.members, found.joined, found.lost) == (3, MEMBERS, (7,), (5,))
     assert (found.fenced, found.fresh, client.generation) == (True, False, 3)
     ready = {"progress": (5, 1, 0), "arena": (3, "00"), "leaving": True, "planned": False, "ended": [9]}
     assert sent == [{"type": "ready", **ready}]

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,8 @@ def test_ranges_widen_as_steps_are_added(run: Path, index: RecordIndex, monkeypa
 def test_where_a_run_is(index: RecordIndex) -> None:
     found = views.summary(index, Findings(), now=1010.0)
     assert (found["steps"], found["workers"], found["seconds"], found["lost"]) == (3, 3, 4.0, 1)
-    assert found["goes_on"] and found["age"] == 6.0 and found["settings"] == {"batch": "8", HOSTILE: "1"}
-    assert not views.summary(index, Findings(), now=1100.0)["goes_on"]
+    assert not found["silent"] and found["age"] == 6.0 and found["settings"] == {"batch": "8", HOSTILE: "1"}
+    assert views.summary(index, Findings(), now=1100.0)["silent"]
     events = views.membership(index)
     assert events["workers"] == [[1001.0, 3]]
     assert [one["event"] for one in events["events"]] == ["membership", "lost"]
@@ -196,3 +197,47 @@ def test_every_view_is_drawn(served: Dashboard, tmp_path: Path) -> None:
     assert states == dict.fromkeys(VIEWS, "drawn"), shown.stdout[-3000:]
     assert "&lt;img src=x" in shown.stdout and "<img" not in shown.stdout, "a name runs as a part of the page"
     assert "CONSOLE" not in shown.stderr, shown.stderr
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_over(run: Path, index: RecordIndex) -> None:
+    ended = {"time": 1005.0, "event": "end", "rank": "launcher", "generation": 0, "reason": "preempted"}
+    with (run / "events" / "launcher.jsonl").open("a") as file:
+        file.write(json.dumps(ended) + "\n")
+    index.update()
+    assert views.summary(index, Findings(), now=1010.0)["end"] == "preempted"
+    again = {"event": "start", "time": 1100.0, "rank": 0, "generation": 0, "workers": 2}
+    write(run, 7, [again])  # read last, and of the latest time
+    index.update()
+    found = views.summary(index, Findings(), now=1110.0)
+    assert (found["end"], found["workers"]) == (None, 2)
+
+
+def test_metrics_are_those_of_rank_0(run: Path, index: RecordIndex) -> None:
+    logged = {"time": 1001.0, "event": "metrics", "generation": 0, "step": 0}
+    for rank in range(3):
+        with (run / "events" / f"rank-{rank}.jsonl").open("a") as file:
+            lines = [json.dumps(logged | {"rank": rank, "metrics": {"a": value}}) for value in (1, 2)]
+            file.write("\n" + "\n".join(lines) + "\n")
+    index.update()
+    assert views.series(index)["metrics"] == {"a": [[0, 2.0]]}, "the last of a repeated step, once"
+
+
+def test_views_and_metrics_at_once_and_a_run_that_goes(served: Dashboard, run: Path) -> None:
+    paths = ["/right/metrics", "/right/runs/0/heat", "/right/runs/0/series", "/right/runs/1/waits"] * 10
+    served.runs[0]._at = served.runs[1]._at = float("-inf")
+    with ThreadPoolExecutor(8) as pool:
+        assert {status for status, _ in pool.map(lambda path: get(served, path), paths)} == {200}
+    shutil.rmtree(served.runs[1].folder)
+    served.runs[1]._at = float("-inf")
+    assert get(served, "/right/runs/1/series")[0] in (200, 400)
+    status, text = get(served, "/right/metrics")
+    assert status == 200 and f'paceline_steps_total{{run="{run}"}} 3.0' in text
+
+
+def test_a_number_that_json_cannot_hold(run: Path, served: Dashboard) -> None:
+    with (run / "events" / "rank-0.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(step(0, 3, loss=1e308)) + "\n" + json.dumps(step(0, 3, loss=1e308)) + "\n")
+    served.runs[0]._at = float("-inf")
+    status, text = get(served, "/right/runs/0/series")
+    assert status == 200 and "Infinity" not in text
+    assert get(served, "/right/runs/0/logs?steps=99999999999999999999")[0] == 400

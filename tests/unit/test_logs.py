@@ -210,3 +210,38 @@ def test_parquet(run: Path, tmp_path: Path, printed: Callable[..., str]) -> None
     assert [(row["rank"], row["step"]) for row in table[:3]] == [("0", 0), ("1", 0), ("0", 1)]
     assert json.loads(table[0]["record"])["loss"] == 2.0
     assert "cannot be written" in printed("--parquet", str(tmp_path / "no" / "a"))
+
+
+def test_a_file_that_cannot_be_read_for_a_while(run: Path) -> None:
+    index = RecordIndex(run)
+    path = run / "events" / "rank-1.jsonl"
+    kept = path.read_text()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(InputError, match="rank-1"):
+        index.update()
+    path.rmdir()
+    path.write_text(kept)
+    index.update()
+    assert len(list(index.find(Search(events=("step",))))) == 8
+    index.close()
+
+
+def test_a_run_that_was_deleted_and_started_again(run: Path) -> None:
+    index = RecordIndex(run)
+    index.update()
+    for path in (run / "events").iterdir():
+        text = path.read_text()
+        path.rename(path.with_suffix(".old"))
+        path.write_text(text.replace("loss", "gain") + text)  # longer than before
+    index.update()
+    records = [record for _, record in index.find(Search(events=("step",), ranks=("0",)))]
+    assert sum("gain" in record for record in records) == sum("loss" in record for record in records) == 4
+    assert [record["time"] for record in index.newest(Search(), 3)] == [13.6, 13.6, 13.5], "the newest by their times"
+    index.close()
+
+
+def test_a_rank_that_no_column_can_hold(run: Path) -> None:
+    with (run / "events" / "rank-0.jsonl").open("a") as file:
+        file.write(line("step", 10**30, 5))
+    assert [one["rank"] for one in found(run, events=("step",), steps=range(5, 6))] == [10**30]

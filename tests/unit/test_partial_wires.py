@@ -31,7 +31,9 @@ COMPRESSIONS: dict[str, Compression] = {
 
 def codec(parameters: dict[str, torch.Tensor], wire: str = "topk", state: Any = None, held: Any = None) -> Codec:
     context = SimpleNamespace(
-        update=SimpleNamespace(parameters={name: nn.Parameter(value) for name, value in parameters.items()}),
+        update=SimpleNamespace(
+            parameters={name: nn.Parameter(value) for name, value in parameters.items()}, closure_users=[]
+        ),
         compute=SimpleNamespace(
             model=nn.Module(), scale=1.0, seed=lambda use, step, *place: seed_of(use, 0, step, *place)
         ),

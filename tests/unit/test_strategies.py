@@ -257,7 +257,7 @@ def test_fragments_in_flight_have_the_bits_of_one_process(on: str) -> None:
     [
         ({"every": 4, "fragments": 5}, "local.fragments = 5 is more than local.every = 4"),
         ({"every": 6, "fragments": 2, "delay": 3}, "local.delay = 3 is too long.* at most 2"),
-        ({"every": 20, "fragments": 13}, "local.fragments = 13, but the model has 10 parameters"),
+        ({"every": 20, "fragments": 13}, "local.fragments = 13, but the model has 10 trained parameters"),
     ],
 )
 def test_fragments_that_cannot_be_sent_in_turn_are_refused(local: dict[str, Any], named: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -65,3 +66,20 @@ def test_tensors_arrive_when_a_wait_is_over_or_the_device_is_waited_for(blocking
     assert threads.run(2, act, blocking_wait=blocking_wait) == [
         one if blocking_wait else (-1.0, *one[1:]) for one in expected
     ]
+
+
+def test_waits_for_earlier_workers_are_not_those_of_the_next_step() -> None:
+    """The ranks of the next membership are those of others."""
+    event = threading.Event()
+
+    def act(world: Any) -> Any:
+        if world.rank == 1:
+            assert event.wait(60)
+            return world.gather(None, "a test") and None
+        threading.Timer(0.05, event.set).start()
+        world.gather(None, "a test")
+        assert world._waited_for == {1: world._waited} and world._waited > 0
+        world.enter(world.membership, world.transport, world.host_memory)
+        return world.take_waits()
+
+    assert threads.run(2, act)[0] == (0.0, None, None)

@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import hmac
 import json
+import sqlite3
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from threading import RLock
+from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.errors import ConfigError, InputError
 from paceline.observe.dashboard import views
-from paceline.observe.index import RecordIndex, Search
+from paceline.observe.index import RecordIndex, Search, finite
 from paceline.observe.why import find_at_end
 
 _FILES = {
@@ -46,7 +49,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_LOCAL = ("127.0.0.1", "localhost")
 _FRESH_SECONDS = 1.0
 _QUIET_SECONDS = 30.0
 """Time after which a connection without a request is closed."""
@@ -57,7 +60,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock, self._at = RLock(), -_FRESH_SECONDS
+        self._lock, self._at = Lock(), -_FRESH_SECONDS
 
     @cached_property
     def _index(self) -> RecordIndex:
@@ -70,8 +73,7 @@ class Run:
             ConfigError: there is no such view, or an option is wrong.
             InputError: the run has no records.
         """
-        with self._lock:
-            index = self.updated()
+        with self._used() as index:
             if name == "summary":
                 return views.summary(index, find_at_end(self.folder))
             if name == "heat":
@@ -82,13 +84,26 @@ class Run:
                 return views.VIEWS[name](index)
         raise ConfigError(f"There is no view {name!r}.")
 
-    def updated(self) -> RecordIndex:
-        """Return the index with all records but those of the last second, as the page asks for many views at once."""
+    def state(self) -> dict[str, float]:
+        """Return the values for Prometheus. Empty if the run has no records."""
+        with suppress(InputError), self._used() as index:
+            return views.state(index)
+        return {}
+
+    @contextmanager
+    def _used(self) -> Iterator[RecordIndex]:
+        """Return a context with the index for this thread alone.
+
+        It has all records but those of the last second, as the page asks for many views at once.
+        """
         with self._lock:
             if time.monotonic() - self._at >= _FRESH_SECONDS:
                 self._index.update()
                 self._at = time.monotonic()
-            return self._index
+            try:
+                yield self._index
+            except sqlite3.Error as error:
+                raise InputError(f"The index of {self.folder} cannot be read: {error}.") from None
 
 
 class Dashboard(ThreadingHTTPServer):
@@ -110,7 +125,18 @@ class Dashboard(ThreadingHTTPServer):
         self.token = token
         super().__init__(address, _Handler)
         self._host = address[0]
-        self.hosts = {f"{host}:{self.server_port}" for host in (*_LOCAL, self._host)}
+
+    def knows(self, host: str) -> bool:
+        """Return whether a request is for this server. Only one for this machine can tell: others may have any name.
+
+        The port may be that of a tunnel.
+        """
+        return self._host not in _LOCAL or host.rpartition(":")[0] in _LOCAL or host in _LOCAL
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report an error in a request, unless the browser has closed the connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -124,17 +150,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        if self.headers.get("Host", "") not in self.server.hosts:
+        if not self.server.knows(self.headers.get("Host", "")):
             self._send(HTTPStatus.FORBIDDEN, b"This server answers at its own address only.\n")
             return
         path, query = urlsplit(self.path).path, urlsplit(self.path).query
-        _, token, *rest = path.split("/")
+        token, *rest = path.lstrip("/").split("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not rest:
             self._send(HTTPStatus.FORBIDDEN, b"The address lacks the token that paceline dashboard has printed.\n")
             return
         try:
             self._answer(rest, {name: values[-1] for name, values in parse_qs(query).items()})
-        except (ConfigError, InputError) as error:
+        except (ConfigError, InputError) as error:  # before anything was sent
             self._send(HTTPStatus.BAD_REQUEST, json.dumps({"error": str(error)}).encode(), "application/json")
 
     def _answer(self, parts: list[str], options: dict[str, str]) -> None:
@@ -145,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts == ["runs"]:
             self._send_json([{"name": run.folder.name, "folder": str(run.folder)} for run in runs])
         elif parts == ["metrics"]:
-            known = {run.folder.name if _is_alone(run, runs) else str(run.folder): run.updated() for run in runs}
+            known = {run.folder.name if _is_alone(run, runs) else str(run.folder): run.state() for run in runs}
             self._send(HTTPStatus.OK, views.metrics(known).encode(), "text/plain; version=0.0.4")
         elif len(parts) == 3 and parts[0] == "runs" and parts[1].isdecimal() and int(parts[1]) < len(runs):
             self._send_json(runs[int(parts[1])].view(parts[2], options))
@@ -153,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing at this address.\n")
 
     def _send_json(self, value: Any) -> None:
-        self._send(HTTPStatus.OK, json.dumps(value).encode(), "application/json")
+        self._send(HTTPStatus.OK, json.dumps(finite(value), allow_nan=False).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, content: bytes, kind: str = "text/plain") -> None:
         self.send_response(status)
@@ -186,7 +212,10 @@ def _search(options: dict[str, str]) -> Search:
             start = int(first or 0)
             steps = range(start, int(stop) if stop else start + 1)
         slower = float(options["slower"]) if options.get("slower") else None
+        if steps is not None and steps.stop > 1 << 62:
+            raise ValueError
     except ValueError:
         raise ConfigError("steps are a number or a range such as 800:820, and slower is a number of seconds.") from None
+    text = options.get("text", "").replace("\0", "")
     ranks, events = ((options[name],) if options.get(name) else () for name in ("rank", "event"))
-    return Search(ranks=ranks, events=events, steps=steps, slower_than=slower, text=options.get("text", ""))
+    return Search(ranks=ranks, events=events, steps=steps, slower_than=slower, text=text)

@@ -34,8 +34,8 @@ _MOST_POINTS = 2000
 _MOST_RECORDS = 200
 _MOST_PAIRS = 40
 _MOST_EVENTS = 500
-_GOES_ON_SECONDS = 15.0
-"""Age of the newest record of a run that still trains, at most, unless its launcher has recorded its end."""
+_SILENT_SECONDS = 30.0
+"""Age of the newest step from which on the page tells the age."""
 _STEP = ("load", "compute", "wait", "between")
 """Parts of a step that every synchronous run records."""
 _OPERATIONS = (
@@ -44,9 +44,10 @@ _OPERATIONS = (
 )  # fmt: skip
 _MESSAGES = ("exchange", "spread", "send", "receive", "encode-send", "encode-receive")
 _MEMBERSHIP = (
-    "membership", "lost", "gathered", "recovered", "went back", "departure", "resume", "checkpoint",
-    "checkpoint-failed", "end",
+    "membership", "lost", "gathered", "recovered", "went back", "departure", "resume", "checkpoint-failed", "end",
 )  # fmt: skip
+_SAVES = ("checkpoint",)
+_MOST_SAVES = 50
 _HEATS = {"own": "seconds - MIN(awaited, seconds)", "load": "waited", "wait": "awaited", "step": "seconds"}
 """Quantities of the heat map, as expressions over a cell."""
 
@@ -62,11 +63,9 @@ def summary(index: RecordIndex, findings: Findings, now: float | None = None) ->
     start = _newest(index, "start") or {}
     batches = _newest(index, "batches") or {}
     ended = _newest(index, "end")
-    ends = "range = (SELECT {}(range) FROM cells WHERE event = 'step')"
-    first, last = (
-        cells.rows(f"SELECT {what} FROM cells WHERE event = 'step' AND {ends.format(end)}")[0][0]
-        for what, end in (("MIN(first)", "MIN"), ("MAX(last)", "MAX"))
-    )
+    if ended is not None and ended["time"] < start.get("time", 0.0):
+        ended = None  # the run was resumed since
+    first, last = cells.rows("SELECT MIN(first), MAX(last) FROM cells WHERE event = 'step'")[0]
     steps = cells.rows("SELECT MAX(step) FROM written WHERE event = 'step'")[0][0]
     latest = last or start.get("time")
     age = None if latest is None else max(0.0, (time.time() if now is None else now) - latest)
@@ -78,7 +77,7 @@ def summary(index: RecordIndex, findings: Findings, now: float | None = None) ->
         "host": start.get("host"),
         "seconds": None if last is None else last - first,
         "age": age,
-        "goes_on": ended is None and age is not None and age < _GOES_ON_SECONDS,
+        "silent": age is not None and age > _SILENT_SECONDS,
         "end": None if ended is None else ended.get("reason"),
         "settings": _settings(start),
         "lost": cells.rows("SELECT COUNT(*) FROM written WHERE event = 'lost'")[0][0],
@@ -94,10 +93,13 @@ def series(index: RecordIndex) -> Data:
         "FROM cells WHERE event = 'step' GROUP BY range ORDER BY range"
     )
     points: dict[str, list[list[float]]] = {}
-    query = "SELECT step, record FROM written WHERE event IN ('evaluation', 'metrics') AND step >= 0 ORDER BY step"
-    for step, text in cells.rows(query):
+    query = "SELECT step, record FROM written WHERE event IN ('evaluation', 'metrics') AND step >= 0 AND rank = 0"
+    for step, text in cells.rows(f"{query} ORDER BY step, id"):  # every rank records the same
         for name, value in _numbers(json.loads(text).get("metrics")).items():
-            points.setdefault(name, []).append([step, value])
+            values = points.setdefault(name, [])
+            if values and values[-1][0] == step:
+                values.pop()  # the step was repeated
+            values.append([step, value])
     return {
         "width": cells.width,
         "steps": [(one * cells.width) for one, *_ in rows],
@@ -180,7 +182,10 @@ def waits(index: RecordIndex) -> Data:
 
 def membership(index: RecordIndex) -> Data:
     """Return the events of the membership and of checkpoints by their times, and the number of workers."""
-    records = index.newest(Search(events=_MEMBERSHIP), _MOST_EVENTS)
+    records = [
+        *index.newest(Search(events=_MEMBERSHIP), _MOST_EVENTS),
+        *index.newest(Search(events=_SAVES), _MOST_SAVES),
+    ]
     lines = [{"time": one["time"], "event": one["event"], "text": _text_of(one)} for one in records]
     sizes = [[one["time"], len(one["workers"])] for one in records if one["event"] == "membership" and _is_list(one)]
     return {"events": sorted(lines, key=lambda one: one["time"]), "workers": sorted(sizes)}
@@ -227,11 +232,11 @@ def logs(index: RecordIndex, search: Search) -> Data:
     return {"records": index.newest(search, _MOST_RECORDS), "most": _MOST_RECORDS}
 
 
-def metrics(runs: Mapping[str, RecordIndex]) -> str:
+def metrics(runs: Mapping[str, Mapping[str, float]]) -> str:
     """Return the state of some runs in the text format of Prometheus.
 
     Args:
-        runs: index of each run, by its name.
+        runs: :func:`state` of each run, by its name.
     """
     kinds = {
         "steps_total": ("counter", "Steps that rank 0 has completed."),
@@ -243,18 +248,18 @@ def metrics(runs: Mapping[str, RecordIndex]) -> str:
         "last_record_timestamp_seconds": ("gauge", "Time of the newest step, in seconds since 1970."),
     }
     values: dict[str, list[str]] = {name: [] for name in kinds}
-    for name, index in runs.items():
+    for name, found in runs.items():
         label = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        for metric, value in _state(index).items():
-            if value is not None:
-                values[metric].append(f'paceline_{metric}{{run="{label}"}} {value}')
+        for metric, value in found.items():
+            values[metric].append(f'paceline_{metric}{{run="{label}"}} {value}')
     lines: list[str] = []
     for name, (kind, text) in kinds.items():
         lines += [f"# HELP paceline_{name} {text}", f"# TYPE paceline_{name} {kind}", *values[name]]
     return "\n".join(lines) + "\n"
 
 
-def _state(index: RecordIndex) -> dict[str, float | None]:
+def state(index: RecordIndex) -> dict[str, float]:
+    """Return the values of a run for :func:`metrics`."""
     step = next(iter(index.newest(Search(ranks=("0",), events=("step",)), 1)), {})
     start = _newest(index, "start") or {}
     sizes = membership(index)["workers"]

@@ -226,7 +226,7 @@ def explain(
 
     >>> fast, slow = Times(0.0, 0.0, 1.0, 1.5), Times(0.0, 0.0, 2.0, 0.5)
     >>> explain([{0: fast, 1: slow, 2: fast}] * 4).culprits[0]
-    Culprit(kind='compute', share=0.4, rank=1, host=None, stage=None, layer=None)
+    Culprit(kind='compute', share=0.4, rank=1, host=None, stage=None, layer=None, sender=None, receiver=None)
     """
     total = sum(max(sum(times) for times in step.values()) for step in steps)
     if not total:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.checkpoint.tensors import REPLICA
+from paceline.errors import ConfigError
 from paceline.schedule.shares import even
 from paceline.step.context import TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
@@ -39,11 +40,16 @@ class LaneMemory:
         self._lanes = even(context.order.microbatches, context.world.size)[context.world.rank]
         self._errors: dict[str, torch.Tensor] = {}
         self._next: dict[str, torch.Tensor] = {}
-        self._due = True
         self.divided = DividedOptimizerState(context, self._tensors, REPLICA)
-        held = 4 * len(self._lanes) * sum(sizes.values())
+        if context.update.closure_users:
+            raise ConfigError(
+                f"wire = {context.settings.wire!r} keeps what a step has not sent for the next one, but "
+                f"{context.update.closure_users[0]} computes the loss several times in each step: use another format, "
+                f"or an optimizer without a closure."
+            )
+        held = 8 * len(self._lanes) * sum(sizes.values())
         context.warnings.append(
-            f"wire = {context.settings.wire}: this worker keeps {held / 2**20:.1f} MiB of what {len(self._lanes)} "
+            f"wire = {context.settings.wire}: this worker needs {held / 2**20:.1f} MiB for what {len(self._lanes)} "
             f"microbatches have not sent yet"
         )
 

@@ -118,7 +118,7 @@ class OuterSteps:
         reducer.send(self._nodes(along_tree), sums, lambda: _total(counts) or 1.0, held=True)
         self._in_air = True
 
-    def go_on(self, step: int) -> None:
+    def go_on(self) -> None:
         """Let the fragment in flight land, or add it up half way so that its means travel in the other half."""
         begin, flight = time.perf_counter(), self.flight
         if flight is None:
@@ -129,7 +129,7 @@ class OuterSteps:
         if flight["age"] < delay:
             flight["age"] += 1
         else:
-            self._land(step, fragment, flight["counts"])
+            self._land(flight["step"], fragment, flight["counts"])
             waited = self._waited + time.perf_counter() - begin
             self._context.events.mark(
                 "outer-step", step=flight["step"], fragment=fragment, counts=flight["counts"], seconds=waited
@@ -139,14 +139,22 @@ class OuterSteps:
         self._waited += time.perf_counter() - begin
 
     def _land(self, step: int, fragment: int, counts: Mapping[int, float]) -> None:
-        """Make the outer update of a fragment, and with the last one replace the buffers of the model."""
+        """Make the outer update of a fragment. With the last one of a period, average and replace the buffers, too.
+
+        Args:
+            step: step after which the fragment was sent.
+        """
         context, reducer = self._context, self._reducers[fragment]
         while not reducer.finish():
             self._send()
         last = fragment == len(self._fragments) - 1
         if total := _total(counts):
             means = self._mean_buffers(counts, total) if last else None
-            context.update.averages.around(step, partial(self._outer_update, self._fragments[fragment]))
+            update = partial(self._outer_update, self._fragments[fragment])
+            if last:
+                context.update.averages.around(step, update)
+            else:
+                update()
             if means is not None:
                 context.compute.buffers.accept(means)
         reducer.accept()
@@ -191,8 +199,8 @@ def fragments_of(parameters: Mapping[str, nn.Parameter], count: int) -> list[lis
     names = list(parameters)
     if count > len(names):
         raise ConfigError(
-            f"local.fragments = {count}, but the model has {len(names)} parameters, and a fragment needs at least one: "
-            f"use at most {len(names)}."
+            f"local.fragments = {count}, but the model has {len(names)} trained parameters, and a fragment needs at "
+            f"least one: use at most {len(names)}."
         )
     sizes = [parameters[name].numel() for name in names]
     return [names[share.start : share.stop] for share in by_size(sizes, count)]

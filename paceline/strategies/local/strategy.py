@@ -96,7 +96,7 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"{local.fragments} a fragment is sent after every {between} steps, and it must land before the next one: "
             f"use at most {between - 1}."
         )
-    fragments_of(dict(model.named_parameters()), local.fragments)
+    fragments_of({name: one for name, one in model.named_parameters() if one.requires_grad}, local.fragments)
 
 
 class LocalTraining(Strategy):
@@ -117,13 +117,16 @@ class LocalTraining(Strategy):
         if not context.replicas:
             context.strategy_state.pop(STATE, None)  # of a run that has gone on with another strategy since
         divided = {"replicas": replicas, "fragments": self._local.fragments}
-        kept = context.strategy_state.setdefault(STATE, {**divided, "trained": [], "momentum": {}})
-        for what, number in divided.items():
-            if (before := kept.get(what, 1)) != number:
+        period = {"every": self._local.every, "delay": self._local.delay}
+        kept = context.strategy_state.setdefault(STATE, {**divided, **period, "trained": [], "momentum": {}})
+        begun = bool(kept["trained"]) or self._outer.flight is not None  # else a period of another length may follow
+        for what, number in {**divided, **(period if begun else {})}.items():
+            if (before := kept.get(what, 1 if what in divided else number)) != number:
                 raise CheckpointError(
-                    f"The state is that of {before} {what}, but local.{what} = {number}: use the same number, or start "
-                    f"a new run."
+                    f"The state is one of local.{what} = {before}, but local.{what} = {number} now: use the same "
+                    f"number, or start a new run."
                 )
+        kept.update(period)
         context.warnings.append(
             f"from step {self._local.after} on {replicas} replicas of the model train on their own, with an outer step "
             f"after every {self._local.every} steps. The model has the weights of the last outer step; in between, the "
@@ -217,7 +220,7 @@ class LocalTraining(Strategy):
         result = self._last
         if len(self._trained) in self._outer.due:
             result = self._send(step, parts, self._outer.due.index(len(self._trained)))
-        self._outer.go_on(step)
+        self._outer.go_on()
         if len(self._trained) == self._local.every:
             self._trained.clear()
         if self._settled:

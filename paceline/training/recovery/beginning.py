@@ -15,7 +15,7 @@ from paceline.checkpoint.weights.read import read
 from paceline.comm.collectives.agreement import compare
 from paceline.errors import CheckpointError, PacelineError
 from paceline.step.context import TrainingContext
-from paceline.strategies.registry import prepare
+from paceline.strategies.registry import lanes_of, prepare
 from paceline.training.progress import Progress
 from paceline.training.recovery.formation import Formation
 from paceline.training.recovery.state_transfer import StateBytes, transfer
@@ -68,6 +68,9 @@ def resume(context: TrainingContext, checkpointer: Checkpointer, state: Training
         return checkpointer.resume(state, source)
     finally:
         state.shares = None
+        errors, lanes = context.settings.keeps_errors, lanes_of(context)
+        for name in [one for one in context.replicas if not lanes or ("/feedback/" in one) != errors]:
+            del context.replicas[name]  # of another strategy or format, with which the run was saved
 
 
 def load_initial(context: TrainingContext) -> None:

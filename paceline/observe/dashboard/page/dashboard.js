@@ -88,7 +88,9 @@ const nameOf = (run) => state.runs[run].label;
 
 const VIEWS = {
   async runs(body) {
+    const known = state.summaries || [];
     const found = await Promise.all(state.runs.map(async (run, place) => {
+      if (known[place] && known[place].end && !state.shown.includes(place)) return known[place];
       try { return await view(place, "summary"); } catch (error) { return { error: error.message }; }
     }));
     state.summaries = found;
@@ -100,7 +102,8 @@ const VIEWS = {
         if (!state.shown.length) state.shown = [place];
         refresh();
       });
-      const at = one.error ? one.error : one.goes_on ? "trains" : one.end ? `ended: ${one.end}` : "no records for a while";
+      const silent = one.silent ? `, no step for ${duration(one.age)}` : "";
+      const at = one.error || (one.end ? `ended: ${one.end}` : `trains${silent}`);
       return [box, nameOf(place), at, one.of ? `${one.steps} of ${one.of}` : one.steps ?? "", one.workers ?? "",
         one.strategy ?? "", duration(one.seconds), one.lost || ""];
     });
@@ -306,7 +309,7 @@ async function begin() {
   await refresh();
   setInterval(() => {
     const busy = document.activeElement && document.activeElement.matches("#search input, canvas.heat");
-    const trains = state.shown.some((run) => state.summaries[run].goes_on);
+    const trains = state.shown.some((run) => !state.summaries[run].end);
     if (document.querySelector("#follow").checked && trains && !busy && !document.hidden && !refreshing) refresh();
   }, FOLLOW_MILLISECONDS);
 }
