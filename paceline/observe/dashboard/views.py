@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from paceline.errors import ConfigError
+from paceline.observe.cells import Cells
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record, number
 from paceline.observe.why import Findings, sentences
@@ -126,20 +127,27 @@ def stages(index: RecordIndex) -> Data:
         for name, value in zip(_STEP, (load, mean - load - wait, wait, max(0.0, wall - mean)), strict=True):
             found[name].append(max(0.0, value))
     counts = {place: count for place, count, *_ in steps}
-    operations: dict[str, dict[int, float]] = {}
-    marks = ", ".join("?" * len(_OPERATIONS))
-    query = f"SELECT event, range, SUM(seconds) FROM cells WHERE event IN ({marks}) GROUP BY 1, 2"
-    for event, place, seconds in cells.rows(query, *_OPERATIONS):
-        if place in counts:
-            operations.setdefault(event, {})[place] = seconds / counts[place]
     return {
         "width": cells.width,
         "steps": [one * cells.width for one in counts],
         "parts": found,
-        "operations": {
-            name: [operations[name].get(one) for one in counts] for name in _OPERATIONS if name in operations
-        },
+        "operations": _per_step(cells, "seconds", _OPERATIONS, counts),
     }
+
+
+def _per_step(cells: Cells, column: str, events: Sequence[str], counts: Mapping[int, int]) -> Data:
+    """Return the sum of a column over the records of each event, divided by the steps in each range.
+
+    Args:
+        counts: number of steps of all ranks in each range.
+    """
+    marks = ", ".join("?" * len(events))
+    query = f"SELECT event, range, SUM({column}) FROM cells WHERE event IN ({marks}) AND {column} > 0 GROUP BY 1, 2"
+    found: dict[str, dict[int, float]] = {}
+    for event, place, total in cells.rows(query, *events):
+        if place in counts:
+            found.setdefault(event, {})[place] = total / counts[place]
+    return {name: [found[name].get(one) for one in counts] for name in events if name in found}
 
 
 def heat(index: RecordIndex, what: str = "own") -> Data:
@@ -214,16 +222,10 @@ def network(index: RecordIndex) -> Data:
     """Return the bytes that a worker sent in a step, on average, by the event that tells of them."""
     cells = index.cells()
     counts = dict(cells.rows("SELECT range, SUM(count) FROM cells WHERE event = 'step' GROUP BY 1 ORDER BY 1"))
-    marks = ", ".join("?" * len(_MESSAGES))
-    query = f"SELECT event, range, SUM(bytes) FROM cells WHERE event IN ({marks}) AND bytes > 0 GROUP BY 1, 2"
-    found: dict[str, dict[int, float]] = {}
-    for event, place, size in cells.rows(query, *_MESSAGES):
-        if place in counts:
-            found.setdefault(event, {})[place] = size / counts[place]
     return {
         "width": cells.width,
         "steps": [one * cells.width for one in counts],
-        "bytes": {name: [values.get(one) for one in counts] for name, values in sorted(found.items())},
+        "bytes": _per_step(cells, "bytes", _MESSAGES, counts),
     }
 
 
