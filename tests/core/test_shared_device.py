@@ -54,6 +54,8 @@ CUT: list[dict[str, Any]] = [
     {"exact": True, "strategy": "diloco", "local": {"every": 2}},
 ]
 """The stand-in has no storages, by which layers that share memory are found, and weights are swapped."""
+FORMATS = ["bfloat16", "float16", "int8", "int4", "topk", "randomk", "onebit", "powersgd"]
+LOCAL = [{"every": 2}, {"every": 4, "fragments": 2, "delay": 1}]
 REFUSED: list[dict[str, Any]] = [{"strategy": "parameter-server"}, {"strategy": "hogwild"}]
 
 
@@ -91,3 +93,22 @@ def test_the_bits_on_one_gpu_are_those_of_one_worker_there(printed: Printed, tmp
         for settings in ways + clipped:
             wanted = {key: settings[key] for key in ("exact", "clip_norm") if key in settings}
             assert found[repr(settings)] == alone[repr(wanted)], settings
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_rounds_has_the_same_bits_with_several_on_one_gpu(printed: Printed, tmp_path: Path, workers: int) -> None:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    ways: list[dict[str, Any]] = [{"exact": True, "wire": wire} for wire in FORMATS]
+    ways += [{"exact": True, "strategy": "diloco", "local": local} for local in LOCAL]
+
+    def run(count: int) -> list[dict[str, str]]:
+        (tmp_path / str(count)).mkdir()
+        environment = {"GIVEN": repr((ways, "cuda")), "CUDA_VISIBLE_DEVICES": first}
+        return printed(SCRIPT, count, tmp_path / str(count), environment=environment, deadline=300)
+
+    (alone,) = run(1)
+    for found in run(workers):
+        for settings in ways:
+            assert found[repr(settings)] == alone[repr(settings)], settings
