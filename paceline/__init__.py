@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.checkpoint.weights.deferred.model import deferred
     from paceline.cli.launch import launch
+    from paceline.cli.planning.plan import plan
     from paceline.data.recurrent.token_rows import TokenRows
     from paceline.data.tables.parquet import ParquetDataset
     from paceline.errors import (
@@ -54,6 +55,7 @@ _HOMES = {
     "deferred": "checkpoint.weights.deferred.model",
     "in_turn": "schedule.microbatch_orders",
     "launch": "cli.launch",
+    "plan": "cli.planning.plan",
     "start": "session",
 }
 
@@ -82,11 +84,12 @@ __all__ = [
     "deferred",
     "in_turn",
     "launch",
+    "plan",
     "start",
 ]
 
 
-_CALLED = {"ParquetDataset", "TokenRows", "deferred", "launch", "start"}
+_CALLED = {"ParquetDataset", "TokenRows", "deferred", "launch", "plan", "start"}
 """Entry points of a script. Accessing one installs the exception hook that prints uncaught Paceline errors."""
 
 

@@ -9,6 +9,7 @@ checkpoint was saved rank between the plan file and the script.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -190,7 +191,7 @@ def parse_command_line(pairs: list[str]) -> dict[str, str]:
 
 
 def read_plan(path: Path) -> dict[str, object]:
-    """Read the settings of a plan file (TOML), at most 1 MiB."""
+    """Read the settings of a plan file, at most 1 MiB: TOML, or the JSON of ``paceline plan --save``."""
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise ConfigError(f"The plan file {path} is not a file.")
@@ -198,7 +199,7 @@ def read_plan(path: Path) -> dict[str, object]:
             text = file.read(_PLAN_BYTES + 1)
         if len(text) > _PLAN_BYTES:
             raise ConfigError(f"The plan file {path} is longer than {_PLAN_BYTES} bytes: it is no file of settings.")
-        values = _flatten(tomllib.loads(text.decode()))
+        values = _flatten(_of_json(path, text) if path.suffix == ".json" else tomllib.loads(text.decode()))
     except OSError as error:
         raise ConfigError(f"The plan file {path} cannot be read: {error.strerror}.") from None
     except RecursionError:
@@ -206,9 +207,25 @@ def read_plan(path: Path) -> dict[str, object]:
     except ConfigError:
         raise
     except ValueError as error:  # not TOML, not UTF-8, a number with thousands of digits, or an invalid path
-        raise ConfigError(f"The plan file {path} is not TOML: {error}.") from None
+        kind = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"The plan file {path} is not {kind}: {error}.") from None
     check_keys(values, str(path))
     return values
+
+
+def _of_json(path: Path, text: bytes) -> dict[str, Any]:
+    saved = json.loads(text)
+    if not isinstance(saved, dict) or not {"strategy", "workers", "settings"} <= saved.keys():
+        raise ConfigError(f"The plan file {path} is not from paceline plan --save: write settings as TOML instead.")
+    return {"strategy": saved["strategy"], **saved["settings"]}
+
+
+def workers_of(plan: Path | None) -> int | None:
+    """Return the number of workers of a plan that ``paceline plan`` has saved, or None for other plan files."""
+    if plan is None or plan.suffix != ".json":
+        return None
+    read_plan(plan)  # complains about what is not a plan
+    return int(json.loads(plan.read_bytes())["workers"])
 
 
 def resolve(

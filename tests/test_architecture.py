@@ -28,7 +28,7 @@ MOST_ENTRIES, MOST_ENTRIES_OF_PACKAGE = 14, 26
 NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
-    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "ParquetDataset", "TokenRows"),
+    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "plan", "ParquetDataset", "TokenRows"),
     *("deferred", "Sum", "in_turn", "by_length", "by_tokens", "by_class"),
 }
 SETTINGS = {
@@ -95,6 +95,10 @@ OPTIONS = {
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan", "--runs-dir"},
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
+    "plan": {
+        *("--workers", "-n", "--link", "--latency", "--memory", "--steps", "--epochs", "--tolerance", "--prove"),
+        *("--save", "--json", "--set", "--plan"),
+    },
     "export": {"--dtype", "--averaged"},
     "logs": {
         *("--rank", "--step", "--event", "--slower-than", "--text", "--follow", "-f", "--sql", "--json", "--parquet"),

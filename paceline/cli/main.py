@@ -18,6 +18,7 @@ COMMANDS = {
     "doctor": "Find what would go wrong, before a run starts.",
     "verify": "Check that a script trains the same on any number of workers.",
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
+    "plan": "Predict how long training takes with each strategy and number of workers.",
     "export": "Write the weights in a checkpoint as a file for inference.",
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
     "dashboard": "Look at runs in a browser: loss, time of a step, who waits for whom, records.",
@@ -30,7 +31,8 @@ COMMANDS = {
 
 _USAGE = 2
 _FILES = {
-    "profile": "profiling",  # profile.py would hide Python's module from scripts in this folder
+    "profile": "planning.profiling",  # profile.py would hide Python's module from scripts in this folder
+    "plan": "planning.plan",
     "horovodrun": "foreign.horovodrun",
     "dashboard": "observing.dashboard",
     "logs": "observing.logs",

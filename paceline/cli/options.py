@@ -33,7 +33,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="A setting, such as batch=64; may be repeated.", metavar="KEY=VALUE"),
 ]
-Plan = Annotated[Path | None, typer.Option("--plan", help="A file (TOML) with settings.", metavar="FILE")]
+Plan = Annotated[
+    Path | None,
+    typer.Option("--plan", help="A file (TOML) with settings, or a plan saved by paceline plan.", metavar="FILE"),
+]
 
 
 def _whole_number(text: str) -> int:

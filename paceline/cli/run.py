@@ -120,6 +120,8 @@ def command(given: RunOptions) -> None:
     from paceline.cli.display import alerts
     from paceline.launchers.clusters.registry import LOCAL
 
+    if given.workers == 1 and (planned := config.workers_of(given.plan)) is not None:
+        given = replace(given, workers=planned)
     alerts.check(given.alert or (), given.notify)
     settings = config.parse_command_line(given.set_ or [])
     if given.resume is not None:

@@ -21,6 +21,7 @@ SETTINGS = "PACELINE_SET"
 PLAN = "PACELINE_PLAN"
 TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
+TRIED_STEPS = "PACELINE_TRIED_STEPS"  # number of steps after which a run of ``paceline plan`` ends
 REPLAY = "PACELINE_REPLAY"  # what ``paceline replay`` has requested, as JSON
 SHOW_CONFIG = "PACELINE_SHOW_CONFIG"  # file to write the settings to for ``paceline config``, in place of training
 PROFILE = "PACELINE_PROFILE"  # file to write layer costs to for ``paceline profile``, in place of training
@@ -36,7 +37,7 @@ ELASTIC = "PACELINE_ELASTIC"
 FAULTS = "PACELINE_FAULTS"  # fault plan of a test as JSON (``paceline.testing.faults``)
 ULFM = "PACELINE_ULFM"
 _INTEL_BITS = "MPIR_CVAR_CH4_OFI_RANK_BITS", "MPIR_CVAR_CH4_OFI_TAG_BITS"
-_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, REPLAY, SHOW_CONFIG, PROFILE, FAULTS}
+_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, TRIED_STEPS, REPLAY, SHOW_CONFIG, PROFILE, FAULTS}
 _OF_AGENTS = {SECRET, USER_COMMAND, END_WITH_PARENT, EXIT_CODE_FILE}
 _RESERVED = {
     RUN_DIRECTORY,
@@ -280,6 +281,11 @@ def trace() -> Trace | None:
     return Trace(Path(os.environ[TRACE_DIRECTORY]), int(os.environ[TRACE_STEPS]))
 
 
+def tried_steps() -> int | None:
+    """Return the number of steps that ``paceline plan`` tries, if it has started this run."""
+    return int(os.environ[TRIED_STEPS]) if TRIED_STEPS in os.environ else None
+
+
 def replay() -> Replay | None:
     """Return what ``paceline replay`` has requested, if anything."""
     if REPLAY not in os.environ:
@@ -290,7 +296,7 @@ def replay() -> Replay | None:
 
 def is_rehearsal() -> bool:
     """Return whether this run only looks at steps, so that it reports to nobody and leaves no files behind."""
-    return TRACE_DIRECTORY in os.environ or REPLAY in os.environ
+    return TRACE_DIRECTORY in os.environ or REPLAY in os.environ or TRIED_STEPS in os.environ
 
 
 def inherited() -> dict[str, str]:

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.comm.reduction.buckets import WINDOW_BUCKETS, full
+from paceline.comm.reduction.buckets import WINDOW_BUCKETS
 from paceline.comm.values import sendable
 from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
 from paceline.planning.blocks import blocks_of, measure_blocks
 from paceline.planning.memory import Choice, Run, Segment, cures, fit, need
+from paceline.schedule.link_shares import full
 from paceline.step.context import TrainingContext
 from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of
@@ -112,7 +113,7 @@ class MemoryBudget:
         blocks = _outermost(named) if named else blocks_of(model)
         before = compute_once(model.modules())
         try:
-            self._segments = self._segments or _measure(context, blocks, step)
+            self._segments = self._segments or measure_segments(context, blocks, step)
         except (ConfigError, InputError) as error:
             return _Decision(frozenset(), True, 0, "", str(error), type(error).__name__)
         except Exception as error:  # noqa: BLE001 - the step itself will raise it
@@ -120,9 +121,9 @@ class MemoryBudget:
             return None
         finally:
             recompute_modules(before, context.compute.buffers)
-        run = _sizes(context, self._segments)
+        run = sizes_of(context, self._segments)
         fixed = frozenset(blocks) if named else frozenset()
-        fusible = _may_fuse(context)
+        fusible = may_fuse(context)
         choice = fit(run, self._limit, able, fusible, fixed)
         text = _explained(choice, run, self._limit, able, len(blocks))
         if fusible and not choice.fused:
@@ -184,14 +185,14 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def _measure(context: TrainingContext, blocks: dict[str, nn.Module], step: int) -> tuple[Segment, ...]:
+def measure_segments(context: TrainingContext, blocks: dict[str, nn.Module], step: int) -> tuple[Segment, ...]:
     """Measure a forward pass of the first microbatch of a step. No microbatch has more samples."""
     with preserve_generators(), context.loop.noting_forward():
         (group,) = context.feed.load(step, [range(1)])
         return measure_blocks(context, blocks, group, step)
 
 
-def _sizes(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
+def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     """Return the sizes of the run on its current workers."""
     settings, order, model = context.settings, context.order, context.compute.model
     trained = list(context.update.parameters.values())
@@ -276,7 +277,7 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
     return total
 
 
-def _may_fuse(context: TrainingContext) -> bool:
+def may_fuse(context: TrainingContext) -> bool:
     """Return whether a worker may compute several microbatches in one pass; see ``step.gradients.fusion``."""
     settings = context.settings
     single = settings.exact or settings.microbatches is not None or context.collate is not None

@@ -3,40 +3,100 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
+from paceline.data.order import UNKNOWN
 from paceline.partition.cut import layers_of
 from paceline.partition.loss_check import check_loss
-from paceline.partition.profile import measure_layers
+from paceline.partition.profile import measure_layers, seconds_now
+from paceline.planning.blocks import blocks_of
+from paceline.planning.budget import may_fuse, measure_segments, sizes_of
 from paceline.planning.costs import Profile
 from paceline.schedule.balance import LayerCost
 from paceline.step.context import TrainingContext
+from paceline.step.gradients.accumulate import Values, add
+from paceline.step.optimizers.several import parts_of
+from paceline.step.probes.optimizer_probe import step_of
 
 _LINK_BYTES = 8 << 20
 _LINK_REPEATS = 5
 
 
 def profile(context: TrainingContext) -> Profile:
-    """Measure the layers of a model on rank 0, then the links of all workers. All workers call this together.
+    """Measure the layers of a model, and the links of all workers. All workers call this together.
+
+    All workers compute at the same time, so the times include what workers of a machine cost each other. The optimizer
+    makes updates, so the model must not be used afterwards.
 
     Raises:
         InputError: the model cannot be cut, or the loss uses its parameters.
     """
-    costs = _layer_costs(context) if context.world.rank == 0 else []
-    context.world.gather(None, "profile")  # the other workers stay idle while rank 0 measures
-    link = _link(context.world)
-    order, model = context.order, type(context.compute.model).__name__
-    return Profile(model, tuple(costs), len(order.parts_of(0)[0]), order.microbatches, link)
+    order, model = context.order, context.compute.model
+    begin, used = time.perf_counter(), time.process_time()
+    passes = {count: _layer_costs(context, count) for count in _counts(context)}
+    load = (time.process_time() - used) / (time.perf_counter() - begin)
+    context.world.gather(None, "profile")
+    seconds = [seconds_of(partial(context.feed.load, 0, [range(1)])) for _ in range(_LINK_REPEATS)]
+    sizes = sizes_of(context, measure_segments(context, blocks_of(model), 0))
+    return Profile(
+        model=type(model).__name__,
+        layers=passes[1],
+        samples=len(order.parts_of(0)[0]),
+        microbatches=order.microbatches,
+        link_bytes_per_second=_link(context.world),
+        passes=passes,
+        core_load=load,
+        update_seconds=_update_seconds(context),
+        add_seconds=_add_seconds(context),
+        load_seconds=median(seconds),
+        batch=order.batch,
+        steps_per_epoch=None if order.first_of(1) == UNKNOWN else order.first_of(1),
+        exact=bool(context.settings.exact),
+        sizes=sizes,
+    )
 
 
-def _layer_costs(context: TrainingContext) -> list[LayerCost]:
-    group = context.feed.load(0, [range(1)])[0]
+def _counts(context: TrainingContext) -> list[int]:
+    """Return the numbers of microbatches of the passes to measure: powers of two if microbatches may be fused."""
+    most = context.order.microbatches if may_fuse(context) else 1
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _layer_costs(context: TrainingContext, count: int) -> tuple[LayerCost, ...]:
+    (group,) = context.feed.load(0, [range(count)])
     check_loss(context.compute, group)
-    return measure_layers(context.compute, layers_of(context.compute.model, context.compute.input_of(group)), group)
+    layers = layers_of(context.compute.model, context.compute.input_of(group))
+    return tuple(measure_layers(context.compute, layers, group))
+
+
+def _update_seconds(context: TrainingContext) -> float:
+    """Return the seconds of an update of all parameters. The first update, which creates the state, does not count."""
+    parameters = context.update.parameters.values()
+    for value in parameters:
+        value.grad = torch.zeros_like(value)
+    parts = parts_of(context.update.optimizer)
+    seconds = [sum(seconds_of(partial(step_of(part), part)) for part in parts) for _ in range(_LINK_REPEATS + 1)]
+    return median(seconds[1:])
+
+
+def _add_seconds(context: TrainingContext) -> float:
+    """Return the seconds to add a gradient for each parameter to a sum. All lie in memory, and in no cache."""
+    sums: Values = [torch.zeros_like(value) for value in context.update.parameters.values()]
+    gradients: Values = [torch.zeros_like(value) for value in context.update.parameters.values()]
+    return median(seconds_of(partial(add, sums, gradients)) for _ in range(_LINK_REPEATS))
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    """Return the seconds that a call takes, with the operations of the GPU that it starts."""
+    begin = seconds_now()
+    act()
+    return seconds_now() - begin
 
 
 def _link(world: World) -> float | None:

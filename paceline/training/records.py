@@ -32,10 +32,10 @@ class Records:
 
     @property
     def last_step(self) -> int:
-        """Number of steps after which a traced or replayed run ends; ``UNKNOWN`` for other runs."""
+        """Number of steps after which a traced, tried or replayed run ends; ``UNKNOWN`` for other runs."""
         if self._replay is not None:
             return self._replay.step + 1
-        return UNKNOWN if self._trace is None else self._trace.steps
+        return (self._trace.steps if self._trace else env.tried_steps()) or UNKNOWN
 
     def observe(self, strategy: Strategy, step: int, groups: list[MicrobatchGroup]) -> StepResult | None:
         """Take a step and observe it, if it is the one to replay. Otherwise return None."""

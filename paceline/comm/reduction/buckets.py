@@ -20,8 +20,6 @@ import torch
 from paceline.comm.shm.tensors import CACHE_LINE, aligned
 from paceline.comm.waiting import Transfer
 
-SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
-_MESSAGE_BYTES = 2**19
 WINDOW_BUCKETS = 3
 """Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
 
@@ -115,15 +113,6 @@ class Bucket:
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         starts = accumulate(map(_room, self.examples), initial=0)
         return [view_like(flat, start, one) for start, one in zip(starts, self.examples, strict=False)]
-
-
-def full(chunks: int) -> int:
-    """Return the size of a full bucket in bytes: large enough for efficient chunks, small enough to overlap.
-
-    5 MB was the best size for gloo in Li et al. 2020 (arXiv 2006.15704) and in our own measurements. With many workers,
-    5 MB would be cut into many small messages.
-    """
-    return min(max(SMALLEST_BUCKET, chunks * _MESSAGE_BYTES), LARGEST_BUCKET)
 
 
 def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list[Bucket]:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.comm.reduction.buckets import SMALLEST_BUCKET
 from paceline.comm.reduction.collective import CollectiveExchange
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
@@ -17,7 +16,7 @@ from paceline.comm.reduction.link_rates import measure_links
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.world import World
 from paceline.events import EventLog
-from paceline.schedule.link_shares import bucket_bytes, of_links
+from paceline.schedule.link_shares import SMALLEST_BUCKET, bucket_bytes, of_links
 
 _WORTH_MEASURING = 2**23
 """Number of reduced bytes per step from which on links are measured."""

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 
 import torch
 
-from paceline.comm.reduction.buckets import LARGEST_BUCKET, SMALLEST_BUCKET, Bucket, Layout
+from paceline.comm.reduction.buckets import Bucket, Layout
 from paceline.comm.reduction.exchange import Parts, Phase, nothing
 from paceline.comm.world import World
+from paceline.schedule.link_shares import LARGEST_BUCKET, SMALLEST_BUCKET
 from paceline.schedule.tree import Node
 
 FIRST_BUCKET = 2**20

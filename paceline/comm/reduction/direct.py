@@ -18,10 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from paceline.comm.collectives.subgroup import Subgroup
-from paceline.comm.reduction.buckets import Bucket, Layout, full
+from paceline.comm.reduction.buckets import Bucket, Layout
 from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order, nothing
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
+from paceline.schedule.link_shares import full
 from paceline.schedule.tree import Node
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from paceline.comm.reduction.buckets import Bucket, Layout, full
+from paceline.comm.reduction.buckets import Bucket, Layout
 from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order, widened
 from paceline.comm.reduction.narrow import add_
 from paceline.comm.reduction.shared_memory import SharedBuckets
@@ -31,6 +31,7 @@ from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 from paceline.errors import ConfigError
+from paceline.schedule.link_shares import full
 from paceline.schedule.tree import Node, first_of, fold
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from paceline.comm.reduction.buckets import SMALLEST_BUCKET, Bucket, Layout
+from paceline.comm.reduction.buckets import Bucket, Layout
 from paceline.comm.reduction.exchange import Parts, Phase, in_order
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned
+from paceline.schedule.link_shares import SMALLEST_BUCKET
 from paceline.schedule.tree import Node
 
 

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.comm.reduction.buckets import SMALLEST_BUCKET, split
+from paceline.comm.reduction.buckets import split
 from paceline.horovod.engine.operations import start_all_reduce
 from paceline.horovod.engine.requests import Request
 from paceline.horovod.engine.waits import Waits
+from paceline.schedule.link_shares import SMALLEST_BUCKET
 
 _FIRST_BYTES = 1 << 20
 

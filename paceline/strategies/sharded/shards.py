@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.reduction.buckets import full, split
+from paceline.comm.reduction.buckets import split
 from paceline.schedule import slices
+from paceline.schedule.link_shares import full
 from paceline.schedule.slices import Slice, slice_name, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.optimizer import OptimizerStep

@@ -1,0 +1,143 @@
+"""Trials of a script on this machine: what its layers cost, and how long a few of its steps take."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from paceline.environments import env
+from paceline.errors import InputError
+from paceline.launchers.base import Request
+from paceline.observe import records
+from paceline.planning.costs import Profile, read
+from paceline.planning.programs import Work
+from paceline.planning.search import Candidate, Layout, Measured, candidates
+from paceline.planning.simulate import Machine
+
+STEPS, WARM = 20, 4
+_WHOLE = {"strategy": "allreduce", "compile": "false"}
+_FUSED = "each worker computes its microbatches in one pass"
+REACHED = 0.95
+"""Part of the bandwidth of a link that TCP reaches, as gloo does with large messages."""
+
+Start = Callable[[Request], object]
+"""Runs a request to its end, and raises if it fails."""
+
+
+def measure(base: Request, counts: Sequence[int], cores: int, start: Start) -> dict[int, Measured]:
+    """Measure a script with each number of workers on this machine.
+
+    Args:
+        base: request with the script and its settings.
+        counts: numbers of workers; the first is 1.
+        cores: cores of this machine.
+        start: see :data:`Start`.
+
+    Raises:
+        InputError: the script does not call ``paceline.start``, or takes too few steps.
+    """
+    found: dict[int, Measured] = {}
+    for workers in counts:
+        profile = _profile(base, workers, start)
+        seconds, fused = steps_of(base, workers, {"strategy": "allreduce"}, start)
+        found[workers] = _fitted(profile, seconds, fused, workers, cores)
+    return found
+
+
+def layout_of(cores: int, most: int, link: float | None, latency: float, memory: float | None) -> Layout:
+    """Return the machines: this one for all workers, or one like it for each worker.
+
+    Args:
+        cores: cores of this machine.
+        most: largest number of workers.
+        link: bandwidth of the link of each machine in Mbit/s. With None, all workers are on this machine.
+        latency: milliseconds that a message takes on that link.
+        memory: memory of a worker in GB. None: unlimited.
+    """
+    limit = math.inf if memory is None else memory * 1e9
+    if link is None:
+        return Layout(Machine(cores=cores), most, limit)
+    machine = Machine(cores, link * 1e6 / 8 * REACHED, latency / 1000)
+    return Layout(machine, 1, limit, "a machine each")
+
+
+def steps_of(
+    base: Request, workers: int, settings: Mapping[str, str], start: Start, steps: int = STEPS
+) -> tuple[list[float], bool]:
+    """Run some steps of a script, and return their seconds, and whether microbatches were fused."""
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as directory:
+        request = replace(
+            base,
+            workers=workers,
+            settings={**base.settings, **settings},
+            runs=Path(directory),
+            name="run",
+            environment={env.TRIED_STEPS: str(steps)},
+        )
+        start(request)
+        found = list(records.read(Path(directory) / "run", ("step", "note")))
+    ends = sorted(one["time"] for one in found if one["event"] == "step" and one["rank"] == 0)
+    fused = any(one["event"] == "note" and one.get("text") == _FUSED for one in found)
+    if len(ends) < WARM + 2:
+        raise InputError(
+            f"{base.script} took {len(ends)} steps, and a plan measures at least {WARM + 2}: let it train longer."
+        )
+    return [later - sooner for sooner, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False)], fused
+
+
+def _profile(base: Request, workers: int, start: Start) -> Profile:
+    with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
+        answer = Path(directory) / "profile.json"
+        settings = {**base.settings, **_WHOLE}
+        environment = {env.PROFILE: str(answer)}
+        runs = Path(directory)
+        start(replace(base, workers=workers, settings=settings, runs=runs, name="run", environment=environment))
+        if not answer.exists():
+            raise InputError(f"{base.script} ended without calling paceline.start.")
+        return read(answer)
+
+
+def _fitted(profile: Profile, seconds: Sequence[float], fused: bool, workers: int, cores: int) -> Measured:
+    """Return the costs with which the simulation takes as long as the measured steps.
+
+    What the simulation does not explain is the overhead of a step. If it takes longer than the step, all costs are
+    scaled.
+    """
+    took = median(seconds)
+    quarters = quantiles(seconds, n=4)
+    spread = max(0.05, (quarters[2] - quarters[0]) / 2 / took)
+    given = {"update": profile.update_seconds, "add": profile.add_seconds}
+    work = Work(profile.passes, profile.microbatches, fused, core_load=profile.core_load, **given)
+    predicted = _predicted(Measured(work, profile, 0.0), workers, cores)
+    if predicted <= took:
+        return Measured(replace(work, overhead=took - predicted), profile, spread)
+    part = took / predicted
+    passes = {
+        count: tuple(replace(one, forward=part * one.forward, backward=part * one.backward) for one in layers)
+        for count, layers in work.passes.items()
+    }
+    return Measured(replace(work, passes=passes, update=part * work.update, add=part * work.add), profile, spread)
+
+
+def _predicted(measured: Measured, workers: int, cores: int) -> float:
+    """Return the simulated seconds of a step of all-reduce on this machine."""
+    layout = Layout(Machine(cores), workers)
+    found = candidates({workers: measured}, layout, [workers], exact=measured.profile.exact, convergent=False)
+    return next(found).step_seconds
+
+
+def settings_text(one: Candidate) -> dict[str, str]:
+    """Return the settings of a candidate as ``--set`` takes them."""
+    flat: dict[str, Any] = {"strategy": one.strategy}
+    for key, value in one.settings.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": given for inner, given in value.items()}
+        else:
+            flat[key] = value
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat.items()}

@@ -1,0 +1,175 @@
+"""The simulation of a step, the programs of the strategies, and the choice between them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import config
+from paceline.errors import ConfigError, InputError
+from paceline.planning.costs import Profile
+from paceline.planning.memory import Run
+from paceline.planning.programs import Place, Work, data_parallel, pipeline
+from paceline.planning.search import Candidate, Layout, Measured, best, candidates, explained, front
+from paceline.planning.simulate import Compute, Exchange, Machine, Program, Send, Simulation, Step, Wait
+from paceline.schedule.balance import LayerCost
+from paceline.schedule.pipeline import clock
+from paceline.schedule.pipeline.choice import synchronous_schedule
+from paceline.schedule.shares import even
+from paceline.settings import PipelineSettings
+
+
+def program(*steps: Step) -> Program:
+    yield from steps
+
+
+def times(machines: list[Machine], places: list[int], *programs: Program) -> dict[int, float]:
+    return Simulation(machines, places).run(dict(enumerate(programs))).ends
+
+
+def layers(count: int, megabytes: float = 1.0, forward: float = 1e-3) -> tuple[LayerCost, ...]:
+    return tuple(LayerCost(str(one), forward, 2 * forward, 1000, int(megabytes * 1e6), 500) for one in range(count))
+
+
+def test_computing_sending_and_waiting_take_their_time() -> None:
+    slow = Machine(bytes_per_second=100.0, latency=0.5)
+    ends = times(
+        [slow, slow],
+        [0, 1],
+        program(Compute(1), Send(1, "a", 300), Compute(1)),  # the link works while the sender computes
+        program(Wait("a"), Compute(1)),
+    )
+    assert ends == {0: 2.0, 1: pytest.approx(1 + 3 + 0.5 + 1)}
+
+
+def test_a_link_carries_one_transfer_after_another() -> None:
+    machines = [Machine(bytes_per_second=100.0), Machine(), Machine()]
+    ends = times(
+        machines, [0, 1, 2], program(Send(1, "a", 100), Send(2, "b", 100)), program(Wait("a")), program(Wait("b"))
+    )
+    assert ends == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
+def test_workers_divide_the_cores_of_their_machine() -> None:
+    given = [program(Compute(1)), program(Compute(1)), program(Compute(2)), program(Compute(2, load=0))]
+    ends = times([Machine(cores=2)], [0] * 4, *given)
+    assert ends == {0: pytest.approx(1.5), 1: pytest.approx(1.5), 2: pytest.approx(2.5), 3: 2.0}  # the last one sleeps
+
+
+def test_an_exchange_waits_for_the_last_worker() -> None:
+    both = (0, 1)
+    ends = times(
+        [Machine(bytes_per_second=10.0)] * 2,
+        [0, 1],
+        program(Exchange(both, "x", 10, 10), Wait("x")),
+        program(Compute(3), Exchange(both, "x", 10, 10), Wait("x")),
+    )
+    assert ends == {0: 4.0, 1: 4.0}
+
+
+def test_programs_that_wait_for_nobody_are_refused() -> None:
+    with pytest.raises(InputError, match="worker 0 waits for a, which no worker sends"):
+        times([Machine()], [0], program(Wait("a")))
+
+
+@pytest.mark.parametrize("workers", [2, 4, 5])
+def test_an_all_reduce_carries_the_bytes_of_a_ring(workers: int) -> None:
+    work = Work({1: layers(40, megabytes=1.0, forward=0.0)}, workers, message_seconds=0.0)
+    place = Place((Machine(bytes_per_second=1e6),) * workers, tuple(range(workers)))
+    ran = Simulation(place.machines, place.of_worker).run(
+        {rank: data_parallel(work, place, rank, 0) for rank in range(workers)}
+    )
+    assert ran.seconds == pytest.approx(2 * (workers - 1) / workers * 40, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
+def test_a_pipeline_takes_the_time_of_its_schedules_clock(kind: str) -> None:
+    stages, microbatches = 3, 6
+    costs = layers(stages, forward=0.01)
+    work = Work({1: costs}, microbatches, message_seconds=0.0)
+    schedule = synchronous_schedule(PipelineSettings(schedule=kind, stages=stages), stages, microbatches)
+    place = Place((Machine(bytes_per_second=1e5),) * stages, tuple(range(stages)))
+    bounds = [(stage, stage + 1) for stage in range(stages)]
+    ran = Simulation(place.machines, place.of_worker).run(
+        {rank: pipeline(work, place, rank, 0, schedule, bounds) for rank in range(stages)}
+    )
+    nothing = (0.0,) * stages
+    forward = tuple(one.forward for one in costs)
+    expected = clock.simulate(schedule, clock.Times(forward, forward, forward, (0.01,) * 2, nothing, nothing))
+    assert ran.seconds == pytest.approx(expected.seconds, abs=0.02)  # and a header over the same link
+
+
+def test_workers_that_do_the_same_are_simulated_once() -> None:
+    work = Work({1: layers(6)}, 12, update=0.001)
+    shares = even(12, 8)  # of two and of one microbatch
+    place = Place((Machine(bytes_per_second=1e8),) * 8, tuple(range(8)))
+    folded = place.folded(shares)
+    assert len(folded.group) == 2
+
+    def seconds(of: Place) -> float:
+        ran = Simulation(of.machines, of.of_worker).run(
+            {rank: data_parallel(work, of, rank, 0, shares) for rank in of.group}
+        )
+        return ran.seconds
+
+    assert seconds(folded) == pytest.approx(seconds(place))
+
+
+def test_passes_over_more_microbatches_are_on_a_line_between_measured_ones() -> None:
+    work = Work({1: layers(1, forward=1.0), 4: layers(1, forward=2.5)}, 8)
+    assert [work.layers(count)[0].forward for count in (1, 2, 4, 8)] == [1.0, 1.5, 2.5, 4.5]
+
+
+def _measured(**changes: Any) -> Measured:
+    costs = layers(4, megabytes=4.0)
+    sizes = Run(16_000_000, 16_000_000, 32_000_000, 16_000_000, (), 32, 8)
+    profile = Profile("Net", costs, 4, 8, None, {1: costs}, 1.0, 0.001, 0.0, 0.0, 32, 100, False, sizes)
+    return Measured(Work({1: costs}, 8, update=0.001, **changes), profile, 0.05)
+
+
+def _found(layout: Layout, *counts: int, convergent: bool = False) -> list[Candidate]:
+    return list(candidates({1: _measured()}, layout, counts, exact=False, convergent=convergent))
+
+
+def test_a_slow_link_favours_pipelines_and_a_fast_one_data_parallel_training() -> None:
+    def first(rate: float, **more: bool) -> str:
+        return best(_found(Layout(Machine(bytes_per_second=rate, latency=1e-4), 1), 4, **more))[0].strategy
+
+    assert first(1e7) == "pipeline"
+    assert first(1e11) in ("allreduce", "sharded")
+    assert first(1e6, convergent=True) in ("pipeline", "diloco")
+    assert {one.strategy for one in _found(Layout(Machine(), 1), 4)} == {"allreduce", "sharded", "pipeline"}
+
+
+def test_what_does_not_fit_is_no_choice() -> None:
+    found = _found(Layout(Machine(), 8, memory_bytes=45e6), 1, 4)
+    assert {one.strategy for one in best(found)} == {"sharded", "pipeline"}
+    assert all(one.fits for one in front(found))
+    with pytest.raises(ConfigError, match=r"Nothing fits .* the least is .* on 4 workers"):
+        best([replace(one, fits=False) for one in found])
+
+
+def test_the_front_has_the_fastest_and_the_cheapest() -> None:
+    found = _found(Layout(Machine(bytes_per_second=1e8), 1), 1, 2, 4)
+    kept = front(found)
+    assert best(found)[0] in kept and min(found, key=lambda one: one.workers * one.step_seconds) in kept
+    lines = explained(found)
+    assert lines[0].startswith("The fastest is ") and "times as fast as one worker" in lines[0]
+    assert any("waits" in line for line in lines[1:])
+
+
+def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    saved = {"strategy": "pipeline", "workers": 2, "settings": {"pipeline": {"cut": ["1"]}}, "step_seconds": 0.1}
+    path.write_text(json.dumps(saved))
+    assert config.read_plan(path) == {"strategy": "pipeline", "pipeline.cut": ["1"]}
+    assert config.workers_of(path) == 2
+    assert config.workers_of(None) is config.workers_of(tmp_path / "plan.toml") is None
+    for text, message in (("[1]", "not from paceline plan --save"), ("{", "is not JSON")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            config.workers_of(path)
