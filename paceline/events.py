@@ -35,6 +35,7 @@ _LEVEL_OF: dict[str, Level] = {
     **dict.fromkeys(("evaluation", "note", "strategy", "clock", "lost-records"), "minimal"),
     **dict.fromkeys(("gathered", "recovered", "went back", "departure", "not saved", "resume"), "minimal"),
     **dict.fromkeys(("samples", "anomaly", "profile"), "minimal"),  # of a replay, which asks for them
+    **dict.fromkeys(("branch", "branch-end"), "minimal"),  # of ``paceline tune``
     **dict.fromkeys(("checkpoint", "checkpoint-failed", "checkpoint-damaged"), "minimal"),
     **dict.fromkeys(("transfer", "wait"), "operations"),
 }

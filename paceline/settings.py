@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, number, whole
+from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Steps, number, whole
 from paceline.system.wires import PARTIAL_WIRES, parsed, text_of
 
 Exact = bool | Literal["fixed-point"]
@@ -242,8 +242,7 @@ class Settings(BaseModel):
         "parameters", description="what strategy sharded divides: the optimizer's state, gradients too, parameters too"
     )
     shard_copy: bool | None = Field(
-        None,
-        description="for strategy sharded: a second worker holds a copy of each slice; none: if elastic",
+        None, description="for strategy sharded: a second worker holds a copy of each slice; none: if elastic"
     )
     shard_within: Literal["machine"] | None = Field(
         None, description="for strategy sharded: divide the state within each machine; none: among all workers"
@@ -265,8 +264,7 @@ class Settings(BaseModel):
         0, description="seed of the order of samples and of all random numbers in a step"
     )
     exact: Exact = Field(
-        False,
-        description="the same bits for any number of workers; fixed-point: by whole numbers, added in any order",
+        False, description="the same bits for any number of workers; fixed-point: by whole numbers, added in any order"
     )
     drop_last: bool = Field(False, description="drop the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(
@@ -315,6 +313,7 @@ class Settings(BaseModel):
     events: Literal["minimal", "steps", "operations"] = Field(
         "steps", description="what is recorded: progress and failures, each step too, each transfer and wait too"
     )
+    profile_steps: Steps | None = Field(None, description="steps that torch's profiler records, such as 100 or 100:103")
     timeout_seconds: Seconds = Field(600.0, description="how long a worker waits for another")
     hang_seconds: Seconds | None = Field(
         None,

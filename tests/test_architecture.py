@@ -44,7 +44,16 @@ SETTINGS = {
         "nonfinite",
     ),
     *("trackers", "tracking.directory", "tracking.project", "tracking.name"),
-    *("missing_gradient", "audit", "audit_action", "threads", "events", "timeout_seconds", "hang_seconds"),
+    *(
+        "missing_gradient",
+        "audit",
+        "audit_action",
+        "threads",
+        "events",
+        "profile_steps",
+        "timeout_seconds",
+        "hang_seconds",
+    ),
     *(
         "transport",
         "reduction",
@@ -107,6 +116,10 @@ OPTIONS = {
     "timeline": {"--step", "--output", "--runs-dir"},
     "replay": {"--step", "--ranks", "--anomaly", "--samples", "--profile", "--pdb", "--runs-dir"},
     "why": {"--json", "--collect", "--runs-dir"},
+    "tune": {
+        *("--workers", "-n", "--only", "--branches", "--steps", "--span", "--samples", "--set", "--plan", "--json"),
+        "--runs-dir",
+    },
     "dashboard": {"--host", "--port", "--token", "--runs-dir"},
     "trace": {"--step", "--output", "--otel", "--collect", "--runs-dir"},
     "demo": {"--workers", "-n"},

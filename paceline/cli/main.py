@@ -25,6 +25,7 @@ COMMANDS = {
     "why": "Say where the time of a run went, and what to change.",
     "trace": "Write a trace of a run for Perfetto: what each worker did, and when.",
     "replay": "Repeat a step of a run with the same bits, and look at it.",
+    "tune": "Recommend a learning rate and a batch, from short branches of a script.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
@@ -39,6 +40,7 @@ _FILES = {
     "replay": "observing.replay",
     "timeline": "observing.timeline",
     "trace": "observing.trace",
+    "tune": "planning.tune",
     "why": "observing.why",
 }
 """Modules of the commands that have another name."""

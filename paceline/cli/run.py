@@ -315,7 +315,7 @@ def _coordinate(
     from paceline.events import EventLog
     from paceline.launchers.output import Relay
     from paceline.launchers.workers import Workers
-    from paceline.observe.why import last_line
+    from paceline.observe.why.at_end import last_line
 
     log = EventLog(launch.run / "events", "launcher")
     compared = partial(start.differences, start.about(request.script) if request.nodes else {})

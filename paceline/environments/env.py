@@ -23,6 +23,7 @@ TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
 TRIED_STEPS = "PACELINE_TRIED_STEPS"  # number of steps after which a run of ``paceline plan`` ends
 REPLAY = "PACELINE_REPLAY"  # what ``paceline replay`` has requested, as JSON
+BRANCH = "PACELINE_BRANCH"  # branch of ``paceline tune``, as JSON
 SHOW_CONFIG = "PACELINE_SHOW_CONFIG"  # file to write the settings to for ``paceline config``, in place of training
 PROFILE = "PACELINE_PROFILE"  # file to write layer costs to for ``paceline profile``, in place of training
 COORDINATOR = "PACELINE_COORDINATOR"
@@ -37,7 +38,7 @@ ELASTIC = "PACELINE_ELASTIC"
 FAULTS = "PACELINE_FAULTS"  # fault plan of a test as JSON (``paceline.testing.faults``)
 ULFM = "PACELINE_ULFM"
 _INTEL_BITS = "MPIR_CVAR_CH4_OFI_RANK_BITS", "MPIR_CVAR_CH4_OFI_TAG_BITS"
-_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, TRIED_STEPS, REPLAY, SHOW_CONFIG, PROFILE, FAULTS}
+_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, TRIED_STEPS, REPLAY, BRANCH, SHOW_CONFIG, PROFILE, FAULTS}
 _OF_AGENTS = {SECRET, USER_COMMAND, END_WITH_PARENT, EXIT_CODE_FILE}
 _RESERVED = {
     RUN_DIRECTORY,
@@ -69,6 +70,28 @@ class Replay:
     step: int
     observe: str  # what ``diagnostics.replay.observer`` shows; empty to only repeat the step
     directory: Path  # where to write what is too large for a record
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Branch of ``paceline tune``: a short run with other learning rates than those of the script.
+
+    ::
+
+        factor  last                    ●
+                                  ●           The script's first rate times the factor, which grows by the same ratio
+                            ●                 in each step. The script's schedule has no effect.
+                first ●
+                step  0  ...        steps - 1
+    """
+
+    steps: int
+    first: float
+    last: float
+
+    def factor(self, step: int) -> float:
+        """Return the ratio of the learning rate of a step to the script's first one."""
+        return float(self.first * (self.last / self.first) ** (step / max(1, self.steps - 1)))
 
 
 def _number(name: str, default: int) -> int:
@@ -294,9 +317,19 @@ def replay() -> Replay | None:
     return Replay(asked["step"], asked["observe"], Path(asked["directory"]))
 
 
+def branch() -> Branch | None:
+    """Return the branch of ``paceline tune`` that this run is, if it is one."""
+    return Branch(**json.loads(os.environ[BRANCH])) if BRANCH in os.environ else None
+
+
+def starts_anew() -> bool:
+    """Return whether this run starts from the script's beginning, also if the script resumes."""
+    return not {TRACE_DIRECTORY, BRANCH, TRIED_STEPS}.isdisjoint(os.environ)
+
+
 def is_rehearsal() -> bool:
     """Return whether this run only looks at steps, so that it reports to nobody and leaves no files behind."""
-    return TRACE_DIRECTORY in os.environ or REPLAY in os.environ or TRIED_STEPS in os.environ
+    return starts_anew() or REPLAY in os.environ
 
 
 def inherited() -> dict[str, str]:

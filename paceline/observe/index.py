@@ -16,6 +16,7 @@ the clocks improve earlier times, so corrected times are not stored.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -112,7 +113,7 @@ class RecordIndex:
         for folder in self._folders:
             if not (folder / "events").is_dir():
                 raise InputError(f"{folder} has no folder 'events', so it is not the directory of a run.")
-        self._base, self._where = _open(run / FILE)
+        self._base, self._where = _open(run / _name_of(more))
         self._base.create_function("corrected", 2, self._corrected)
         self.clocks = Clocks()
         self._keys: dict[int, Key] = {}  # clocks by the numbers of their comparisons
@@ -316,6 +317,12 @@ def _is_same(path: Path, size: int, inode: int) -> bool:
         found = path.stat()
         return found.st_size >= size and found.st_ino == inode
     return False
+
+
+def _name_of(more: Sequence[Path]) -> str:
+    """Return the name of the index: each set of other folders has its own, so that readers drop no others' records."""
+    folders = "\n".join(sorted({str(one.resolve()) for one in more}))
+    return f"logs-{hashlib.blake2b(folders.encode(), digest_size=4).hexdigest()}.sqlite" if more else FILE
 
 
 def _open(path: Path) -> tuple[sqlite3.Connection, str]:

@@ -127,6 +127,8 @@ class OptimizerStep:
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)  # averages of the weights over the steps
         self.divided_by = ""  # name of the strategy if copies of the optimizer make updates. Empty otherwise.
+        # ratio of the learning rate of a step to the initial one, in place of scaling and schedule. None to use these.
+        self.ramp: Callable[[int], float] | None = None
         # called with a message before an update if parameters or buffers were added or removed
         self.on_other_names: Callable[[str], None] = lambda text: None
 
@@ -269,12 +271,16 @@ class OptimizerStep:
         """Return a context with the learning rates of a step in the groups, as the rate of the first group."""
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]
-        now = self.scaling.at(step) / self.scaling.factor * factor
-        if now != 1.0:
-            for group, rate in zip(groups, full, strict=True):
+        if self.ramp is None:
+            rates, now = full, self.scaling.at(step) / self.scaling.factor * factor
+        else:
+            rates, now = [group["initial_lr"] for group in groups], self.ramp(step) * factor
+        changes = now != 1.0 or self.ramp is not None
+        if changes:
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * now
         yield float(groups[0]["lr"])
-        if now != 1.0:
+        if changes:
             for group, rate in zip(groups, full, strict=True):
                 group["lr"] = rate
 

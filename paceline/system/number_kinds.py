@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from numbers import Integral
 from typing import Annotated
 
@@ -23,6 +24,22 @@ def number(value: object) -> object:
     return value
 
 
+def steps_of(text: str) -> range:
+    """Return the steps that ``100`` or ``100:103`` names.
+
+    >>> steps_of("100"), steps_of("100:103")
+    (range(100, 101), range(100, 103))
+    """
+    first, _, stop = text.partition(":")
+    return range(int(first), int(stop or int(first) + 1))
+
+
+def _named_steps(value: object) -> str:
+    if re.fullmatch(r"\d{1,9}(:\d{1,9})?", str(value)) is None or not steps_of(str(value)):
+        raise ValueError(f"{value!r} names no steps; write 100, or 100:103 for the steps 100 to 102")
+    return str(value)
+
+
 _COUNT = 2**31 - 1
 """Largest number of steps, samples or workers."""
 LONGEST_SECONDS = 1_000_000
@@ -32,3 +49,4 @@ PositiveInt = Annotated[int, Field(ge=1, le=_COUNT), BeforeValidator(whole)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=_COUNT), BeforeValidator(whole)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 Seconds = Annotated[float, Field(ge=0.1, le=LONGEST_SECONDS, allow_inf_nan=False), BeforeValidator(number)]
+Steps = Annotated[str, BeforeValidator(_named_steps)]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from paceline.checkpoint.training_state import TrainingState
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
+from paceline.diagnostics.branches import RunningBranch
 from paceline.diagnostics.replay.digests import StepDigests
-from paceline.diagnostics.replay.observer import end, observed
+from paceline.diagnostics.replay.observer import end, observed, profiled
 from paceline.diagnostics.verify.trace_writer import TraceWriter
 from paceline.environments import env
+from paceline.errors import ConfigError
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
+from paceline.system.number_kinds import steps_of
 from paceline.training.progress import Progress
 
 
@@ -21,7 +26,14 @@ class Records:
         self._context, self._state = context, state
         traced = env.trace()
         self._trace = None if traced is None else TraceWriter(traced, context, state.tensors)
-        self._replay = env.replay()
+        self._replay, branch = env.replay(), env.branch()
+        self._branch = None if branch is None else RunningBranch(branch, context)
+        self._profiled, self._folder = steps_of(context.settings.profile_steps or "0:0"), env.run_directory()
+        if self._profiled and self._folder is None:
+            raise ConfigError(
+                f"profile_steps = {context.settings.profile_steps!r}: profiles go to the directory of a run, which "
+                f"paceline run makes. Start the script with it, or leave out profile_steps."
+            )
         self._digests = StepDigests(context)
         self._digest: tuple[int, dict[str, str]] = -1, {}  # step that this worker has taken last, and its digest
 
@@ -38,10 +50,15 @@ class Records:
         return (self._trace.steps if self._trace else env.tried_steps()) or UNKNOWN
 
     def observe(self, strategy: Strategy, step: int, groups: list[MicrobatchGroup]) -> StepResult | None:
-        """Take a step and observe it, if it is the one to replay. Otherwise return None."""
-        if self._replay is None or self._replay.step != step:
-            return None
-        return observed(self._replay, self._context, self._state, strategy, step, groups)
+        """Take a step and observe it, if it is to be replayed or profiled, or of a branch. Otherwise return None."""
+        if self._branch is not None:
+            return self._branch.take(step, partial(strategy.step, step, groups))
+        if self._replay is not None and self._replay.step == step:
+            return observed(self._replay, self._context, self._state, strategy, step, groups)
+        if step in self._profiled and self._folder is not None and self._replay is None:
+            path = self._folder / "profiles" / f"step-{step}-rank-{self._context.world.rank}.json"
+            return profiled(self._context, step, path, partial(strategy.step, step, groups))
+        return None
 
     def chain(self, strategy: Strategy, progress: Progress, step: int, result: StepResult) -> None:
         """Chain the digest of a step that was just taken to the progress."""
@@ -87,5 +104,7 @@ class Records:
         )
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
+        if self._branch is not None:
+            self._branch.after(step, result.loss)
         if self._replay is not None and step == self._replay.step and turn + 1 >= len(context.phases):
             end(context)

@@ -70,7 +70,7 @@ def resolve(given: Mapping[str, Any], run: Path | None, number: int, rank: int) 
     """
     resolved = config.resolve_here(given)
     notes = []
-    if resolved.settings.resume is not None and env.trace() is None:
+    if resolved.settings.resume is not None and not env.starts_anew():
         step, saved = _find(resolved.settings, folder(resolved.settings, run, number))
         resolved = config.resolve_here(given, config.outside(saved))
         notes = _notes(step, saved, resolved)

@@ -100,6 +100,7 @@ class Arguments(TypedDict, total=False):
     audit_action: Literal["stop", "warn"] | None
     threads: int
     events: Level
+    profile_steps: str | int | None
     timeout_seconds: float
     hang_seconds: float | None
 
@@ -186,7 +187,7 @@ def _begin(
     saves, resume = settings.checkpoint, settings.resume
     if env.is_rehearsal():  # saves into the run's temporary directory, and only what the script itself saves
         saves = saves.model_copy(update={"every": None, "directory": None})
-        resume = None if env.replay() is None else resume  # a trace starts from the beginning
+        resume = None if env.starts_anew() else resume
     state.parts[saved_settings.PART] = saved_settings.SavedSettings(config.kept(settings, context.given))
     place = saved_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)

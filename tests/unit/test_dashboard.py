@@ -91,6 +91,17 @@ def test_parts_of_a_step_and_series(index: RecordIndex) -> None:
     assert (memory["steps"], memory["mean"], memory["most"]) == ([1], [101.0], [102.0])
 
 
+def test_the_pause_before_a_resume_is_not_between_steps(run: Path, index: RecordIndex) -> None:
+    """An hour after step 2 the run is resumed, and repeats it."""
+    for rank in range(3):
+        start = {"event": "start", "time": 4999.0, "rank": rank, "generation": 0, "workers": 3}
+        taken = [step(rank, number, time=4996.0 + 2 * number) for number in (2, 3)]
+        with (run / "events" / f"rank-{rank}.jsonl").open("a") as file:
+            file.write("\n" + "".join(json.dumps(one) + "\n" for one in (start, *taken)))
+    index.update()
+    assert views.stages(index)["parts"]["between"] == pytest.approx([0.0, 1.0, 0.0, 1.0], abs=0.51)
+
+
 def test_who_waits_for_whom_and_the_heat_map(index: RecordIndex) -> None:
     found = views.waits(index)
     assert found["late"] == [{"rank": 1, "seconds": 1.5, "steps": 6}]

@@ -111,14 +111,16 @@ def test_numbers_that_are_not_finite_are_null(run: Path, printed: Callable[..., 
     assert json.loads(printed("--json", "--step", "4"))["norms"] == [None, 1.0]
 
 
-def test_folders_of_an_earlier_search_are_forgotten(run: Path, tmp_path: Path) -> None:
+def test_readers_of_different_folders_have_indexes_of_their_own(run: Path, tmp_path: Path) -> None:
     (tmp_path / "copied" / "events").mkdir(parents=True)
     (tmp_path / "copied" / "events" / "rank-1000.jsonl").write_text(line("step", 2, 0))
     index = RecordIndex(run, [tmp_path / "copied"])
     index.update()
     assert len(list(index.find(Search()))) == 18
-    index.close()
     assert len(found(run)) == 17
+    index.update()
+    assert len(list(index.find(Search(), after=18))) == 0, "its records were read again"
+    index.close()
 
 
 def test_an_index_that_cannot_be_used(run: Path, tmp_path: Path) -> None:

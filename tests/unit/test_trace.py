@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.cli.main import main
+from paceline.errors import InputError
+from paceline.observe.tracing.kernels import profiled_slices
 from paceline.observe.tracing.slices import Slice, apart, workers_of
 
 SECOND = 10**9
@@ -81,6 +83,40 @@ def test_slices_of_a_track_nest() -> None:
         for place, one in enumerate(track):
             for other in track[place + 1 :]:
                 assert one.begin <= other.begin and (other.begin >= one.end or other.end <= one.end)
+
+
+def test_kernels_are_on_the_clock_of_the_records(tmp_path: Path) -> None:
+    """The machine's clock is 2 s behind. A launch has a flow to its first kernel, even to an earlier one."""
+    launch = {"ph": "X", "cat": "cuda_runtime", "pid": 9, "tid": 9, "name": "cudaLaunchKernel", "dur": 5.0}
+    kernel = {"ph": "X", "cat": "kernel", "pid": 0, "tid": 7, "name": "sgemm", "dur": 40.0}
+    found = [
+        {**launch, "ts": 2e6, "args": {"correlation": 3}},
+        {**launch, "ts": 2e6 + 1, "tid": 10, "args": {"correlation": 4}},  # of another thread, without a kernel
+        {"ph": "X", "cat": "cpu_op", "pid": 9, "tid": 9, "ts": 2e6 - 10.25, "dur": 100.0, "name": "aten::mm"},
+        {**kernel, "ts": 2e6 - 1, "args": {"correlation": 3, "stream": 7}},
+        {**kernel, "ts": 2e6 + 50, "args": {"correlation": 3}},  # the second one of a graph
+        {"ph": "X", "cat": "gpu_user_annotation", "pid": 0, "tid": 7, "ts": 2e6, "dur": 1.0, "name": "again"},
+        {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
+    ]
+    (tmp_path / "profiles").mkdir()
+    path = tmp_path / "profiles" / "step-3-rank-1.json"
+    path.write_text(json.dumps({"baseTimeNanoseconds": SECOND, "traceEvents": found}))
+    done = record("profile", 1, 6.0, step=3, clock=4.0, path="/elsewhere", text="a table")
+    late = {**done, "step": 9, "time": 9.0}  # its file is not there
+    slices = list(profiled_slices([tmp_path / "none", tmp_path], [{**done, "clock": 3.0}, done, late]))
+    assert [(rank, track, one.name, one.begin - 5 * SECOND) for rank, track, one in slices] == [
+        (1, "operators", "cudaLaunchKernel", 0),
+        (1, "operators 2", "cudaLaunchKernel", 1000),
+        (1, "operators", "aten::mm", -10_250),
+        (1, "GPU 0 stream 7", "sgemm", -1000),
+        (1, "GPU 0 stream 7", "sgemm", 50_000),
+    ]
+    assert [one.sends for _, _, one in slices] == [1 << 32, None, None, None, None]
+    assert [one.receives for _, _, one in slices] == [None, None, None, 1 << 32, None]
+    assert list(workers_of(RECORDS, slices)["rank 1"].tracks)[:3] == ["GPU 0 stream 7", "operators", "operators 2"]
+    path.write_text("[]")
+    with pytest.raises(InputError, match=r"step-3-rank-1\.json cannot be read"):
+        list(profiled_slices([tmp_path], [done]))
 
 
 def test_the_file_is_read_by_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ import pytest
 from paceline.cli.main import main
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
-from paceline.observe import why
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record
-from paceline.observe.why import EVENTS, Findings, Times, explain, find, find_at_end, last_line, sentences
+from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find, sentences
+from paceline.observe.why.at_end import find_at_end, last_line
 
 Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 20
@@ -191,14 +191,49 @@ def test_the_last_line_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with (run / "events" / "rank-1.jsonl").open("ab") as file:
         file.write(b'\xff\n{"event": "step", "time": "x"}\n{"event": "step", "rank": 1, "step": 3}\n{"event": "ste')
     assert last_line(run) == said
-    monkeypatch.setattr(why, "_HEAD_BYTES", 1 << 10)
-    monkeypatch.setattr(why, "_END_BYTES", 1 << 12)
+    monkeypatch.setattr(at_end, "_HEAD_BYTES", 1 << 10)
+    monkeypatch.setattr(at_end, "_END_BYTES", 1 << 12)
     assert last_line(run) == said and 20 <= find_at_end(run).steps < 40, "of the ends of the files"
     (run / "events" / "rank-1.jsonl").rename(run / "events" / "rank-1.old")
     assert last_line(run) == "", "the other rank is on another machine"
     (run / "events" / "rank-1.jsonl").mkdir()
     assert last_line(run) == ""
     assert last_line(tmp_path) == ""
+
+
+def test_only_the_newest_launch_of_a_resumed_run_counts(tmp_path: Path) -> None:
+    """The first launch had a third rank, and lasted longer than the second one of two ranks."""
+    run = tmp_path
+    for rank in range(3):
+        for step in range(60):
+            write(run, rank, step, step - 1000.0, seconds=1.0, waited=0.9, awaited=0.0)
+    ended(run, 40)
+    launcher = run / "events" / "launcher.jsonl"
+    formed = {"event": "membership", "rank": "launcher", "generation": 0}
+    lines = [{**formed, "time": -1001.0, "workers": [0, 1, 2]}, {**formed, "time": -1.0, "workers": [0, 1]}]
+    launcher.write_text("".join(json.dumps(one) + "\n" for one in lines[:1]))
+    assert find_at_end(run).steps >= 50, "it is one launch"
+    launcher.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    assert last_line(run).startswith("rank 1 on a takes longer to compute than the others: 30%")
+    (run / "events" / "rank-1.jsonl").unlink()
+    assert last_line(run) == "", "a rank of the newest launch is missing"
+
+
+def test_layers_of_the_stage_are_named() -> None:
+    records: list[Record] = [
+        {"time": 0.0, "event": "cut", "rank": 0, "generation": 0, "stages": [["a", "b", "c"], ["d"]]},
+        *(
+            {"time": 1.0 + at, "event": "step", "rank": rank, "generation": 0, "step": at, "seconds": 1.0, **waits}
+            for at in range(STEPS)
+            for rank, waits in enumerate(({"waited": 0.0, "awaited": 0.1}, {"waited": 0.0, "awaited": 0.6}))
+        ),
+    ]
+    found = find(records, {0: 0, 1: 1})
+    assert (found.culprits[0].rank, found.culprits[0].layer) == (0, "a to c")
+    assert sentences(found)[0].startswith("rank 0 (stage 0: a to c) takes longer to compute")
+    assert find(records, {0: 1, 1: 0}).culprits[0].layer == "d"
+    assert find(records, {0: 7, 1: 0}).culprits[0].layer is None
+    assert find([{**records[0], "stages": [[], 3]}, *records[1:]], {0: 0}).culprits[0].layer is None
 
 
 def test_waits_are_summed_for_each_rank() -> None:
@@ -248,6 +283,20 @@ def test_the_end_of_a_link_that_is_slow(links: Link, ends: tuple[int | None, ...
     first = found.culprits[0]
     assert (first.kind, first.rank, first.sender, first.receiver) == ("exchange", *ends)
     assert sentences(found)[0] == f"{said}: 50% of the time, 500 ms of each step"
+
+
+def test_a_slow_link_is_named_after_a_change_of_membership() -> None:
+    """The sender is rank 1 of the first 5 steps. It becomes rank 0 when rank 0 is lost."""
+    records: list[Record] = []
+    for generation, steps, slow, ranks in ((0, range(5), 1, range(4)), (1, range(5, 30), 0, range(3))):
+        for step in steps:
+            for rank in ranks:
+                link = [ranks[rank - 1], 0.01] if rank == slow else [slow, 0.4]
+                waits = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "link": link}
+                record = {"time": step + 1.0, "event": "step", "rank": rank, "generation": generation, "step": step}
+                records.append(record | waits)
+    first = find(records).culprits[0]
+    assert (first.kind, first.rank, first.sender, first.receiver) == ("exchange", 0, 0, None)
 
 
 def test_a_late_sender_is_no_slow_link() -> None:

@@ -35,6 +35,7 @@ def command(
     from paceline.observe.index import Search
     from paceline.observe.tracing import otel as open_telemetry
     from paceline.observe.tracing.clocks import described
+    from paceline.observe.tracing.kernels import profiled_slices
     from paceline.observe.tracing.perfetto import write
     from paceline.observe.tracing.slices import workers_of
 
@@ -42,7 +43,9 @@ def command(
         raise ConfigError("--output has no effect with --otel, which writes no file; leave one of them out.")
     search = Search(steps=None if step is None else steps_of(step))
     with up_to_date(runs_dir, run, collect) as (folder, index):
-        workers = workers_of(record for _, record in index.find(search))
+        records = [record for _, record in index.find(search)]
+        profiles = () if otel is not None else [one for one in records if one["event"] == "profile"]
+        workers = workers_of(records, profiled_slices([folder, *(collect or ())], profiles))
         clocks = index.clocks.all()
     if not workers:
         raise InputError(f"{folder} has no records{'' if step is None else f' of the steps {step}'}.")

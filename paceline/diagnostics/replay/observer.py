@@ -6,8 +6,10 @@ import math
 import os
 import pdb
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -22,7 +24,7 @@ from paceline.environments import env
 from paceline.errors import ConfigError, NonFiniteLoss
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.loss import loss_given, pair_of, sum_and_count
-from paceline.step.probes.probe import without_trace
+from paceline.step.probes.probe import warn, without_trace
 from paceline.strategies.base import Strategy
 
 _ROWS = 25
@@ -109,19 +111,28 @@ def _sample_losses(context: TrainingContext, step: int, group: MicrobatchGroup) 
 def _profile(
     asked: env.Replay, context: TrainingContext, step: int, _: list[MicrobatchGroup], take: Callable[[], StepResult]
 ) -> StepResult:
+    return profiled(context, step, asked.directory / f"profile-step-{step}-rank-{context.world.rank}.json", take)
+
+
+def profiled(context: TrainingContext, step: int, path: Path, take: Callable[[], StepResult]) -> StepResult:
+    """Take a step under torch's profiler, and write its profile. A profile that cannot be written is a warning."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = torch.cuda.is_initialized()
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=kinds) as profiled:
+    with profile(activities=kinds) as found:
         result = take()
         if on_gpu:
             torch.cuda.synchronize()
-    path = asked.directory / f"profile-step-{step}-rank-{context.world.rank}.json"
-    profiled.export_chrome_trace(str(path))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        found.export_chrome_trace(str(path))
+    except (OSError, RuntimeError) as error:
+        warn(context, f"The profile of step {step} cannot be written to {path}: {error}.")
+        return result
     order = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
-    table = profiled.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=40)
-    context.events.mark("profile", step=step, path=str(path), text=table)
+    table = found.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=40)
+    context.events.mark("profile", step=step, path=str(path), text=table, clock=time.time())
     return result
 
 

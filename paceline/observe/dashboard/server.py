@@ -32,7 +32,7 @@ from urllib.parse import parse_qs, urlsplit
 from paceline.errors import ConfigError, InputError
 from paceline.observe.dashboard import views
 from paceline.observe.index import RecordIndex, Search, finite
-from paceline.observe.why import find_at_end
+from paceline.observe.why.at_end import find_at_end
 
 _FILES = {
     "": ("page.html", "text/html"),

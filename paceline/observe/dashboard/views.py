@@ -57,7 +57,7 @@ def summary(index: RecordIndex, findings: Findings, now: float | None = None) ->
     """Return where a run is: its steps, its workers, its settings, and where the time of its last steps went.
 
     Args:
-        findings: what :func:`paceline.observe.why.find_at_end` has found.
+        findings: what :func:`paceline.observe.why.at_end.find_at_end` has found.
         now: seconds since 1970. Defaults to the time of the call.
     """
     cells = index.cells()
@@ -118,11 +118,14 @@ def stages(index: RecordIndex) -> Data:
         "SELECT range, SUM(count), SUM(seconds), SUM(waited), SUM(awaited), MAX(last), MIN(first), MAX(count), "
         "SUM(seconds) / SUM(count) FROM cells WHERE event = 'step' GROUP BY range ORDER BY range"
     )
+    pauses = _pauses(cells)
     found: dict[str, list[float | None]] = {name: [] for name in _STEP}
     before: float | None = None
     for _, count, seconds, waited, awaited, last, first, most, mean in steps:
         load, wait = waited / count, min(awaited / count, max(0.0, (seconds - waited) / count))
-        wall = (last - before) / most if before is not None else (last - first) / max(1, most - 1)
+        begin = first if before is None else before
+        paused = sum(max(0.0, min(last, until) - max(begin, since)) for since, until in pauses)
+        wall = (last - begin - paused) / (most if before is not None else max(1, most - 1))
         before = last
         for name, value in zip(_STEP, (load, mean - load - wait, wait, max(0.0, wall - mean)), strict=True):
             found[name].append(max(0.0, value))
@@ -133,6 +136,13 @@ def stages(index: RecordIndex) -> Data:
         "parts": found,
         "operations": _per_step(cells, "seconds", _OPERATIONS, counts),
     }
+
+
+def _pauses(cells: Cells) -> list[tuple[float, float]]:
+    """Return the times between the last step of a launch and the start of the next one."""
+    starts = cells.rows("SELECT time FROM written WHERE event = 'start' AND rank = 0 ORDER BY time")
+    last = "SELECT time FROM written WHERE event = 'step' AND time < ? ORDER BY time DESC LIMIT 1"
+    return [(since, until) for (until,) in starts[1:] for (since,) in cells.rows(last, until)]
 
 
 def _per_step(cells: Cells, column: str, events: Sequence[str], counts: Mapping[int, int]) -> Data:

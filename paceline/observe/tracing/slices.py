@@ -39,7 +39,7 @@ _COUNTERS = {
     "usage": ("bytes", "cores"),
 }
 _COMMON = ("time", "event", "rank", "generation", "seconds")
-_NANOSECONDS = 1e9
+NANOSECONDS = 1e9
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,12 @@ class Worker:
     counters: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))  # times and values
 
 
-def workers_of(records: Iterable[Record]) -> dict[str, Worker]:
+def workers_of(records: Iterable[Record], profiled: Iterable[tuple[int, str, Slice]] = ()) -> dict[str, Worker]:
     """Return the tracks of each worker, by its rank or by the name of the process.
 
     Args:
         records: records of all workers, in any order.
+        profiled: rank, track and slice of operators and kernels. Defaults to none.
     """
     known = list(records)
     flows, moved = _flows(known)
@@ -84,7 +85,7 @@ def workers_of(records: Iterable[Record]) -> dict[str, Worker]:
     slices: dict[tuple[str, str], list[Slice]] = defaultdict(list)
     for record in known:
         worker = f"rank {record['rank']}" if isinstance(record["rank"], int) else record["rank"]
-        end, name = round(record["time"] * _NANOSECONDS), _name(record)
+        end, name = round(record["time"] * NANOSECONDS), _name(record)
         values = {key: value for key, value in record.items() if key not in _COMMON}
         for counter in _COUNTERS.get(record["event"], ()):
             if (value := number(record.get(counter))) is not None:
@@ -93,11 +94,13 @@ def workers_of(records: Iterable[Record]) -> dict[str, Worker]:
             workers[worker].instants.append(Instant(name, end, values))
             continue
         flow = {"sends" if record["event"] == "send" else "receives": flows.get(id(record))}
-        begin = end - round(seconds * _NANOSECONDS)
+        begin = end - round(seconds * NANOSECONDS)
         if (by := moved.get(id(record))) is not None:
-            end, values = end + round(by * _NANOSECONDS), values | {"moved": by}
+            end, values = end + round(by * NANOSECONDS), values | {"moved": by}
         found = Slice(name, begin, end, values, **flow)
         slices[worker, _KINDS.get(record["event"], "events")].append(found)
+    for rank, track_name, one in profiled:
+        slices[f"rank {rank}", track_name].append(one)
     for (worker, kind), some in sorted(slices.items()):
         for place, track in enumerate(apart(some)):
             workers[worker].tracks[f"{kind} {place + 1}" if place else kind] = track

@@ -14,18 +14,15 @@ No clock is compared with that of another machine: only durations are. After Sta
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.observe import noise
-from paceline.observe.records import EVENT, Record, number, parsed
+from paceline.observe.records import Record, number
 from paceline.observe.why.links import Links, SlowLink, slow_link
-from paceline.system.regular_files import open_regular
 
 _FIRST_STEPS = 3
 """Steps at the start of longer runs that are looked at by themselves, because they probe and warm up."""
@@ -37,19 +34,13 @@ _PROBE_SECONDS = 1.0
 _MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
-EVENTS = ("start", "step", noise.EVENT, *_PAUSES)
+EVENTS = ("start", "step", "cut", noise.EVENT, *_PAUSES)
 """Events from which the findings follow."""
 STAGES = """
 SELECT rank, min(json_extract(record, '$.stage')) FROM records
 WHERE event = 'forward' AND typeof(rank) = 'integer' GROUP BY rank
 """
 """Query for the first stage of each rank of a pipeline."""
-_HEAD_BYTES = 1 << 15
-_END_BYTES = 1 << 18
-_ENDS_BYTES = 1 << 21
-"""Bytes that are read at the end of a run: the head of each file, its end, and the ends of all files at most."""
-_LEAST_STEPS, _LEAST_SECONDS, _WORTH_SAYING = 20, 2.0, 0.05
-"""Fewest steps, their least duration, and the smallest share that the last lines of a run mention."""
 
 
 class Times(NamedTuple):
@@ -75,7 +66,7 @@ class Culprit:
     rank: int | None = None
     host: str | None = None
     stage: int | None = None  # of a pipeline
-    layer: str | None = None
+    layer: str | None = None  # layers of the stage, such as ``blocks.2 to blocks.5``
     sender: int | None = None  # of a slow link, whose slow end is the rank. None if data of all senders come slowly
     receiver: int | None = None  # of a slow link. None if the data come slowly to all receivers
 
@@ -115,70 +106,58 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     about: dict[Any, dict[str, Any]] = defaultdict(dict, {rank: {"stage": one} for rank, one in (stages or {}).items()})
     pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
     start: Record = {}
+    layers: list[str] = []
     norms = noise.NoiseRecords()
 
     def noted() -> Iterator[Record]:
-        nonlocal start
+        nonlocal start, layers
         for record in records:
             event, rank = record["event"], record["rank"]
             if event == "start":
                 host, start = record.get("host"), record
                 about[rank]["host"] = host if isinstance(host, str) else None
+            elif event == "cut":
+                layers = _layers(record)
             elif event in _PAUSES:
                 pauses[event][rank] += number(record.get(_PAUSES[event])) or 0.0
             norms.add(record)
             yield record
 
-    links: Links = {}
-    steps = _steps(noted(), links)
+    links: dict[int, Links] = defaultdict(dict)
+    taken = _steps(noted(), links)
+    steps = [*taken.values()]
+    for one in about.values():
+        if (stage := one.get("stage")) is not None and stage < len(layers):
+            one["layer"] = layers[stage]
     longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
     first = steps[:_FIRST_STEPS] if len(steps) > 3 * _FIRST_STEPS else []
-    link = slow_link(links, {rank for step in steps for rank in step})
+    link = _slow_link(links, taken)
     found = explain(steps[len(first) :], about, longest, start, link, first if whole else [])
     return replace(found, noise=norms.scale())
 
 
-def find_at_end(run: Path) -> Findings:
-    """Return where the time of the last steps went, from the ends of the event files, which takes no time to read.
+def _slow_link(links: Mapping[int, Links], steps: Mapping[tuple[int, int], Mapping[int, Times]]) -> SlowLink | None:
+    """Return the slow link of the generation with the longest waits, as if it had taken its share of all waits."""
+    sums = {generation: sum(waits.values()) for generation, waits in links.items()}
+    if not sums:
+        return None
+    most = max(sums, key=sums.__getitem__)
+    link = slow_link(links[most], {rank for (one, _), ranks in steps.items() if one == most for rank in ranks})
+    return link and link._replace(seconds=link.seconds * sum(sums.values()) / sums[most])
 
-    Returns no findings if the files of some ranks are elsewhere, or cannot be read.
+
+def _layers(cut: Record) -> list[str]:
+    """Return the layers of each stage as text."""
+    stages = cut.get("stages")
+    valid = isinstance(stages, list) and all(isinstance(one, list) and one for one in stages)
+    return [f"{one[0]} to {one[-1]}" if len(one) > 1 else str(one[0]) for one in stages] if valid else []  # type: ignore[union-attr]
+
+
+def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int, int], dict[int, Times]]:
+    """Return the durations of each step by rank, by generation and number of the step.
+
+    Also add up for how long each receiver waits for each sender, by generation, because ranks change with it.
     """
-    paths = sorted((run / "events").glob("rank-*.jsonl"))
-    records, stages, workers = list[Record](), dict[int, int](), 0
-    for path in paths:
-        try:
-            found, forward = _ends_of(path, min(_END_BYTES, _ENDS_BYTES // len(paths)))
-        except OSError:
-            return Findings()
-        records += found
-        stages |= forward
-        workers = max([workers, *(one["workers"] for one in found if type(one.get("workers")) is int)])
-    return find(records, stages, whole=False) if len({one["rank"] for one in records}) >= workers else Findings()
-
-
-def _ends_of(path: Path, size: int) -> tuple[list[Record], dict[int, int]]:
-    """Return the records at the end of a file, with the start of the session, and the stages of its rank."""
-    with open_regular(path) as file:
-        lines = file.read(_HEAD_BYTES).split(b"\n")[:-1]
-        end = file.seek(0, os.SEEK_END)
-        if end > _HEAD_BYTES:
-            lines = [line for line in lines if b'"event": "start"' in line]
-            file.seek(max(_HEAD_BYTES, end - size))
-            lines += file.read(size).split(b"\n")[1:-1]
-    records, stages = [], dict[int, int]()
-    for line in lines:
-        if (name := EVENT.search(line)) is None or name[1].decode(errors="replace") not in (*EVENTS, "forward"):
-            continue
-        if (record := parsed(line)) is not None:
-            if record["event"] != "forward":
-                records.append(record)
-            elif type(stage := record.get("stage")) is int:
-                stages[record["rank"]] = min(stage, stages.get(record["rank"], stage))
-    return records, stages
-
-
-def _steps(records: Iterable[Record], links: Links) -> list[dict[int, Times]]:
-    """Return the durations of each step by rank, and add up for how long each receiver waits for each sender."""
     found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
     waits: dict[tuple[int, int], dict[int, tuple[int, float]]] = defaultdict(dict)
     ended: dict[tuple[int, int], float] = {}  # times by rank and generation; what a recovery takes is of no step
@@ -202,8 +181,9 @@ def _steps(records: Iterable[Record], links: Links) -> list[dict[int, Times]]:
         own = {rank: times.own for rank, times in found[key].items()}
         for rank, (sender, late) in ranks.items():  # a sender that computes for longer is no slow link
             late = max(0.0, late - max(0.0, own.get(sender, math.inf) - own[rank]))
-            links[sender, rank] = links.get((sender, rank), 0.0) + late
-    return [found[key] for key in sorted(found)]
+            known = links[key[0]]
+            known[sender, rank] = known.get((sender, rank), 0.0) + late
+    return dict(sorted(found.items()))
 
 
 def explain(
@@ -370,7 +350,8 @@ def sentences(findings: Findings) -> list[str]:
         least = f"{_LEAST_SHARE:.0%}"
         lines = [f"all workers compute nearly all of the time: nothing else takes {least} of {findings.steps} steps"]
     for one in findings.culprits:
-        where = f" (stage {one.stage})" if one.stage is not None else f" on {one.host}" if one.host else ""
+        layers = f": {one.layer}" if one.layer is not None else ""
+        where = f" (stage {one.stage}{layers})" if one.stage is not None else f" on {one.host}" if one.host else ""
         link = (
             f"receives slowly from {'the others' if one.sender is None else f'rank {one.sender}'}"
             if one.rank == one.receiver
@@ -382,12 +363,3 @@ def sentences(findings: Findings) -> list[str]:
         lines.append(f"{text}: {one.share:.0%} of the time, {each}")
     lines += [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
     return lines if findings.noise is None else [*lines, noise.sentence(findings.noise)]
-
-
-def last_line(run: Path) -> str:
-    """Return the sentence for the end of a run. Empty if the run was short, or nothing takes much of its time."""
-    findings = find_at_end(run)
-    said = findings.steps >= _LEAST_STEPS and findings.seconds >= _LEAST_SECONDS
-    if not said or not findings.culprits or findings.culprits[0].share < _WORTH_SAYING:
-        return ""
-    return f"{sentences(findings)[0]} (more: paceline why)"
