@@ -214,7 +214,7 @@ class _Judge:
             settings,
             self.layout.name,
             seconds,
-            seconds * (1 - self.spread),
+            seconds / (1 + self.spread),
             seconds * (1 + self.spread),
             memory_bytes,
             strategy != "diloco",
