@@ -32,7 +32,7 @@ Level: TypeAlias = Literal["minimal", "steps", "operations"]
 _ORDER: dict[Level, int] = {"minimal": 0, "steps": 1, "operations": 2}
 _LEVEL_OF: dict[str, Level] = {
     **dict.fromkeys(("start", "batches", "step", "phase", "update", "dropped", "skipped", "metrics"), "minimal"),
-    **dict.fromkeys(("evaluation", "note", "strategy", "clock", "lost-records"), "minimal"),
+    **dict.fromkeys(("evaluation", "note", "strategy", "communication", "clock", "lost-records"), "minimal"),
     **dict.fromkeys(("gathered", "recovered", "went back", "departure", "not saved", "resume"), "minimal"),
     **dict.fromkeys(("samples", "anomaly", "profile"), "minimal"),  # of a replay, which asks for them
     **dict.fromkeys(("branch", "branch-end"), "minimal"),  # of ``paceline tune``

@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Steps, number, whole
-from paceline.system.wires import PARTIAL_WIRES, parsed, text_of
+from paceline.system.wires import PARTIAL_WIRES, checked, parsed, text_of
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
 Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
+Part = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 
 
 class CheckpointSettings(BaseModel):
@@ -33,13 +34,9 @@ class CheckpointSettings(BaseModel):
         None, description="remove checkpoints older than this, except the newest; none: keep them at any age"
     )
     background: bool | None = Field(
-        None,
-        description="save in the background; false: training waits for each save; none: unless workers have shares "
-        "of the state, which rank 0 would have to copy",
+        None, description="save in the background; false: training waits; none: unless workers have shares of the state"
     )
-    retry_seconds: Seconds = Field(
-        300.0, description="how long to try again while the disk, network folder or object store fails"
-    )
+    retry_seconds: Seconds = Field(300.0, description="how long to try again while the disk or object store fails")
     key_file: Path | None = Field(
         None, description="file with a secret that signs checkpoints: those that are not signed with it are refused"
     )
@@ -99,9 +96,7 @@ class AverageSettings(BaseModel):
     kind: Literal["ema", "swa"] | None = Field(
         None, description="keep an average of the weights: exponential (ema), or of equal parts (swa); none: keep none"
     )
-    decay: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] = Field(
-        0.999, description="ema: the part of the old average in the new one"
-    )
+    decay: Part = Field(0.999, description="ema: the part of the old average in the new one")
     after: NonNegativeInt = Field(0, description="steps before those that are averaged")
     every: PositiveInt = Field(1, description="steps from one to the next that is averaged")
 
@@ -148,15 +143,11 @@ class LocalSettings(BaseModel):
     every: PositiveInt = Field(8, description="steps between two outer steps")
     after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
     replicas: PositiveInt = Field(4, description="replicas of the model, a divisor of microbatches")
-    outer_lr: Annotated[float, Field(gt=0), BeforeValidator(number)] = Field(
-        0.7, description="diloco: learning rate of the outer steps"
-    )
+    outer_lr: PositiveFloat = Field(0.7, description="diloco: learning rate of the outer steps")
     outer_momentum: Fraction = Field(0.9, description="diloco: Nesterov momentum of the outer steps")
     fragments: PositiveInt = Field(1, description="parts of the model, each with its own outer step in a period")
     delay: NonNegativeInt = Field(0, description="steps that go on while a fragment's outer step is on its way")
-    mixing: Fraction = Field(
-        0.0, description="share of its own weights that a replica keeps when an outer step arrives"
-    )
+    mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps in an outer step")
 
 
 class PipelineSettings(BaseModel):
@@ -256,8 +247,12 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
-    wire_ratio: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] = Field(
-        0.05, description="randomk, topk: the part of the gradients that a step sends, at most half of them"
+    wire_ratio: Part = Field(0.05, description="randomk, topk: part of the gradients that a step sends, at most half")
+    communication: Annotated[str, AfterValidator(checked)] = Field(
+        "fixed", description="auto: buckets, and formats within tolerance, by measured times; or what a run has chosen"
+    )
+    tolerance: Literal["bits", "rounding", "convergent"] = Field(
+        "bits", description="what communication=auto may change: no bit; rounding; or also how well the model learns"
     )
     wire_rank: PositiveInt = Field(4, description="powersgd: rank of the matrices that a step sends")
     seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)] = Field(
@@ -335,7 +330,12 @@ class Settings(BaseModel):
     def facts(self) -> dict[str, int | str]:
         """Settings that must be the same for the same bits after a resume."""
         form = f"{self.wire}, {self.wire_ratio:g}, rank {self.wire_rank}" if self.keeps_errors else self.wire
-        return {"exact": self.exact, "wire": form}
+        return {"exact": self.exact, "wire": "chosen" if self.chooses_wire else form}
+
+    @property
+    def chooses_wire(self) -> bool:
+        """Whether the format of gradients may change during the run."""
+        return self.communication != "fixed" and (self.communication != "auto" or self.tolerance != "bits")
 
     @property
     def keeps_errors(self) -> bool:

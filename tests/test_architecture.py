@@ -60,6 +60,8 @@ SETTINGS = {
         "wire",
         "wire_ratio",
         "wire_rank",
+        "communication",
+        "tolerance",
         "bucket_megabytes",
         "shard",
         "shard_copy",

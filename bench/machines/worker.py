@@ -148,6 +148,13 @@ if __name__ == "__main__":
         seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
     elif way.startswith("wire-"):
         seconds, fingerprint = ours(model, data, steps, PER_WORKER * size, wire=way.removeprefix("wire-"), **shape)
+    elif way.startswith("auto-"):
+        chosen = {"communication": "auto", "tolerance": way.removeprefix("auto-")}
+        seconds, fingerprint = ours(model, data, steps, PER_WORKER * size, **chosen, **shape)
+    elif way.startswith("fixed-"):
+        wire, megabytes_each = way.removeprefix("fixed-").split("@")
+        each = None if megabytes_each == "none" else float(megabytes_each)
+        seconds, fingerprint = ours(model, data, steps, PER_WORKER * size, wire=wire, bucket_megabytes=each, **shape)
     elif way.startswith("diloco-"):
         every, fragments, delay, wire = way.split("-")[1:]
         local = {"every": int(every), "fragments": int(fragments), "delay": int(delay), "replicas": size}

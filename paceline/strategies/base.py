@@ -146,6 +146,7 @@ class Capabilities:
     # whether all microbatches of a batch may be computed before the step, for a loss over all of them
     batch_losses: bool = False
     closures: bool = False  # whether a step can be computed again, for an optimizer that needs a closure
+    communication: bool = False  # whether ``communication`` may change buckets and formats between two steps
     scales_loss: bool = False  # whether the loss may be scaled, with gradients that stay scaled until they are reduced
     # whether a worker that updates a parameter sees every update of it, which an average of weights needs
     averages: bool = True

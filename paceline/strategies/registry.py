@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -22,6 +23,7 @@ from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.batch_losses import BatchLosses
 from paceline.strategies.data_parallel import allreduce, backup_workers, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.communication import ChosenCommunication
 from paceline.strategies.local import strategy as local
 from paceline.strategies.parameter_server import hogwild
 from paceline.strategies.parameter_server import strategy as parameter_server
@@ -124,7 +126,9 @@ def build(context: TrainingContext) -> Strategy:
     context.warnings.clear()
     if context.world.size == 1:
         materialize(context.compute.model)
-    make = entry.build if context.world.size > 1 else entry.alone
+    build_one = entry.build if context.world.size > 1 else entry.alone
+    chooses = context.settings.communication != "fixed"
+    make = partial(ChosenCommunication, make=build_one) if chooses else build_one
     if context.compute.batch_loss is not None:
         return BatchLosses(context, make)
     return Phases(context, make) if context.phases else make(context)

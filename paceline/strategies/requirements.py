@@ -62,6 +62,7 @@ def check(
         )
     _check_memory(settings)
     _check_wires(settings, capabilities, forward, model)
+    _check_communication(settings, capabilities, forward)
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, model)
     if env.trace() is not None:
@@ -132,6 +133,41 @@ def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forwa
         raise ConfigError(
             f"wire = {wire!r} needs sums along the tree, because the all-reduce of a back end does not add up 8-bit "
             f"floats: leave out reduction, or use wire = 'int8'."
+        )
+
+
+def _check_communication(settings: Settings, capabilities: Capabilities, forward: object) -> None:
+    asked, chooses = f"communication = {settings.communication!r}", settings.communication == "auto"
+    if settings.communication == "fixed":
+        if settings.tolerance != "bits":
+            raise ConfigError(
+                f"tolerance = {settings.tolerance!r} is what communication = 'auto' may change, but {asked}: set "
+                f"communication = 'auto', or leave out tolerance."
+            )
+        return
+    if not capabilities.communication or isinstance(forward, Mapping):
+        what = "a forward for each optimizer" if capabilities.communication else f"strategy {settings.strategy!r}"
+        raise ConfigError(
+            f"{asked} changes buckets and formats between two steps, which {what} cannot: use strategy 'allreduce' "
+            f"with one forward, or leave it out."
+        )
+    if chooses and settings.bucket_megabytes is not None:
+        raise ConfigError(
+            f"{asked} chooses the size of buckets, but bucket_megabytes = {settings.bucket_megabytes:g}: leave out one."
+        )
+    if settings.keeps_errors or (settings.chooses_wire and settings.wire != "float32"):
+        cure = ", or set tolerance = 'bits'" if chooses and not settings.keeps_errors else ""
+        raise ConfigError(f"{asked} cannot be combined with wire = {settings.wire!r}: leave out one{cure}.")
+    collective = settings.reduction == "collective" and not settings.fixed_point
+    if chooses and settings.tolerance == "bits" and collective:
+        raise ConfigError(
+            f"{asked} with tolerance = 'bits' changes only buckets, but with reduction = 'collective' they determine "
+            f"the order of additions: leave out reduction, or set tolerance = 'rounding'."
+        )
+    if chooses and settings.tolerance != "bits" and env.trace() is not None:
+        raise ConfigError(
+            f"{asked} with tolerance = {settings.tolerance!r} takes other formats in each run, which paceline verify "
+            f"would find: set tolerance = 'bits', or communication to the formats that a run has chosen."
         )
 
 

@@ -69,6 +69,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         phases=True,
         batch_losses=True,
         closures=True,
+        communication=True,
         scales_loss=True,
     )
 

@@ -1,8 +1,9 @@
-"""Names of the formats of gradients on the wire, and the text of a format for each module class."""
+"""Names of the formats of gradients on the wire, and texts: a format for each module class, the formats of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Literal, get_args
 
 Wire = Literal[
@@ -45,3 +46,37 @@ def text_of(value: object) -> object:
         if not kind and len(parts) > 1:
             raise ValueError(f"{form!r} has no module class: write Embedding={form}, or default={form}")
     return ",".join(parts) if len(parts) > 1 else parts[0].removeprefix("default=")
+
+
+def spelled(formats: Mapping[int, str]) -> str:
+    """Return the text of the formats of a run, by the step from which on it has them.
+
+    >>> spelled({0: "float32", 12: "int8"})
+    '0=float32,12=int8'
+    """
+    return ",".join(f"{step}={form}" for step, form in formats.items())
+
+
+def formats_in(communication: str) -> dict[int, str]:
+    """Return the formats of a run from their text. Empty if ``communication`` names no formats."""
+    pairs = [part.partition("=") for part in communication.split(",") if "=" in part]
+    return {int(step): form for step, _, form in pairs}
+
+
+def checked(communication: str) -> str:
+    """Return a valid value of ``communication``.
+
+    Raises:
+        ValueError: it is neither ``fixed`` nor ``auto`` nor formats with the steps from which on a run has them.
+    """
+    parts = communication.split(",")
+    pairs = [part.strip().partition("=") for part in parts]
+    steps = [int(step) if step.isdecimal() else -1 for step, _, _ in pairs]
+    known = [form for form in get_args(Wire) if form not in PARTIAL_WIRES]
+    rising = steps[0] == 0 and all(one < next for one, next in pairwise(steps))
+    if communication not in ("fixed", "auto") and not (rising and all(form in known for _, _, form in pairs)):
+        raise ValueError(
+            f"write fixed, auto, or the formats that a run has chosen, each with its first step, such as "
+            f"0=float32,12=int8; the formats are {', '.join(known)}"
+        )
+    return ",".join(part.strip() for part in parts)

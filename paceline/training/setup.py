@@ -68,6 +68,8 @@ class Arguments(TypedDict, total=False):
     wire: Wire | dict[str | type, Wire] | str
     wire_ratio: float
     wire_rank: int
+    communication: str
+    tolerance: Literal["bits", "rounding", "convergent"]
     transport: Literal["auto", "mpi"]
     shard: Literal["optimizer", "gradients", "parameters"]
     shard_copy: bool | None
@@ -197,7 +199,7 @@ def _begin(
     if checkpointer.enabled or context.world.coordinator is not None:
         catch_notices(context.world)
     rules: dict[str, object] = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
-    rules |= {"workers_per_loader": settings.workers_per_loader, "wire": settings.wire}
+    rules |= {"workers_per_loader": settings.workers_per_loader, "wire": settings.facts["wire"]}
     rules["microbatches"] = context.order.microbatches
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)

@@ -101,9 +101,9 @@ def test_means_have_the_bits_of_the_tree(slices: list[Slice] | None, size: int, 
     def act(world: Any) -> None:
         named = parameters()
         reducer = reducer_of(world, named, slices, size, windowed)
-        late = [bucket.index for bucket in reducer._reduction._buckets if bucket.after >= 0]  # type: ignore[union-attr]
+        late = [bucket.index for bucket in reducer.reduction._buckets if bucket.after >= 0]  # type: ignore[union-attr]
         assert bool(late) == (windowed and size < 1 << 20)
-        reduction: Any = reducer._reduction
+        reduction: Any = reducer.reduction
         for _ in range(2):
             reduction.calls = 0
             missing = step(reducer, named, SHARES[world.rank])

@@ -12,7 +12,7 @@ from paceline.events import EventLog
 
 CAPABILITIES = SimpleNamespace(ordered=False)
 FOUR_MACHINES: Any = SimpleNamespace(
-    hosts=[(rank,) for rank in range(4)], transport=SimpleNamespace(capabilities=CAPABILITIES)
+    link_shares=None, hosts=[(rank,) for rank in range(4)], transport=SimpleNamespace(capabilities=CAPABILITIES)
 )
 
 
@@ -30,6 +30,7 @@ def test_a_link_that_seems_slow(
 ) -> None:
     rates = iter(measured)
     monkeypatch.setattr(choice, "measure_links", lambda world: next(rates))
+    monkeypatch.setattr(FOUR_MACHINES, "link_shares", None)
     shares = choice._link_shares(FOUR_MACHINES, choice._WORTH_MEASURING, EventLog(None, 0))
     assert len(measured) - len(list(rates)) == asked
     if equal:

@@ -305,13 +305,17 @@ def test_the_reduction_that_fits_the_workers(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_links_are_measured_again_until_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts, world = Facts(), SimpleNamespace(hosts=((0,), (1,), (2,)), transport=Gloo(same_host=False))
+    facts = Facts()
+    world = SimpleNamespace(hosts=((0,), (1,), (2,)), transport=Gloo(same_host=False), link_shares=None)
     rates = iter([[9e6, 1e6, 8e6], [8e6, 9e6, 9e6], [1e6, 1e6, 1e6], [9e6, 4e6, 9e6], [8e6, 3e6, 8e6], [1.0, 2e6, 1.0]])
     monkeypatch.setattr(choice, "measure_links", lambda _: next(rates))
     large = choice._WORTH_MEASURING
     assert choice._link_shares(world, large, facts) == []  # type: ignore[arg-type]
     assert facts.all == [{"event": "links", "megabytes_per_second": [9.0, 9.0, 9.0], "shares": facts.all[0]["shares"]}]
+    assert choice._link_shares(world, large, facts) == []  # type: ignore[arg-type]
+    assert len(facts.all) == 1, "measured once for a membership"
     next(rates)
+    world.link_shares = None
     shares = choice._link_shares(world, large, facts)  # type: ignore[arg-type]
     assert facts.all[1]["megabytes_per_second"] == [9.0, 4.0, 9.0]
     assert shares == facts.all[1]["shares"] and shares[1] < shares[0] and sum(shares) == pytest.approx(1.0)

@@ -105,6 +105,15 @@ def test_the_settings_are_those_of_the_launch_that_took_the_step(tmp_path: Path)
         known.settings_of(3)
 
 
+def test_the_formats_of_a_step_are_those_that_the_run_had_chosen(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "one", losses=LOSSES[:3])
+    mark(run, 0, "communication", 0.5, step=0, formats="0=float32", chooses=True)
+    mark(run, 0, "communication", 9.0, step=3, formats="0=float32,3=int8", chooses=True)
+    mark(run, 0, "step", 10.0, 1, step=3, loss=0.6, gradient_norm=2.0, chain="new")
+    assert load(run).settings_of(2) == {"communication": "0=float32"}
+    assert load(run).settings_of(3) == {"communication": "0=float32,3=int8"}
+
+
 @pytest.mark.parametrize("first", range(8))
 def test_bisection(first: int) -> None:
     asked: list[int] = []

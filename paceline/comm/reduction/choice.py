@@ -81,6 +81,8 @@ def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
     """
     if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.transport.capabilities.ordered:
         return []
+    if world.link_shares is not None:
+        return world.link_shares
     rates = [0.0] * len(world.hosts)
     for _ in range(_MEASUREMENTS):
         rates = [max(pair) for pair in zip(rates, measure_links(world), strict=True)]
@@ -88,4 +90,5 @@ def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
         if equal := len({*shares}) == 1:
             break
     events.mark("links", megabytes_per_second=[rate / 1e6 for rate in rates], shares=shares)
-    return [] if equal else shares
+    world.link_shares = [] if equal else shares
+    return world.link_shares

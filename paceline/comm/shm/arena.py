@@ -194,6 +194,18 @@ class SharedMemory:
         assert self._reserved <= _SLOTS, f"more than {_SLOTS} flags"
         return first
 
+    def mark(self) -> tuple[int, int]:
+        """Return where the next block and the next flag will be, for :meth:`rewind`."""
+        return self._next, self._reserved
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Free all blocks and flags since a mark. All workers must call this together, when none uses them any more."""
+        start, reserved = mark
+        count = self._reserved - reserved
+        self._flags[self.place][reserved : self._reserved] = memoryview(bytes(8 * count)).cast("q")
+        self._next, self._reserved = start, reserved
+        self.all_gather(b"")
+
     def lock(self, check_peers: CheckPeers | None = None) -> Lock:
         """Create a lock. All workers must create their locks in the same order.
 

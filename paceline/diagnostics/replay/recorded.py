@@ -21,7 +21,7 @@ from paceline.observe.records import Record, read
 from paceline.system.masking import MASK
 from paceline.system.regular_files import open_regular, read_text
 
-_EVENTS = ("start", "step", "checkpoint", "resume", "recovered")
+_EVENTS = ("start", "step", "checkpoint", "resume", "recovered", "communication")
 _ASYNCHRONOUS = "Only strategies that compute the same function on any number of workers record digests of their steps"
 _SECRET = (
     "An argument or setting of {run} was a secret, which is not in its record: pass secrets to the script in "
@@ -72,6 +72,7 @@ class RecordedRun:
     steps: Mapping[int, RecordedStep]
     sizes: tuple[tuple[float, int], ...]  # times from which on there were so many workers
     checkpoints: Mapping[int, Path]  # those that are still there, by their number of steps
+    formats: tuple[tuple[float, str], ...] = ()  # times from which on the run has chosen these formats of gradients
 
     @property
     def script(self) -> Path:
@@ -89,7 +90,7 @@ class RecordedRun:
         return next((one for one in reversed(self.starts) if one["time"] <= until), self.starts[0])
 
     def settings_of(self, step: int) -> dict[str, str]:
-        """Return the settings of a step that the script has not set itself.
+        """Return the settings of a step that the script has not set itself, and the formats that the run has chosen.
 
         Raises:
             ConfigError: a setting was a secret.
@@ -97,6 +98,9 @@ class RecordedRun:
         settings = dict(self.start_of(step).get("settings", {}))
         if any(MASK in value for value in settings.values()):
             raise ConfigError(_SECRET.format(run=self.folder.name))
+        until = self.steps[step].time if step in self.steps else math.inf
+        if formats := [text for time, text in self.formats if time <= until]:
+            settings["communication"] = formats[-1]
         return settings
 
     def workers_at(self, step: int) -> int:
@@ -162,7 +166,8 @@ def load(folder: Path) -> RecordedRun:
     sizes = [(one["time"], int(one.get("workers", 1))) for one in starts]
     changed = [one for one in records["recovered"] if isinstance(one.get("workers"), list)]
     sizes += [(one["time"], len(one["workers"])) for one in changed]
-    return RecordedRun(folder, launch, starts, steps, tuple(sorted(sizes)), found)
+    formats = sorted((one["time"], str(one["formats"])) for one in records["communication"] if one.get("chooses"))
+    return RecordedRun(folder, launch, starts, steps, tuple(sorted(sizes)), found, tuple(formats))
 
 
 def _launch(folder: Path) -> dict[str, Any]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from time import perf_counter
 
 import torch
 
 from paceline.data.keys import ROUNDING, seed_of
+from paceline.events import EventLog
 from paceline.step.context import TrainingContext
+from paceline.step.gradients.accumulate import Values, add
 from paceline.step.gradients.codec import Codec, Format, number_of
 from paceline.step.gradients.compressions import OneBit, PowerSGD, RandomK, TopK
 from paceline.step.gradients.fixed_point import TYPES, WholeNumbers
@@ -17,6 +21,9 @@ from paceline.step.gradients.lane_memory import LaneMemory
 from paceline.step.gradients.lanes import LIMITS, Codes
 from paceline.step.gradients.partial import Compression, Feedback
 from paceline.system.wires import PARTIAL_WIRES
+
+_SAMPLE = 1 << 19
+"""Number of elements of a gradient that is encoded to measure how long it takes."""
 
 _OWN: dict[str, Callable[[tuple[int, ...], int], Compression]] = {}
 
@@ -43,6 +50,30 @@ def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], 
         for name, value in parameters.items()
     ]
     return Codec(context, parameters, formats, memory)
+
+
+def coding_seconds(context: TrainingContext) -> tuple[float, float, float]:
+    """Return the seconds for each byte of a float32 gradient to encode it, to add two sums, and to decode a sum.
+
+    No other worker takes part. On a GPU only the launches are measured.
+    """
+    quiet = replace(context, strategy_state={}, events=EventLog(None, 0))
+    parameter = torch.linspace(-1.0, 1.0, _SAMPLE, device=context.world.device).view(1024, -1)
+    codec, found = codec_for(quiet, {"sample": parameter}), []
+    for step in range(4):
+        gradients: Values = [parameter.clone()]
+        begin = perf_counter()
+        sums = codec.encode(gradients, step, 0) if codec else gradients
+        encoded = perf_counter()
+        add(sums, [*sums])
+        added = perf_counter()
+        if codec is not None and codec.fits():
+            codec.decode(sums, 1.0)
+        found.append((encoded - begin, added - encoded, perf_counter() - added))
+        if codec is not None:
+            codec.accept()
+    encode, summed, decode = (min(times[1:]) / parameter.nbytes for times in zip(*found, strict=True))
+    return encode, summed, decode
 
 
 def register(name: str, compression: Callable[[tuple[int, ...], int], Compression]) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.collectives.step_header import StepHeader
+from paceline.comm.reduction.executor import Reduction
 from paceline.data.feed import MicrobatchGroup
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
@@ -47,6 +48,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         phases=True,
         batch_losses=True,
         closures=True,
+        communication=True,
         scales_loss=True,
         even_shares=True,
         exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),
@@ -74,6 +76,7 @@ class AllReduce(Strategy):
 
     Attributes:
         seconds: compute time of each worker in the last step, measured until workers begin to wait for each other.
+        shares: function from the number of microbatches to each rank's share.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class AllReduce(Strategy):
         self._reducer = reducer or Reducer(context, any_order=not context.settings.along_tree)
         self._memory, self._notice = self._reducer.memory, 0
         in_lanes = None if self._memory is None else self._memory.share
-        self._shares = shares or in_lanes or (lambda microbatches: even(microbatches, context.world.size))
+        self.shares = shares or in_lanes or (lambda microbatches: even(microbatches, context.world.size))
         self._results = Results(context, self._largest_share(), apply)
 
     def groups(self, step: int) -> list[range]:
@@ -97,11 +100,11 @@ class AllReduce(Strategy):
 
     def _largest_share(self) -> int:
         """Return the largest share of any worker in a step, including the short step at the end of an epoch."""
-        return max(len(share) for count in self._context.order.cuts() for share in self._shares(count))
+        return max(len(share) for count in self._context.order.cuts() for share in self.shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
         """Return the microbatch groups of each rank."""
-        return [self._fusion.groups(share) for share in self._shares(len(self._context.order.parts_of(step)))]
+        return [self._fusion.groups(share) for share in self.shares(len(self._context.order.parts_of(step)))]
 
     def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
         """Return the nodes that each rank sends: nodes of the canonical tree, or one node for its running sum."""
@@ -111,7 +114,7 @@ class AllReduce(Strategy):
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, layout = self._context, self._layout(step)
-        shares = self._shares(len(context.order.parts_of(step)))
+        shares = self.shares(len(context.order.parts_of(step)))
         groups = self._results.audit(step, layout, groups)
         context.compute.buffers.begin()
         context.update.check_structure()
@@ -163,6 +166,22 @@ class AllReduce(Strategy):
         while not reducer.finish(measure=self._results.whole_update):
             reducer.again(step, groups, nodes, header)
         return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Reduction of the gradients."""
+        assert self._reducer.reduction is not None
+        return self._reducer.reduction
+
+    def exchange_alone(self, step: int) -> float:
+        """Exchange gradients as in a step, with nothing else to do, and return the seconds. All workers call this."""
+        shares, reduction = self.shares(len(self._context.order.parts_of(step))), self.reduction
+        self._context.world.gather(None, "step")
+        begin = perf_counter()
+        reduction.begin(self._nodes(shares, self._context.settings.along_tree), 1.0)
+        reduction.written(*range(reduction.members))
+        reduction.finish()
+        return perf_counter() - begin
 
     @property
     def divided(self) -> DividedOptimizerState | None:

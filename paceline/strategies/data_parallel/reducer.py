@@ -80,14 +80,14 @@ class Reducer:
         self._codec = codec_for(context, named)
         self.memory = self._codec.memory if self._codec else None
         examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
-        self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
+        self.reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
         self._norms: AllGather | None = None
         self._means: Values = []
         self._armed = False
         self._sliced = slices is not None
         backwards = [Slice(place, 0, one.numel(), 0) for place, one in enumerate(self._parameters)][::-1]
-        buckets = self._reduction.bucket_members if self._reduction else []
+        buckets = self.reduction.bucket_members if self.reduction else []
         self._groups = groups_of(backwards if slices is None else slices, buckets)
         self._hooks = [
             self._parameters[place].register_post_accumulate_grad_hook(partial(self._arrive, group, place))
@@ -147,7 +147,7 @@ class Reducer:
 
     def last(self, microbatch: int, header: StepHeader) -> None:
         """Start the reduction: the next backward pass sends gradients as it computes them."""
-        assert self._reduction is not None
+        assert self.reduction is not None
         self._last, (self._kept, self._nearest) = microbatch, self._sums.before_last(microbatch)
         self._begin(self._nodes, header.count)
         self._held: list[Piece] = []
@@ -157,16 +157,16 @@ class Reducer:
 
     def nothing(self, header: StepHeader) -> None:
         """Reduce this worker's chunk of the others' gradients in a step for which it has no microbatch."""
-        assert self._reduction is not None
+        assert self.reduction is not None
         self._begin(self._nodes, header.count)
-        for members in self._reduction.bucket_members:
+        for members in self.reduction.bucket_members:
             self._room_for(members)
             self._written(members)
 
     def _begin(self, nodes: list[list[Node]], count: Callable[[], Divisor], held: bool = False) -> None:
-        assert self._reduction is not None
+        assert self.reduction is not None
         self._count = count
-        self._reduction.begin(nodes, held=held)
+        self.reduction.begin(nodes, held=held)
 
     def _divisor(self, decodes: bool = False) -> Divisor:
         """Return the divisor of this step's sums, which also removes the loss scale. Decoding divides encoded sums."""
@@ -176,10 +176,10 @@ class Reducer:
         return count if scale == 1.0 else count * scale
 
     def _written(self, members: list[int]) -> None:
-        assert self._reduction is not None
-        self._reduction.written(*members)
-        if self._reduction.needs_divisor:
-            self._reduction.divide_by(self._divisor())
+        assert self.reduction is not None
+        self.reduction.written(*members)
+        if self.reduction.needs_divisor:
+            self.reduction.divide_by(self._divisor())
 
     def written(self) -> list[list[int]]:
         """Send the sums of the parameters to which the last backward pass, now complete, gave no gradient.
@@ -220,12 +220,12 @@ class Reducer:
 
     def _write_held(self) -> None:
         """Write the sums that have room: a bucket may have to wait until an earlier one has been added up."""
-        assert self._reduction is not None
+        assert self.reduction is not None
         waiting = -1
         while waiting != len(self._held):
             held, waiting, self._held = self._held, len(self._held), []
             for members, sums in held:
-                if self._reduction.has_room(members[0]):
+                if self.reduction.has_room(members[0]):
                     for own, pair in zip(self._room_for(members), sums, strict=True):
                         put(own, *pair)
                     self._written(members)
@@ -234,10 +234,10 @@ class Reducer:
 
     def _room_for(self, members: list[int]) -> list[list[torch.Tensor]]:
         """Return the slots of tensors of one bucket. Wait for the means of a bucket before it, if they are in use."""
-        assert self._reduction is not None
-        if self._reduction.divisor is None and self._reduction.must_wait(members[0]):
-            self._reduction.divide_by(self._divisor())
-        return self._reduction.slots_of(members)
+        assert self.reduction is not None
+        if self.reduction.divisor is None and self.reduction.must_wait(members[0]):
+            self.reduction.divide_by(self._divisor())
+        return self.reduction.slots_of(members)
 
     def _last_gradients(self, group: GradientGroup) -> Values:
         """Return the last microbatch's gradients for a group, as they are summed, and clear ``.grad``."""
@@ -271,21 +271,21 @@ class Reducer:
                 after the first bucket was sent.
             held: whether nothing waits for other workers before :meth:`go_on`.
         """
-        if self._reduction is None:
+        if self.reduction is None:
             self._count = count
             self._means = divided(nodes[0], sums, self._divisor())
         else:
             self._begin(nodes, count, held)
-            for members in filled(self._reduction, [values[::-1] for values in sums]):
+            for members in filled(self.reduction, [values[::-1] for values in sums]):
                 self._written(members)
         if self._codec is not None:
             self._codec.send()
 
     def go_on(self) -> None:
         """Add up the sums that have been held, and start to distribute the means."""
-        if self._reduction is not None:
-            self._reduction.divide_by(self._divisor())
-            self._reduction.go_on()
+        if self.reduction is not None:
+            self.reduction.divide_by(self._divisor())
+            self.reduction.go_on()
 
     def finish(self, measure: bool = False) -> bool:
         """Wait for the means and put them into ``.grad``.
@@ -296,17 +296,17 @@ class Reducer:
         Returns:
             Whether the means are valid. False if encoded gradients did not fit: compute the step :meth:`again`.
         """
-        if self._reduction is None:
+        if self.reduction is None:
             means = [align_value(value) for value in self._means]
         else:
-            if self._reduction.divisor is None:
-                self._reduction.divide_by(self._divisor())
-            self._reduction.finish(self._context.update.measure if measure and self._codec is None else None)
+            if self.reduction.divisor is None:
+                self.reduction.divide_by(self._divisor())
+            self.reduction.finish(self._context.update.measure if measure and self._codec is None else None)
             if self._sliced:
                 for parameter in self._parameters:
                     parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit clears unused ones
                 return True
-            means = [*reversed(self._reduction.means())]
+            means = [*reversed(self.reduction.means())]
         if self._codec is not None:
             if not self._codec.fits():
                 return False
