@@ -159,7 +159,7 @@ def _overlapped(work: Work, layers: Sequence[LayerCost], buckets: _Buckets, redu
         while sent < len(sizes) and buckets.full_after[sent] == done:
             yield from reduction.scatter(sent, sizes[sent])
             sent += 1
-            if reduced < sent - (sent < len(sizes)):
+            if reduced < sent - reduction.owners * (sent < len(sizes)):
                 yield from reduction.reduce(reduced, sizes[reduced])
                 reduced += 1
     for bucket in range(reduced, len(sizes)):

@@ -60,7 +60,9 @@ class DirectExchange:
         if copies is not None:
             self._givers = [peer for peer in self._peers if world.rank in copies.get(peer, ())]
             self._takers = [*copies.get(world.rank, ())]
-        self.layout = Layout(full(world.size), shares or [1 / world.size] * world.size, homes=homes, windowed=windowed)
+        ahead = len(set(homes)) if homes else 1  # a bucket keeps the link of its server busy; so several are on the way
+        equal = shares or [1 / world.size] * world.size
+        self.layout = Layout(full(world.size), equal, homes=homes, windowed=windowed, ahead=ahead)
 
     @property
     def before(self) -> tuple[Phase, ...]:

@@ -233,9 +233,11 @@ class Reduction:
     def _advance_others(self) -> None:
         """Advance a bucket in each phase between the first and the last, except buckets that have just advanced.
 
-        So a bucket waits for work that the other workers have had time to do.
+        So a bucket waits for work that the other workers have had time to do. Of the first phase, ``layout.ahead``
+        buckets are left out.
         """
-        left = [self._done[0] - 1 if self._done[0] < len(self._buckets) else self._done[0], *self._done[1:]]
+        started = self._done[0] - self._exchange.layout.ahead if self._done[0] < len(self._buckets) else self._done[0]
+        left = [started, *self._done[1:]]
         behind = [phase for phase in range(1, len(self._phases) - 1) if self._done[phase] < left[phase - 1]]
         if behind and self.divisor is None:
             self.needs_divisor = True
