@@ -111,12 +111,16 @@ class Waiting:
             return False
         return self.coordinator.broken or self.membership.workers[rank] in self.coordinator.missing
 
-    def waits_for(self, ranks: Sequence[int]) -> None:
-        """Record the ranks that this worker waits for, or an empty sequence when the wait has ended."""
+    def waits_for(self, ranks: Sequence[int], since: float | None = None) -> None:
+        """Record the ranks that this worker waits for, or an empty sequence when the wait has ended.
+
+        Args:
+            since: time of ``clock`` at which the wait began. Defaults to the current time.
+        """
         before, left = self.awaited, tuple(ranks)
         if left == before.ranks:
             return
-        now = self.clock()
+        now = self.clock() if since is None else max(since, self._counted)
         if before.ranks:
             self._waited += now - self._counted
             if self.mark is not None:

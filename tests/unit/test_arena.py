@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,9 @@ from paceline.comm.shm.backoff import POLL_SECONDS
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member, Membership
 from paceline.errors import WorkerSilent
+
+_SLOT = 7
+"""Flag that nothing else uses."""
 
 
 class Scene:
@@ -95,3 +99,29 @@ def test_a_condition_that_does_not_come_is_given_up() -> None:
     with pytest.raises(WorkerSilent, match="for rank 1"):
         first.wait_until(lambda: False, awaited)
     assert asked[-1] == (1,)
+
+
+@pytest.mark.parametrize(("spins", "counted"), [(arena._SPINS, 0.008), (2, 0.002), (1, 0.0)])
+def test_a_wait_counts_from_its_begin(monkeypatch: pytest.MonkeyPatch, spins: int, counted: float) -> None:
+    """Also if it ends in the first sleep, or while the worker yields a busy processor."""
+    scene = Scene()
+    first, second = scene.attach_both(0)
+    now, left = [time.monotonic()], [spins]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+        left[0] -= 1
+        if not left[0]:
+            second.announce(_SLOT, 1)
+
+    first._waiting.take_waits()
+    first._waiting.clock = lambda: now[0]
+    yielded = 0.001 if spins < arena._SPINS else 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "_SPIN_SECONDS", 0.0015)
+        patch.setattr(arena, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        patch.setattr(arena, "os", SimpleNamespace(sched_yield=lambda: pass_time(yielded)))
+        patch.setattr(type(first._futexes[1]), "wait", lambda *_: pass_time(0.008))
+        first.wait(_SLOT, 1, [1])
+    assert first._waiting.take_waits().seconds == pytest.approx(counted)
+    assert first._waiting.awaited.ranks == ()

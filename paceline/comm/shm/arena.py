@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 _SLOTS = 1 << 15
 _SPINS = 20
+_SPIN_SECONDS = 1e-4
+"""Least duration of a wait without sleep that is recorded. On a busy machine a yield of the processor takes longer."""
 """Number of polls before the first sleep. They take about 10 us, a fifth of the time to sleep and be woken."""
 _SLEEP_SECONDS = 5e-3
 """Longest sleep of a waiting worker without a wake-up, because the worker must also notice losses."""
@@ -263,8 +265,8 @@ class SharedMemory:
         awaited = range(len(self._flags)) if places is None else places
         waiting = [place for place in awaited if self._flags[place][slot] < value]
         polls = 0
-        begin = checked = 0.0
-        alarmed = False
+        begin = checked = time.monotonic()
+        alarmed = told = False
         while waiting:
             polls += 1
             if polls < _SPINS:
@@ -274,15 +276,15 @@ class SharedMemory:
                 count = futex.count
                 if self._flags[waiting[0]][slot] < value:
                     futex.wait(count, _SLEEP_SECONDS)
-                now = time.monotonic()
-                if not begin:
-                    begin = checked = now
-                    self._waiting.waits_for(self._ranks(waiting))
-                if now - checked > POLL_SECONDS or self._waiting.alarmed != alarmed:
-                    checked, alarmed = now, self._waiting.alarmed
-                    self._check_alive(waiting, slot, value, now - begin)
+            now = time.monotonic()
+            if not told and (polls >= _SPINS or now - begin > _SPIN_SECONDS):
+                told = True
+                self._waiting.waits_for(self._ranks(waiting), begin)
+            if polls >= _SPINS and (now - checked > POLL_SECONDS or self._waiting.alarmed != alarmed):
+                checked, alarmed = now, self._waiting.alarmed
+                self._check_alive(waiting, slot, value, now - begin)
             waiting = [place for place in waiting if self._flags[place][slot] < value]
-            if begin:
+            if told:
                 self._waiting.waits_for(self._ranks(waiting))
 
     def wait_until(self, ready: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
