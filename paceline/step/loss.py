@@ -80,12 +80,14 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
     value = without_metrics(value)
     is_pair = _is_pair(value)
     total, count = value if is_pair else (_loss_in(value), samples)
-    if not isinstance(total, torch.Tensor) or total.ndim != 0 or not _is_number(count):
+    if not isinstance(total, torch.Tensor) or not _is_number(total) or not _is_number(count):
         cure = "Reduce it, for example with .mean()"
         if total is None:
             cure = "The function returns nothing: end it with `return loss`"
         elif isinstance(total, int | float):
             cure = "Return the tensor itself, without .item() or float()"
+        elif isinstance(total, torch.Tensor) and total.is_complex():
+            cure = "Return a real number, for example by .abs()"
         elif not isinstance(total, torch.Tensor) or total.ndim:
             cure += ". Outputs for a loss over the whole batch need batch_loss= in paceline.start"
         raise InputError(

@@ -8,7 +8,12 @@ from contextlib import contextmanager
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.errors import InputError
 from paceline.step.context import Batch
-from paceline.training.progress import BEFORE_TRAINING, Call
+from paceline.training.progress import BEFORE_TRAINING, WEIGHTS, Call
+
+_NESTED = (
+    "{inner} was called by a function that session.{outer} runs. Every worker must call {inner}, but only some run the "
+    "function. Return from the function what the call needs, and call {inner} after session.{outer}."
+)
 
 
 class Position:
@@ -30,6 +35,7 @@ class Position:
         self.among_batches = False
         self.given = -1
         self.used = 0
+        self._making = ""  # collective call that the script is making
         self._saved = -1  # position of the script's last save
         self._taken = -1, 0  # step of the batch passed to step() last, and its number of phases taken
         self.move_to(steps)
@@ -63,13 +69,26 @@ class Position:
 
     @contextmanager
     def counting(self, kind: str) -> Iterator[tuple[Call, int]]:
-        """Return a context for a call, which :meth:`count` counts unless the call raises an error."""
+        """Return a context for a call, which :meth:`count` counts unless the call raises an error.
+
+        Raises:
+            InputError: the call is made inside another one.
+        """
+        self.check_outermost("session.model_state or session.export" if kind == WEIGHTS else f"session.{kind}")
         before, counted = self._calls.get(kind, (BEFORE_TRAINING, 0)), self.count(kind)
+        self._making = kind
         try:
             yield counted
         except BaseException:
             self._calls[kind] = before
             raise
+        finally:
+            self._making = ""
+
+    def check_outermost(self, inner: str) -> None:
+        """Raise InputError if a user function calls a method of the session that all workers must call."""
+        if self._making:
+            raise InputError(_NESTED.format(inner=inner, outer=self._making))
 
     def move_to(self, steps: int, before: bool = False, turn: int = 0) -> None:
         """Set the position, and seed the global random number generators for it.
@@ -101,6 +120,7 @@ class Position:
         Args:
             is_phase: whether the call takes one phase of the batch.
         """
+        self.check_outermost("session.step")
         if not isinstance(batch, Batch):
             given = "got none" if batch is None else f"not a {type(batch).__name__}"
             raise InputError(f"session.step takes a batch from session.batches(), {given}.")

@@ -170,7 +170,7 @@ class BatchLoss:
             own = outputs.tensors[name]
             if gradient is not None and own.requires_grad:
                 part = gradient if plan.forms[name].added else gradient[rows.start : rows.stop]
-                terms.append(_product(own, part))
+                terms.append(_product(own.to(part.device), part))
         for parameter, gradient in plan.parameters:
             terms.append(_product(parameter, gradient if microbatch == 0 else torch.zeros_like(gradient)))
         total = torch.stack(terms).sum() if terms else 0.0 * _some_loss(outputs)
@@ -228,7 +228,7 @@ class BatchLoss:
             known: ids of the model's parameters, to refuse others. Empty if parameters are not checked.
         """
         leaves = {name: value.detach().requires_grad_(value.requires_grad) for name, value in outputs.tensors.items()}
-        given = {name: value if value.requires_grad else value.clone() for name, value in leaves.items()}
+        given = {name: value.clone() for name, value in leaves.items()}  # the loss may change them in place
         seed_all(compute.seed(BATCH_LOSS, batch.step))
         with torch.enable_grad(), compute.precision(), compute.keeping_weights():
             try:
@@ -302,7 +302,7 @@ def _some_loss(outputs: Outputs) -> torch.Tensor:
         for value in outputs.tensors.values()
         if value.requires_grad
     ]
-    return torch.stack(terms).sum() if terms else torch.zeros(())
+    return sum(terms, torch.zeros((), dtype=torch.float64))  # of several devices, if forward moves outputs
 
 
 def _product(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

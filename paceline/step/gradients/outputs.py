@@ -33,7 +33,7 @@ class Sum:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        if not _is_dense(tensor):
             raise InputError(f"paceline.Sum takes a dense tensor, but it got {described(tensor)}.")
         self.tensor = tensor
 
@@ -88,16 +88,31 @@ def outputs_of(value: Any, samples: int | None, microbatches: range = range(1)) 
     tensors, forms = dict[str, torch.Tensor](), dict[str, OutputForm]()
     for name, entry in entries.items():
         tensor = entry.tensor if isinstance(entry, Sum) else entry
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            cure = " Name its tensors in a dictionary." if isinstance(entry, tuple | list) and not name else ""
-            cure = f" Its layout is {tensor.layout}: use .to_dense()." if isinstance(tensor, torch.Tensor) else cure
-            raise InputError(f"{_FORMS}, but {spelled(name)} is {described(entry)}.{cure}")
+        if not _is_dense(tensor):
+            raise InputError(f"{_FORMS}, but {spelled(name)} {_what_else(entry, name)}")
         if not isinstance(entry, Sum):
             _check_rows(name, tensor, samples, microbatches)
         shape = tensor.shape if isinstance(entry, Sum) else tensor.shape[1:]
         tensors[name] = tensor
         forms[name] = OutputForm(isinstance(entry, Sum), str(tensor.dtype), tuple(shape))
     return Outputs(tensors, forms)
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether a value is a tensor that has all of its values in one block."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_nested)
+
+
+def _what_else(entry: Any, name: str) -> str:
+    """Describe an output that is no dense tensor, and what to return instead."""
+    if not isinstance(entry, torch.Tensor):
+        cure = " Name its tensors in a dictionary." if isinstance(entry, tuple | list) and not name else ""
+        return f"is {described(entry)}.{cure}"
+    if entry.is_meta:
+        return "is on the device 'meta', so it has no values."
+    if entry.is_nested:
+        return "is a nested tensor: pad its rows to one size."
+    return f"is {described(entry)}. Its layout is {entry.layout}: use .to_dense()."
 
 
 def _check_rows(name: str, tensor: torch.Tensor, samples: int | None, microbatches: range) -> None:
