@@ -80,7 +80,7 @@ def towers(model: Any, microbatch: Any) -> dict[str, torch.Tensor]:
 
 
 def clip(outputs: Any, batch: paceline.Batch, model: Any) -> torch.Tensor:
-    logits = model.logit_scale.exp() * outputs["image"] @ outputs["text"].t()
+    logits = outputs["image"].mul_(model.logit_scale.exp()) @ outputs["text"].t()  # in place
     target = torch.arange(batch.samples)
     return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2
 

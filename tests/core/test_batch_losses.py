@@ -174,6 +174,7 @@ OUTPUTS = {
     "a tuple": (lambda model, data: (model.other(data[0]), 1), r"is a tuple of a tensor .* Name its tensors in a"),
     "nothing": (lambda model, data: {}, "but it returned an empty dictionary"),
     "sparse rows": (lambda model, data: model.other(data[0]).to_sparse(), r"layout is torch.sparse_coo: use .to_dense"),
+    "rows without values": (lambda model, data: model.other(data[0]).to("meta"), "is on the device 'meta', so it has"),
     "a list": (lambda model, data: {"a": [1]}, "but the output 'a' is a list"),
     "other sizes": (
         lambda model, data: model.other(data[0])[:, : 5 + int(data[0][0, 0] > 0)],
@@ -243,6 +244,7 @@ def test_losses_that_cannot_be_used_are_refused() -> None:
             r"a parameter of shape \[3\] that the",
         ),
         (lambda outputs, batch: outputs["first"].mean(0), "The loss must be a scalar tensor"),
+        (lambda outputs, batch: outputs["first"].mean() + 0j, "a tensor of type torch.complex64. Return a real number"),
         (lambda outputs, batch: outputs["first"].mean() + batch[0], "has no values to read"),
     ):
         with pytest.raises(paceline.InputError, match=text):

@@ -77,6 +77,7 @@ wrong = [
         lambda: session.map(change, [1, 2]),
         lambda: session.map(play, [session.rank]),
         lambda: session.map(play, range(3 + session.rank)),
+        lambda: session.map(lambda item: session.map(play, [item]), range(session.workers)),
     )
 ]
 kept = session._loop.progress.results_of["map"]
@@ -134,3 +135,5 @@ def test_errors_are_those_of_all_workers(everyone: dict[int, list[dict[str, Any]
         assert wrong[6].startswith("DisagreementError: map: The workers do not agree on items: rank 0: 1 (")
         assert "rank 0: 3 (" in wrong[7] and "rank 2: 5 (" in wrong[7]
         assert "Give session.map the same items" in wrong[7]
+    for wrong in [*values, *(one["wrong"] for one in everyone[1])]:
+        assert "session.map was called by a function that session.map runs. Every worker must call" in wrong[8]

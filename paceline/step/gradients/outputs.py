@@ -26,7 +26,8 @@ class Sum:
     ``exact`` the sum has the same bits on any number of workers.
 
     Args:
-        tensor: tensor of any shape, the same for every microbatch. Tensors of 16 bits are added up in float32.
+        tensor: tensor of any shape, the same for every microbatch. Tensors of 16 bits are added up in float32,
+            whole numbers in float64.
 
     Raises:
         InputError: the argument is not a dense tensor.
