@@ -80,7 +80,7 @@ def _computed(context: TrainingContext, function: Callable[[int, Any], Any], ind
     try:
         encoding.encode(result, {}, f"the result for item {index}")
         return decode(encode(result))
-    except (encoding.EncodingError, TypeError) as error:
+    except (encoding.EncodingError, TypeError, RecursionError) as error:
         raise InputError(
             f"map: what the function returned for item {index} ({_shown(item)}) cannot be sent: {error}. Return "
             f"tensors, numbers and texts in tuples, lists and dictionaries; make tensors of arrays by torch.as_tensor."

@@ -27,7 +27,7 @@ def encoded(samples: Any) -> list[bytes]:
     for number, sample in enumerate(samples):
         try:
             found.append(encode(sample))
-        except TypeError as error:
+        except (TypeError, RecursionError) as error:
             raise InputError(
                 f"session.extend cannot keep sample {number} of {len(samples)}: {error}. A sample may hold tensors, "
                 f"NumPy arrays, numbers, texts and None, in tuples, lists and dictionaries."
