@@ -11,8 +11,8 @@ from paceline.step.context import Batch
 from paceline.training.progress import BEFORE_TRAINING, WEIGHTS, Call
 
 _NESTED = (
-    "{inner} was called by a function that session.{outer} runs. Every worker must call {inner}, but only some run the "
-    "function. Return from the function what the call needs, and call {inner} after session.{outer}."
+    "{inner} was called by a function that session.{outer} runs. All workers must make this call together, but they do "
+    "not run the function together. Let it return what the call needs, and make the call afterwards."
 )
 
 

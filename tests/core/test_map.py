@@ -136,4 +136,4 @@ def test_errors_are_those_of_all_workers(everyone: dict[int, list[dict[str, Any]
         assert "rank 0: 3 (" in wrong[7] and "rank 2: 5 (" in wrong[7]
         assert "Give session.map the same items" in wrong[7]
     for wrong in [*values, *(one["wrong"] for one in everyone[1])]:
-        assert "session.map was called by a function that session.map runs. Every worker must call" in wrong[8]
+        assert "session.map was called by a function that session.map runs. All workers must" in wrong[8]
