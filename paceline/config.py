@@ -26,7 +26,7 @@ OF_ONE_START = frozenset(
         *("resume", "checkpoint.directory", "checkpoint.key_file", "tracking.directory"),
         *(f"weights.{key}" for key in WeightsSettings.model_fields),
         *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds"),
-        *("threads", "workers_per_loader", "memory_gigabytes", "transport", "events"),
+        *("threads", "workers_per_loader", "memory_gigabytes", "transport", "events", "profile_steps"),
     }
 )
 """Settings that checkpoints do not store: locations, timeouts, records, and resources of a machine."""
