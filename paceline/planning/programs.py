@@ -26,7 +26,8 @@ class Work:
     """Measured costs of training a model.
 
     Attributes:
-        passes: costs of each layer in a pass over so many microbatches at once, by this number.
+        passes: costs of each layer in a pass over so many microbatches at once, by this number. A backward pass adds
+            its gradients to those before it.
         microbatches: microbatches of a batch.
         fused: whether a worker computes its microbatches in one pass.
         update: seconds of the optimizer's update of all parameters.
@@ -197,7 +198,6 @@ def data_parallel(
     yield Compute(work.overhead + work.load * len(shares[rank]))
     for size in passes[:-1]:
         yield Compute(_seconds(work, size), work.core_load)
-        yield Compute(work.add)
     last = work.layers(passes[-1]) if passes else tuple(replace(one, forward=0, backward=0) for one in work.layers(1))
     if place.workers == 1:
         yield Compute(sum(layer.forward + layer.backward for layer in last), work.core_load)
@@ -333,7 +333,7 @@ def local(work: Work, place: Place, rank: int, step: int, replicas: int, every: 
     yield Compute(work.overhead + work.load * own * len(held))
     for size in passes:
         yield Compute(_seconds(work, size), work.core_load)
-    yield Compute(work.add * (len(passes) - len(held)) + work.update * len(held))
+    yield Compute(work.update * len(held))
     if place.workers == 1:
         return
     yield from _header(place, step, "header")
