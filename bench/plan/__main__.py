@@ -83,7 +83,7 @@ def main() -> None:
     errors, wanted = [], options.strategies.split(",")
     for name in options.models.split(","):
         given = {**MODELS[name], "settings": {"microbatches": 8}}
-        found = measure(Request(SCRIPT, (json.dumps(given),)), [1], os.cpu_count() or 1, run_quietly)
+        found = measure(Request(SCRIPT, (json.dumps(given),)), [1, 2], os.cpu_count() or 1, run_quietly)
         for rate in map(float, options.rates.split(",")):
             for workers in map(int, options.workers.split(",")):
                 layout = layout_of(os.cpu_count() or 1, workers, rate, 0.2, None)

@@ -121,7 +121,9 @@ def candidates(
     """
     for workers in counts:
         known = _nearest(measured, min(workers, layout.per_machine))
-        work, place, sizes = known.work, layout.place(workers), known.profile.sizes
+        place, sizes = layout.place(workers), known.profile.sizes
+        together = measured[min(2, workers, max(measured))].work  # workers that tell each other something in a step
+        work = replace(known.work, overhead=together.overhead)
         spread = known.spread if not layout.extrapolated else max(known.spread, 0.3)
         folded = place if workers <= _SIMULATED else place.folded(even(work.microbatches, workers))
         judge = _Judge(layout, folded, spread)
@@ -140,7 +142,7 @@ def candidates(
             program = partial(data_parallel, work, folded, exact=exact, stage=stage)
             yield judge("sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing))
         judge = _Judge(layout, place, spread)
-        yield from _pipelines(known, place, judge)
+        yield from _pipelines(replace(known, work=work), place, judge)
         if convergent and work.microbatches % _REPLICAS == 0 and workers <= _REPLICAS:
             given = {"local": {"every": _EVERY, "replicas": _REPLICAS}}
             program = partial(local, work, place, replicas=_REPLICAS, every=_EVERY, exact=exact)

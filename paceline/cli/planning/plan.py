@@ -163,7 +163,7 @@ def _candidates(
     if tolerance not in ("bits", "rounding", "convergent"):
         raise ConfigError(f"--tolerance {tolerance}: give bits, rounding or convergent.")
     check(base)
-    measured = measure(base, _powers(1 if link else min(most, cores)), cores, _start)
+    measured = measure(base, _powers(min(most, 2 if link else cores)), cores, _start)
     profile = measured[1].profile
     layout = layout_of(cores, most, link, latency, memory)
     return profile, list(candidates(measured, layout, _powers(most), profile.exact, tolerance == "convergent"))
