@@ -75,6 +75,22 @@ def test_a_file_that_all_open_holds_no_block() -> None:
             os.close(file)
 
 
+def test_flags_are_freed_only_when_all_workers_are_done_with_them() -> None:
+    first, second = Scene().attach_both(0)
+    mark, flag = first.mark(), first.reserve(1)
+    second.reserve(1)
+    first.announce(flag, 1)
+    early = threading.Thread(target=first.rewind, args=[mark])
+    early.start()
+    second.wait(arena._MESSAGE, 1, [0])  # now the first worker waits for the second one
+    try:
+        assert second.announced(flag, 1, [0])
+    finally:
+        second.rewind(mark)
+        early.join(20)
+    assert not second.announced(flag, 1, [0]) and not early.is_alive()
+
+
 def test_who_waits_in_vain_says_that_it_gave_up() -> None:
     """Another one may have come meanwhile, and wait for it."""
     scene = Scene()

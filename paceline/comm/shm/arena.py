@@ -201,8 +201,9 @@ class SharedMemory:
         return self._next, self._reserved
 
     def rewind(self, mark: tuple[int, int]) -> None:
-        """Free all blocks and flags since a mark. All workers must call this together, when none uses them any more."""
+        """Free all blocks and flags since a mark. All workers must call this together, when they are done with them."""
         start, reserved = mark
+        self.all_gather(b"")  # a slower worker may still wait for the flags
         count = self._reserved - reserved
         self._flags[self.place][reserved : self._reserved] = memoryview(bytes(8 * count)).cast("q")
         self._next, self._reserved = start, reserved
