@@ -14,7 +14,7 @@ from paceline.settings import Settings
 from paceline.step.gradients.fixed_point import TYPES
 from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import Capabilities
-from paceline.system.wires import PARTIAL_WIRES
+from paceline.system.wires import PARTIAL_WIRES, formats_in
 
 _EXACT = ("allreduce", "stealing")
 """Exact strategies to recommend in error messages."""
@@ -151,6 +151,8 @@ def _check_communication(settings: Settings, capabilities: Capabilities, forward
             f"{asked} changes buckets and formats between two steps, which {what} cannot: use strategy 'allreduce' "
             f"with one forward, or leave it out."
         )
+    for wire in formats_in(settings.communication).values():
+        _check_wire(wire, settings, capabilities, forward)
     if chooses and settings.bucket_megabytes is not None:
         raise ConfigError(
             f"{asked} chooses the size of buckets, but bucket_megabytes = {settings.bucket_megabytes:g}: leave out one."

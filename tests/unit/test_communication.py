@@ -218,6 +218,8 @@ def test_a_price_is_that_of_an_exchange_bucket_by_bucket() -> None:
         ({"wire": "int8", "tolerance": "rounding"}, "wire = 'int8': leave out one, or set tolerance = 'bits'"),
         ({"wire": "int8", "communication": "0=int8"}, "cannot be combined with wire = 'int8': leave out one."),
         ({"communication": "fixed", "tolerance": "rounding"}, "set communication = 'auto', or leave out tolerance"),
+        ({"exact": "fixed-point", "communication": "0=int8,9=bfloat16"}, "rounds the sums that exact='fixed-point'"),
+        ({"exact": False, "reduction": "collective", "communication": "0=float32,9=fp8-e4m3"}, "needs sums along the"),
         ({"exact": False, "reduction": "collective"}, "they determine the order of additions: leave out reduction"),
     ],
     ids=str,
