@@ -413,3 +413,31 @@ def test_sums_of_half_types_are_divided_in_float32() -> None:
     values = [torch.full((2,), 3.0)]
     divide_all(values, 2.0)
     assert values[0].tolist() == [1.5, 1.5]
+
+
+def test_an_ordered_transport_gets_messages_in_the_same_order_from_every_worker() -> None:
+    """A worker may ask for the memory of a bucket before the one ahead of it is written."""
+
+    def act(world: ThreadWorld) -> list[list[int]]:
+        world.transport.capabilities = world.transport.capabilities._replace(ordered=True)
+        tensors, homes, copies = [torch.zeros(64) for _ in range(8)], [0, 1] * 4, {0: [1], 1: [0]}
+        exchange = DirectExchange(world, TAGS, homes=homes, copies=copies, windowed=True)
+        reduction = Reduction(world, exchange, tensors, Facts(), "pushes", 256)
+        posted, start = list[list[int]](), world.start_transfers
+
+        def recorded(sends: Any, receives: Any) -> Any:
+            posted.append([one.tag for one in (*sends, *receives)])
+            return start(sends, receives)
+
+        world.start_transfers = recorded  # type: ignore[method-assign, assignment]
+        reduction.begin([[Node(0, 0)], [Node(0, 1)]], 2.0)
+        for member in range(8):
+            reduction.slots(member)
+            if world.rank == 0 and member + 1 < 8 and reduction.has_room(member + 1):
+                reduction.slots(member + 1)
+            reduction.written(member)
+        reduction.finish()
+        return posted
+
+    first, second = run(2, act)
+    assert [tags for tags in first if tags] == [tags for tags in second if tags]

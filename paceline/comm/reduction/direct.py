@@ -60,7 +60,10 @@ class DirectExchange:
         if copies is not None:
             self._givers = [peer for peer in self._peers if world.rank in copies.get(peer, ())]
             self._takers = [*copies.get(world.rank, ())]
-        ahead = len(set(homes)) if homes else 1  # a bucket keeps the link of its server busy; so several are on the way
+        # A bucket keeps the link of its server busy, so several are on the way. A window of memory may hold them up at
+        # other moments on each worker, which changes the order of messages: only a transport with tags allows that.
+        tagged = isinstance(world, World) and not world.transport.capabilities.ordered
+        ahead = len(set(homes)) if homes and tagged else 1
         equal = shares or [1 / world.size] * world.size
         self.layout = Layout(full(world.size), equal, homes=homes, windowed=windowed, ahead=ahead)
 
