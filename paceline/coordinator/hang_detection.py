@@ -56,11 +56,14 @@ def _is_late(one: WorkerStatus, limit: float) -> bool:
 
 
 def describe(statuses: Sequence[WorkerStatus]) -> str:
-    """Describe in one sentence which workers wait, where and for how long, and what the other workers do."""
+    """Describe in one sentence which workers wait, where and for how long, and what the other workers do.
+
+    A worker that is silent may have been stopped right after a wait, so its last heartbeat does not say that it waits.
+    """
     parts = []
     groups: dict[tuple[bool, int, str, str], list[WorkerStatus]] = {}
-    for one in sorted(statuses, key=lambda one: (not one.waiting, one.rank)):
-        groups.setdefault((one.waiting, one.step, one.doing, "" if one.waiting else one.line), []).append(one)
+    for one in sorted(statuses, key=lambda one: (not _waits(one), one.rank)):
+        groups.setdefault((_waits(one), one.step, one.doing, "" if _waits(one) else one.line), []).append(one)
     for (waiting, step, doing, line), group in groups.items():
         who = name_ranks([one.rank for one in group]) + (" have" if len(group) > 1 else " has")
         seconds = max(one.since + one.silent for one in group)
@@ -68,7 +71,7 @@ def describe(statuses: Sequence[WorkerStatus]) -> str:
         at = f", {line}" if line else ""
         if waiting:
             parts.append(f"{who} waited {seconds:.0f} s {doing} at step {step}")
-        elif silent > max(5.0, seconds / 2):
+        elif silent > _long_silence(seconds):
             parts.append(
                 f"{who} not responded for {silent:.0f} s (stopped, or its machine cannot be reached), last seen "
                 f"{doing} at step {step}{at}"
@@ -76,6 +79,15 @@ def describe(statuses: Sequence[WorkerStatus]) -> str:
         else:
             parts.append(f"{who} been {doing} at step {step} for {seconds:.0f} s{at}")
     return "; ".join(parts)
+
+
+def _waits(one: WorkerStatus) -> bool:
+    return one.waiting and one.silent <= _long_silence(one.since + one.silent)
+
+
+def _long_silence(seconds: float) -> float:
+    """Return the silence from which on a worker counts as not responding, for an activity of so many seconds."""
+    return max(5.0, seconds / 2)
 
 
 def statuses_of(members: Sequence[int], heard: Mapping[int, WorkerStatus]) -> list[WorkerStatus]:

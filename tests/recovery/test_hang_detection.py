@@ -70,3 +70,12 @@ def test_what_all_do_in_one_sentence() -> None:
 
 def test_only_members_that_were_heard_of_are_called() -> None:
     assert statuses_of([4, 2, 7], {2: BUSY, 4: WAITS, 9: BUSY}) == [WAITS, BUSY]
+
+
+def test_who_is_silent_since_a_wait_is_not_said_to_wait() -> None:
+    """It may have been stopped right after the wait, before its next heartbeat."""
+    stopped = WorkerStatus(1, 6, "in a gather of all workers (audit)", waiting=True, since=0.1, silent=21.0)
+    assert describe([WAITS, stopped]).endswith(
+        "; rank 1 has not responded for 21 s (stopped, or its machine cannot be reached), last seen in a gather of all "
+        "workers (audit) at step 6"
+    )
