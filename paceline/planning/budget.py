@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.comm.reduction.buckets import WINDOW_BUCKETS
 from paceline.comm.values import sendable
 from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
 from paceline.planning.blocks import blocks_of, measure_blocks
 from paceline.planning.memory import Choice, Run, Segment, cures, fit, need
-from paceline.schedule.link_shares import full
+from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.step.context import TrainingContext
 from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of

@@ -31,6 +31,7 @@ class Profile:
     steps_per_epoch: int | None  # None for a stream, whose length is unknown
     exact: bool  # whether the settings ask for the same bits with any number of workers
     sizes: Run  # sizes on which the memory of a worker depends
+    uncut: str = ""  # why the model, measured as one layer, cannot be cut
 
     def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
         """Return a cluster of workers with the measured costs. Without a measured link, transfers are free."""

@@ -6,20 +6,25 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
+from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import UNKNOWN
+from paceline.errors import InputError
+from paceline.partition.base import Layers, Stage
 from paceline.partition.cut import layers_of
 from paceline.partition.loss_check import check_loss
-from paceline.partition.profile import measure_layers, seconds_now
+from paceline.partition.profile import measure, measure_layers, seconds_now
 from paceline.planning.blocks import blocks_of
 from paceline.planning.budget import may_fuse, measure_segments, sizes_of
 from paceline.planning.costs import Profile
 from paceline.schedule.balance import LayerCost
 from paceline.step.context import TrainingContext
+from paceline.step.forward import ForwardRunner
 from paceline.step.gradients.accumulate import Values, add
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import step_of
@@ -34,12 +39,13 @@ def profile(context: TrainingContext) -> Profile:
     All workers compute at the same time, so the times include what workers of a machine cost each other. The optimizer
     makes updates, so the model must not be used afterwards.
 
-    Raises:
-        InputError: the model cannot be cut, or the loss uses its parameters.
+    A model that cannot be cut is measured as one layer.
     """
     order, model = context.order, context.compute.model
+    uncut = _uncut(context)
+    costs = _whole_cost if uncut else _layer_costs
     begin, used = time.perf_counter(), time.process_time()
-    passes = {count: _layer_costs(context, count) for count in _counts(context)}
+    passes = {count: costs(context, count) for count in _counts(context)}
     load = (time.process_time() - used) / (time.perf_counter() - begin)
     context.world.gather(None, "profile")
     seconds = [seconds_of(partial(context.feed.load, 0, [range(1)])) for _ in range(_LINK_REPEATS)]
@@ -59,6 +65,7 @@ def profile(context: TrainingContext) -> Profile:
         steps_per_epoch=None if order.first_of(1) == UNKNOWN else order.first_of(1),
         exact=bool(context.settings.exact),
         sizes=sizes,
+        uncut=uncut,
     )
 
 
@@ -68,11 +75,44 @@ def _counts(context: TrainingContext) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
+def _uncut(context: TrainingContext) -> str:
+    """Return why the model cannot be cut into layers, or an empty string."""
+    (group,) = context.feed.load(0, [range(1)])
+    try:
+        check_loss(context.compute, group)
+        layers_of(context.compute.model, context.compute.input_of(group))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def _layer_costs(context: TrainingContext, count: int) -> tuple[LayerCost, ...]:
     (group,) = context.feed.load(0, [range(count)])
-    check_loss(context.compute, group)
     layers = layers_of(context.compute.model, context.compute.input_of(group))
     return tuple(measure_layers(context.compute, layers, group))
+
+
+def _whole_cost(context: TrainingContext, count: int) -> tuple[LayerCost, ...]:
+    (group,) = context.feed.load(0, [range(count)])
+    layer = _Whole(context.compute, group)
+    with context.loop.noting_forward():
+        return tuple(measure(context.compute.model, layer, group.data, lambda loss: loss))
+
+
+class _Whole(Layers, Stage):
+    """Forward pass of a microbatch group as one layer. It returns the loss."""
+
+    def __init__(self, compute: ForwardRunner, group: MicrobatchGroup) -> None:
+        self.names = [type(compute.model).__name__]
+        self.parameters = [name for name, _ in compute.model.named_parameters()]
+        self.buffers = [name for name, _ in compute.model.named_buffers()]
+        self._compute, self._group = compute, group
+
+    def stage(self, begin: int, end: int) -> Stage:
+        return self
+
+    def __call__(self, values: Any) -> torch.Tensor:
+        return self._compute.loss_of(self._group)[0]
 
 
 def _update_seconds(context: TrainingContext) -> float:

@@ -14,6 +14,7 @@ from paceline.planning.memory import Run, need
 from paceline.planning.programs import Place, Work, data_parallel, local, pipeline
 from paceline.planning.simulate import Machine, Program, Simulation
 from paceline.schedule.balance import Cluster, balance
+from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.shares import even
 from paceline.settings import PipelineSettings
@@ -34,6 +35,8 @@ _WAITS = {
     "activations": "for other stages",
 }
 """What a worker waits for, by the first part of a key."""
+_TOLD = 0.01
+"""Least part of a step that a wait takes to be told."""
 _STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
@@ -140,14 +143,16 @@ def candidates(
             shared = layout.per_machine if stage == _STAGES["parameters"] else 1
             sharing = min(shared, workers)
             program = partial(data_parallel, work, folded, exact=exact, stage=stage)
-            yield judge("sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing))
+            window = min(sizes.gradients, WINDOW_BUCKETS * full(workers))
+            yield judge("sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window))
         judge = _Judge(layout, place, spread)
         yield from _pipelines(replace(known, work=work), place, judge)
         if convergent and work.microbatches % _REPLICAS == 0 and workers <= _REPLICAS:
             given = {"local": {"every": _EVERY, "replicas": _REPLICAS}}
             program = partial(local, work, place, replicas=_REPLICAS, every=_EVERY, exact=exact)
             held = -(-_REPLICAS // workers)
-            replicas = replace(sizes, weights=sizes.weights + held * sizes.gradients, optimizer=held * sizes.optimizer)
+            optimizer = held * sizes.optimizer + sizes.gradients  # and the outer momentum
+            replicas = replace(sizes, weights=sizes.weights + held * sizes.gradients, optimizer=optimizer)
             yield judge("diloco", given, program, _memory(replicas, work, workers=workers), period=_EVERY)
 
 
@@ -242,7 +247,8 @@ def best(found: Sequence[Candidate]) -> list[Candidate]:
     least = min(found, key=lambda one: one.memory_bytes)
     raise ConfigError(
         f"Nothing fits into the memory of a worker: the least is {least.memory_bytes:,} bytes, with strategy "
-        f"{least.strategy!r} on {least.workers} workers. Give more memory or more workers (-n)."
+        f"{least.strategy!r} on {least.workers} worker{'s' * (least.workers > 1)}. Give more memory, or more workers "
+        f"with -n."
     )
 
 
@@ -265,7 +271,7 @@ def front(found: Sequence[Candidate]) -> list[Candidate]:
 def explained(found: Sequence[Candidate]) -> list[str]:
     """Say which candidate is the fastest, and for each other strategy why its best one is slower."""
     first, *others = best(found)
-    alone = next((one for one in found if one.workers == 1), None)
+    alone = next((one for one in found if one.workers == 1 and one is not first), None)
     gain = f", {alone.step_seconds / first.step_seconds:.1f} times as fast as one worker" if alone else ""
     lines = [f"The fastest is {_named(first)}: {_time(first.step_seconds)} a step{gain}."]
     told = {first.strategy}
@@ -274,7 +280,8 @@ def explained(found: Sequence[Candidate]) -> list[str]:
             continue
         told.add(one.strategy)
         reason = max(one.waits, key=lambda name: one.waits[name], default="")
-        waits = f", of which it waits {_time(one.waits[reason])} {_WAITS.get(reason, reason)}" if reason else ""
+        told_of = one.waits.get(reason, 0.0) >= _TOLD * one.step_seconds
+        waits = f", of which it waits {_time(one.waits[reason])} {_WAITS.get(reason, reason)}" if told_of else ""
         lines.append(f"{_named(one)} takes {_time(one.step_seconds)}{waits}.")
     return lines
 

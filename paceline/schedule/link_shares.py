@@ -21,6 +21,8 @@ _BUCKETS = 16
 _LEAST_MESSAGE = 2**16
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19
+WINDOW_BUCKETS = 3
+"""Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
 
 
 def of_links(rates: Sequence[float]) -> list[float]:

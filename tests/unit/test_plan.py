@@ -12,11 +12,12 @@ import pytest
 from paceline import config
 from paceline.errors import ConfigError, InputError
 from paceline.planning.costs import Profile
-from paceline.planning.memory import Run
+from paceline.planning.memory import Run, need
 from paceline.planning.programs import Place, Work, data_parallel, pipeline
 from paceline.planning.search import Candidate, Layout, Measured, best, candidates, explained, front
 from paceline.planning.simulate import Compute, Exchange, Machine, Program, Send, Simulation, Step, Wait
 from paceline.schedule.balance import LayerCost
+from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline import clock
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.shares import even
@@ -146,11 +147,22 @@ def test_a_slow_link_favours_pipelines_and_a_fast_one_data_parallel_training() -
 
 
 def test_what_does_not_fit_is_no_choice() -> None:
-    found = _found(Layout(Machine(), 8, memory_bytes=45e6), 1, 4)
+    found = _found(Layout(Machine(), 8, memory_bytes=50e6), 1, 4)
     assert {one.strategy for one in best(found)} == {"sharded", "pipeline"}
     assert all(one.fits for one in front(found))
     with pytest.raises(ConfigError, match=r"Nothing fits .* the least is .* on 4 workers"):
         best([replace(one, fits=False) for one in found])
+
+
+def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
+    found = _found(Layout(Machine(), 1), 4, convergent=True)
+    sizes = _measured().profile.sizes
+    window = min(sizes.gradients, WINDOW_BUCKETS * full(4))
+    gradients = next(one for one in found if one.settings.get("shard") == "gradients")
+    assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window)).total
+    held = next(one for one in found if one.strategy == "diloco")  # a replica, its weights, and the outer momentum
+    replica = replace(sizes, workers=4, weights=sizes.weights + sizes.gradients)
+    assert held.memory_bytes == need(replica).total + sizes.gradients
 
 
 def test_the_front_has_the_fastest_and_the_cheapest() -> None:

@@ -64,15 +64,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     from paceline import config
     from paceline.planning.search import best, explained, front
 
-    if steps is not None and epochs is not None:
-        raise ConfigError("--steps and --epochs both say how long training takes: give one of them.")
-    for option, value in (("--epochs", epochs), ("--steps", steps)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{option} {value}: give a number above 0.")
-    if prove < 0:
-        raise ConfigError(f"--prove {prove}: give the number of plans to run.")
-    if prove and link is not None:
-        raise ConfigError("--prove runs plans on this machine, which has no such --link: leave out one of them.")
+    _check(steps, epochs, prove, link, save, as_json)
     settings = config.parse_command_line(set_ or [])
     base = Request(script, tuple(arguments or ()), settings=settings, plan=plan_)
     profile, found = _candidates(base, workers, link, latency, memory, tolerance)
@@ -85,14 +77,35 @@ def command(  # noqa: PLR0913 - each argument is an option
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    print(f"{profile.model}, batches of {profile.batch} in {profile.microbatches} microbatches\n")
-    print("\n".join(table.lines(_rows(rows))))
+    print(f"{profile.model}, batches of {profile.batch} in {profile.microbatches} microbatches")
+    if profile.uncut:
+        print(f"No pipelines, as the model cannot be cut: {profile.uncut}")
+    print("\n" + "\n".join(table.lines(_rows(rows))))
     print("\n" + "\n".join(explained(found)))
     if save is not None:
         again = ["paceline", "run", "--plan", save, script, *(arguments or ())]
         print(f"Written to {save}: {shlex.join(map(str, again))}")
     if prove:
         print("\n" + "\n".join(_prove(base, ordered, prove)))
+
+
+def _check(
+    steps: int | None, epochs: float | None, prove: int, link: float | None, save: Path | None, as_json: bool
+) -> None:
+    """Raise ConfigError for options that cannot be used."""
+    if steps is not None and epochs is not None:
+        raise ConfigError("--steps and --epochs both say how long training takes: give one of them.")
+    for option, value in (("--epochs", epochs), ("--steps", steps)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{option} {value}: give a number above 0.")
+    if prove < 0:
+        raise ConfigError(f"--prove {prove}: give the number of plans to run.")
+    if prove and link is not None:
+        raise ConfigError("--prove runs plans on this machine, which has no such --link: leave out one of them.")
+    if prove and as_json:
+        raise ConfigError("--prove prints a table, not --json: leave out one of them.")
+    if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
+        raise ConfigError(f"--save {save}: give a file in a folder that exists.")
 
 
 def plan(

@@ -16,7 +16,7 @@ from paceline.cli.display import table
 from paceline.cli.options import Arguments, Plan, Script, Set
 from paceline.cli.report import run_quietly
 from paceline.environments import env
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InputError
 from paceline.launchers.base import Request
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def command(  # noqa: PLR0913 - each argument is an option
         raise ConfigError("--output writes one cut: set the number of stages with --stages.")
     settings = {**config.parse_command_line(set_ or []), **_WHOLE}
     found = _measure(Request(script, tuple(arguments or ()), workers, settings, plan))
+    if found.uncut:
+        raise InputError(found.uncut)
     print("\n".join(_layer_lines(found)))
     if stages is None and len(found.layers) == 1:
         raise ConfigError(f"{found.model} has one layer, {found.layers[0].name!r}: there is nothing to cut.")

@@ -19,9 +19,7 @@ import torch
 
 from paceline.comm.shm.tensors import CACHE_LINE, aligned
 from paceline.comm.waiting import Transfer
-
-WINDOW_BUCKETS = 3
-"""Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
+from paceline.schedule.link_shares import WINDOW_BUCKETS
 
 _LINE = CACHE_LINE // 4
 """Number of float32 elements in a cache line."""
