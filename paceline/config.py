@@ -214,10 +214,10 @@ def read_plan(path: Path) -> dict[str, object]:
 
 
 def _of_json(path: Path, text: bytes) -> dict[str, Any]:
-    saved = json.loads(text)
-    if not isinstance(saved, dict) or not {"strategy", "workers", "settings"} <= saved.keys():
-        raise ConfigError(f"The plan file {path} is not from paceline plan --save: write settings as TOML instead.")
-    return {"strategy": saved["strategy"], **saved["settings"]}
+    match json.loads(text):
+        case {"strategy": str(strategy), "workers": int(workers), "settings": dict(settings)} if workers > 0:
+            return {"strategy": strategy, **settings}
+    raise ConfigError(f"The plan file {path} is not from paceline plan --save: write settings as TOML instead.")
 
 
 def workers_of(plan: Path | None) -> int | None:

@@ -38,7 +38,7 @@ def fastest(megabytes: int, rate: int, workers: int) -> tuple[str, float]:
     work = Work({1: layers}, MICROBATCHES, update=megabytes * 1e-4, add=megabytes * 3e-4)
     total = nbytes * LAYERS
     sizes = Run(total, total, 2 * total, total, (), MICROBATCHES, MICROBATCHES)
-    profile = Profile("", layers, 1, MICROBATCHES, None, {1: layers}, 1.0, 0, 0, 0, MICROBATCHES, None, False, sizes)
+    profile = Profile("", 1, MICROBATCHES, None, {1: layers}, 1.0, 0, 0, MICROBATCHES, None, False, sizes, "")
     layout = Layout(Machine(bytes_per_second=rate * 1e6 / 8 * 0.95, latency=2e-4), 1)
     found = list(candidates({1: Measured(work, profile, 0.0)}, layout, [1, workers], exact=False, convergent=False))
     alone: Candidate = found[0]

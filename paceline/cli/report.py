@@ -38,9 +38,10 @@ _WARNING = b'"warning": true'
 def report(
     launch: Launch,
     result: RunResult,
-    request: Request | None,  # launch request. None if the run is not kept and so cannot be resumed.
+    request: Request | None,  # launch request. None if the run cannot be resumed.
     coordinator: CoordinatorReport | None = None,
     seen: int | None = 0,  # number of the worker whose output was shown
+    stays: bool = True,  # whether the run's folder stays
 ) -> int:
     """Print why the workers ended, with the root cause first, and write it to ``failure.txt`` and ``failure.json``.
 
@@ -59,7 +60,7 @@ def report(
     kept = launch.run / (f"failure-{launch.first}.txt" if launch.first else "failure.txt")
     context = message.Context(
         launch.workers,
-        message.shown_path(launch.run / "output"),
+        message.shown_path(launch.run / "output") if stays else "",
         message.shown_path(kept),
         newest_checkpoint(launch.run) if request is not None else None,
         resume_command(launch, request) if request is not None else "",
@@ -73,15 +74,19 @@ def report(
     return failure.code
 
 
-def run_quietly(request: Request) -> float:
-    """Run workers without showing their output, and return the seconds. Exit with a report if the run fails."""
+def run_quietly(request: Request, stays: bool = False) -> float:
+    """Run workers without showing their output, and return the seconds. Exit with a report if the run fails.
+
+    Args:
+        stays: whether the run's folder stays, so that the report may name its files.
+    """
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
 
     with prepare(request) as launch:
         with Workers(launch, lambda name, line: None, note=say) as running:
             result = running.wait()
-        if code := report(launch, result, None, seen=None):
+        if code := report(launch, result, None, seen=None, stays=stays):
             raise typer.Exit(code)
     return result.seconds
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.planning.memory import Run, Segment
 from paceline.schedule.balance import Cluster, Cut, LayerCost
@@ -18,7 +17,6 @@ class Profile:
     """Measured costs of a model."""
 
     model: str  # name of the model's class
-    layers: tuple[LayerCost, ...]  # cost of each layer
     samples: int  # number of samples in the measured microbatch
     microbatches: int  # number of microbatches in a step
     link_bytes_per_second: float | None  # bandwidth between two workers. None with a single worker.
@@ -26,12 +24,16 @@ class Profile:
     core_load: float  # cores that a worker uses while it computes. 0 for layers that wait for something else.
     update_seconds: float  # seconds of the optimizer's update
     add_seconds: float  # seconds to add the gradients of a microbatch to those before it
-    load_seconds: float  # seconds to load a microbatch
     batch: int  # number of samples in a batch
     steps_per_epoch: int | None  # None for a stream, whose length is unknown
     exact: bool  # whether the settings ask for the same bits with any number of workers
     sizes: Run  # sizes on which the memory of a worker depends
-    uncut: str = ""  # why the model, measured as one layer, cannot be cut
+    uncut: str  # why the model, measured as one layer, cannot be cut; empty if it can
+
+    @property
+    def layers(self) -> tuple[LayerCost, ...]:
+        """Cost of each layer for one microbatch."""
+        return self.passes[1]
 
     def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
         """Return a cluster of workers with the measured costs. Without a measured link, transfers are free."""
@@ -47,14 +49,10 @@ def write(profile: Profile, path: Path) -> None:
 def read(path: Path) -> Profile:
     """Read a profile written by :func:`write`."""
     values = json.loads(read_text(path))
-    passes = {int(count): _layers(costs) for count, costs in values["passes"].items()}
+    passes = {int(count): tuple(LayerCost(**one) for one in costs) for count, costs in values["passes"].items()}
     segments = tuple(Segment(**one) for one in values["sizes"]["segments"])
     sizes = Run(**{**values["sizes"], "segments": segments})
-    return Profile(**{**values, "layers": _layers(values["layers"]), "passes": passes, "sizes": sizes})
-
-
-def _layers(values: list[dict[str, Any]]) -> tuple[LayerCost, ...]:
-    return tuple(LayerCost(**layer) for layer in values)
+    return Profile(**{**values, "passes": passes, "sizes": sizes})
 
 
 def plan_text(profile: Profile, cut: Cut) -> str:

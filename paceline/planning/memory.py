@@ -20,12 +20,12 @@ from functools import lru_cache
 from itertools import chain
 
 from paceline.schedule.shares import even
+from paceline.schedule.slices import STAGES
 from paceline.schedule.tree import whole_nodes
 
 _MOST_TRIED = 256
 """Largest number of workers that :func:`cures` tries."""
-_ALL = 3
-"""Stage of strategy sharded."""
+_ALL = STAGES["parameters"]
 
 
 @dataclass(frozen=True)

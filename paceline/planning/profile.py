@@ -30,7 +30,7 @@ from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import step_of
 
 _LINK_BYTES = 8 << 20
-_LINK_REPEATS = 5
+_REPEATS = 5
 
 
 def profile(context: TrainingContext) -> Profile:
@@ -48,11 +48,9 @@ def profile(context: TrainingContext) -> Profile:
     passes = {count: costs(context, count) for count in _counts(context)}
     load = (time.process_time() - used) / (time.perf_counter() - begin)
     context.world.gather(None, "profile")
-    seconds = [seconds_of(partial(context.feed.load, 0, [range(1)])) for _ in range(_LINK_REPEATS)]
     sizes = sizes_of(context, measure_segments(context, blocks_of(model), 0))
     return Profile(
         model=type(model).__name__,
-        layers=passes[1],
         samples=len(order.parts_of(0)[0]),
         microbatches=order.microbatches,
         link_bytes_per_second=_link(context.world),
@@ -60,7 +58,6 @@ def profile(context: TrainingContext) -> Profile:
         core_load=load,
         update_seconds=_update_seconds(context),
         add_seconds=_add_seconds(context),
-        load_seconds=median(seconds),
         batch=order.batch,
         steps_per_epoch=None if order.first_of(1) == UNKNOWN else order.first_of(1),
         exact=bool(context.settings.exact),
@@ -121,7 +118,7 @@ def _update_seconds(context: TrainingContext) -> float:
     for value in parameters:
         value.grad = torch.zeros_like(value)
     parts = parts_of(context.update.optimizer)
-    seconds = [sum(seconds_of(partial(step_of(part), part)) for part in parts) for _ in range(_LINK_REPEATS + 1)]
+    seconds = [sum(seconds_of(partial(step_of(part), part)) for part in parts) for _ in range(_REPEATS + 1)]
     return median(seconds[1:])
 
 
@@ -129,7 +126,7 @@ def _add_seconds(context: TrainingContext) -> float:
     """Return the seconds to add a gradient for each parameter to a sum. All lie in memory, and in no cache."""
     sums: Values = [torch.zeros_like(value) for value in context.update.parameters.values()]
     gradients: Values = [torch.zeros_like(value) for value in context.update.parameters.values()]
-    return median(seconds_of(partial(add, sums, gradients)) for _ in range(_LINK_REPEATS))
+    return median(seconds_of(partial(add, sums, gradients)) for _ in range(_REPEATS))
 
 
 def seconds_of(act: Callable[[], object]) -> float:
@@ -155,7 +152,7 @@ def _speed(world: World, peer: int) -> float:
     """Return the bytes per second in each direction, with both in use at once as in a pipeline."""
     own, others = (torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2))
     seconds = []
-    for tag in range(_LINK_REPEATS + 1):
+    for tag in range(_REPEATS + 1):
         begin = time.perf_counter()
         for transfer in world.start_transfers([Message(own, peer, tag)], [Message(others, peer, tag)]):
             transfer.wait()

@@ -14,11 +14,10 @@ from paceline.schedule.balance import LayerCost
 from paceline.schedule.link_shares import full
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.shares import even
+from paceline.schedule.slices import STAGES
 from paceline.schedule.tree import whole_nodes
 
 _HEADER_BYTES = 1024
-_ALL = 3
-"""Stage of ZeRO that divides the weights, too."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Work:
         microbatches: microbatches of a batch.
         fused: whether a worker computes its microbatches in one pass.
         update: seconds of the optimizer's update of all parameters.
-        load: seconds to load a microbatch.
         overhead: seconds of a step besides all these.
         core_load: cores used while computing; 0 for layers that sleep.
         add: seconds to add the gradients of all parameters to another sum.
@@ -42,7 +40,6 @@ class Work:
     microbatches: int
     fused: bool = False
     update: float = 0.0
-    load: float = 0.0
     overhead: float = 0.0
     core_load: float = 1.0
     add: float = 0.0
@@ -113,8 +110,9 @@ class Place:
         """Ranks that are simulated."""
         return self.simulated or tuple(range(self.workers))
 
-    def folded(self, shares: Sequence[range]) -> Place:
+    def folded(self, microbatches: int) -> Place:
         """Return these workers, of which one machine is simulated for all whose workers have as much to do."""
+        shares = even(microbatches, self.workers)
         kinds = {
             (
                 self.machines[self.of_worker[host[0]]],
@@ -178,7 +176,6 @@ def data_parallel(
     place: Place,
     rank: int,
     step: int,
-    shares: Sequence[range] | None = None,
     exact: bool = False,
     stage: int = 0,
 ) -> Program:
@@ -189,13 +186,12 @@ def data_parallel(
         place: all workers.
         rank: rank of this worker.
         step: number of the step.
-        shares: microbatches of each worker. Defaults to even shares, as for ``allreduce``; ``stealing`` has others.
         exact: whether each worker sends whole nodes of the canonical tree.
         stage: stage of ZeRO of strategy ``sharded``. With 0, all workers make the whole update.
     """
-    shares = even(work.microbatches, place.workers) if shares is None else shares
+    shares = even(work.microbatches, place.workers)
     passes = _passes(work, shares[rank])
-    yield Compute(work.overhead + work.load * len(shares[rank]))
+    yield Compute(work.overhead)
     for size in passes[:-1]:
         yield Compute(_seconds(work, size), work.core_load)
     last = work.layers(passes[-1]) if passes else tuple(replace(one, forward=0, backward=0) for one in work.layers(1))
@@ -206,7 +202,9 @@ def data_parallel(
     yield from _header(place, step, "header")
     yield Compute(sum(layer.forward for layer in last), work.core_load)
     counts = [len(whole_nodes(share)) if exact or not share else 1 for share in shares]
-    reduction = _Reduction(work, place, rank, step, counts, divided=stage > 0, shared_weights=stage == _ALL)
+    reduction = _Reduction(
+        work, place, rank, step, counts, divided=stage > 0, shared_weights=stage == STAGES["parameters"]
+    )
     buckets = _Buckets(last, reduction.bucket_bytes, reduction.owners)
     yield from _overlapped(work, last, buckets, reduction)
     yield Wait(("header", step))
@@ -330,7 +328,7 @@ def local(work: Work, place: Place, rank: int, step: int, replicas: int, every: 
     held = even(replicas, place.workers)[rank]
     own = work.microbatches // replicas
     passes = _passes(work, range(own)) * len(held)
-    yield Compute(work.overhead + work.load * own * len(held))
+    yield Compute(work.overhead)
     for size in passes:
         yield Compute(_seconds(work, size), work.core_load)
     yield Compute(work.update * len(held))

@@ -16,15 +16,14 @@ from paceline.planning.simulate import Machine, Program, Simulation
 from paceline.schedule.balance import Cluster, balance
 from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline.choice import synchronous_schedule
-from paceline.schedule.shares import even
-from paceline.settings import PipelineSettings
+from paceline.schedule.slices import STAGES
+from paceline.settings import LocalSettings, PipelineSettings
 
 _STEPS = 2, 4
 """Numbers of simulated steps; the time of a step is taken between them."""
 _SIMULATED = 64
 """Largest number of workers that are simulated one by one."""
-_REPLICAS, _EVERY = 4, 8
-"""Settings of ``diloco`` by default."""
+_LOCAL = LocalSettings()
 _SCHEDULES = "1f1b", "zb-h1"
 _WAITS = {
     "header": "for the slowest worker",
@@ -37,7 +36,6 @@ _WAITS = {
 """What a worker waits for, by the first part of a key."""
 _TOLD = 0.01
 """Least part of a step that a wait takes to be told."""
-_STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 @dataclass(frozen=True)
@@ -64,14 +62,12 @@ class Layout:
         per_machine: workers on each machine.
         memory_bytes: memory of a worker; infinite if unknown.
         name: name of the type.
-        extrapolated: whether the times are scaled from another type of machine.
     """
 
     machine: Machine
     per_machine: int
     memory_bytes: float = math.inf
     name: str = "this machine"
-    extrapolated: bool = False
 
     def place(self, workers: int) -> Place:
         """Return the machines of so many workers."""
@@ -92,7 +88,6 @@ class Candidate:
         low: lower end of the interval of these seconds.
         high: upper end.
         memory_bytes: bytes of weights, gradients, optimizer state and activations of a worker.
-        same_function: whether it computes what a single process computes.
         waits: seconds of a step in which the slowest worker waits, by what for.
         fits: whether the memory is enough.
     """
@@ -105,7 +100,6 @@ class Candidate:
     low: float
     high: float
     memory_bytes: int
-    same_function: bool = True
     waits: Mapping[str, float] = field(default_factory=dict)
     fits: bool = True
 
@@ -127,9 +121,8 @@ def candidates(
         place, sizes = layout.place(workers), known.profile.sizes
         together = measured[min(2, workers, max(measured))].work  # workers that tell each other something in a step
         work = replace(known.work, overhead=together.overhead)
-        spread = known.spread if not layout.extrapolated else max(known.spread, 0.3)
-        folded = place if workers <= _SIMULATED else place.folded(even(work.microbatches, workers))
-        judge = _Judge(layout, folded, spread)
+        folded = place if workers <= _SIMULATED else place.folded(work.microbatches)
+        judge = _Judge(layout, folded, known.spread)
         if workers == 1:
             yield judge(
                 "allreduce", {}, partial(data_parallel, work, folded), _memory(sizes, work, workers=1, tree=exact)
@@ -139,21 +132,21 @@ def candidates(
             continue
         run = partial(_memory, sizes, work, workers=workers, tree=exact)
         yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run())
-        for shard, stage in _STAGES.items():
-            shared = layout.per_machine if stage == _STAGES["parameters"] else 1
+        for shard, stage in STAGES.items():
+            shared = layout.per_machine if stage == STAGES["parameters"] else 1
             sharing = min(shared, workers)
             program = partial(data_parallel, work, folded, exact=exact, stage=stage)
             window = min(sizes.gradients, WINDOW_BUCKETS * full(workers))
             yield judge("sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window))
-        judge = _Judge(layout, place, spread)
+        judge = _Judge(layout, place, known.spread)
         yield from _pipelines(replace(known, work=work), place, judge)
-        if convergent and work.microbatches % _REPLICAS == 0 and workers <= _REPLICAS:
-            given = {"local": {"every": _EVERY, "replicas": _REPLICAS}}
-            program = partial(local, work, place, replicas=_REPLICAS, every=_EVERY, exact=exact)
-            held = -(-_REPLICAS // workers)
+        if convergent and work.microbatches % _LOCAL.replicas == 0 and workers <= _LOCAL.replicas:
+            given = {"local": {"every": _LOCAL.every, "replicas": _LOCAL.replicas}}
+            program = partial(local, work, place, replicas=_LOCAL.replicas, every=_LOCAL.every, exact=exact)
+            held = -(-_LOCAL.replicas // workers)
             optimizer = held * sizes.optimizer + sizes.gradients  # and the outer momentum
             replicas = replace(sizes, weights=sizes.weights + held * sizes.gradients, optimizer=optimizer)
-            yield judge("diloco", given, program, _memory(replicas, work, workers=workers), period=_EVERY)
+            yield judge("diloco", given, program, _memory(replicas, work, workers=workers), period=_LOCAL.every)
 
 
 def _nearest(measured: Mapping[int, Measured], workers: int) -> Measured:
@@ -224,7 +217,6 @@ class _Judge:
             seconds / (1 + self.spread),
             seconds * (1 + self.spread),
             memory_bytes,
-            strategy != "diloco",
             waits,
             memory_bytes <= self.layout.memory_bytes,
         )

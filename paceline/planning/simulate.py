@@ -67,14 +67,12 @@ class Machine:
         cores: cores that its workers divide.
         bytes_per_second: bandwidth of its link in each direction.
         latency: seconds from the last byte of a transfer to the receiver's next operation.
-        memory_bytes_per_second: bandwidth between two workers of the machine.
         speed: speed of computing, relative to the machine on which the times were measured.
     """
 
     cores: float = math.inf
     bytes_per_second: float = math.inf
     latency: float = 0.0
-    memory_bytes_per_second: float = math.inf
     speed: float = 1.0
 
 
@@ -84,12 +82,10 @@ class Outcome:
 
     Attributes:
         ends: when the worker's program ended.
-        computed: for how long it computed.
         waited: for how long it waited, by the first part of the key.
     """
 
     ends: dict[int, float]
-    computed: dict[int, float]
     waited: dict[int, dict[str, float]]
 
     @property
@@ -142,7 +138,7 @@ class Simulation:
             InputError: workers wait for what nobody sends.
         """
         self._programs = programs
-        self.outcome = Outcome({}, defaultdict(float), {rank: defaultdict(float) for rank in programs})
+        self.outcome = Outcome({}, {rank: defaultdict(float) for rank in programs})
         for rank in programs:
             self._push(0.0, rank)
         while self._events:
@@ -187,7 +183,6 @@ class Simulation:
         at = self._places[rank]
         seconds = step.seconds / self._machines[at].speed if step.load else step.seconds
         if not step.load or math.isinf(self._machines[at].cores):
-            self.outcome.computed[rank] += seconds
             self._push(now + seconds, rank)
             return
         self._age(at, now)
@@ -204,7 +199,6 @@ class Simulation:
         passed, pace = now - self._updated[at], self._pace(at)
         for one in self._running[at]:
             one.left -= passed * pace
-            self.outcome.computed[one.rank] += passed
         self._updated[at] = now
 
     def _plan_finish(self, at: int, now: float) -> None:
@@ -224,13 +218,12 @@ class Simulation:
 
     def _send(self, rank: int, now: float, step: Send) -> None:
         source, target = self._places[rank], self._places[step.to]
-        machine = self._machines[source]
-        if source == target:
-            self._arrive(step.to, step.key, now + step.nbytes / machine.memory_bytes_per_second, now)
+        if source == target:  # through memory
+            self._arrive(step.to, step.key, now, now)
             return
         sent = self._carry(self._out, source, now, step.nbytes)
         received = self._carry(self._in, target, now, step.nbytes)
-        self._arrive(step.to, step.key, max(sent, received) + machine.latency, now)
+        self._arrive(step.to, step.key, max(sent, received) + self._machines[source].latency, now)
 
     def _exchange(self, rank: int, now: float, step: Exchange) -> None:
         meeting = self._meetings.setdefault((step.group, step.key), _Meeting(now))

@@ -22,7 +22,6 @@ from paceline.planning.simulate import Machine
 
 STEPS, WARM = 20, 4
 _WHOLE = {"strategy": "allreduce", "compile": "false"}
-_FUSED = "each worker computes its microbatches in one pass"
 REACHED = 0.95
 """Part of the bandwidth of a link that TCP reaches, as gloo does with large messages."""
 
@@ -83,7 +82,7 @@ def steps_of(
         start(request)
         found = list(records.read(Path(directory) / "run", ("step", "note")))
     ends = sorted(one["time"] for one in found if one["event"] == "step" and one["rank"] == 0)
-    fused = any(one["event"] == "note" and one.get("text") == _FUSED for one in found)
+    fused = any(one["event"] == "note" and one.get("fused") for one in found)
     if len(ends) < WARM + 2:
         raise InputError(
             f"{base.script} took {len(ends)} steps, and a plan measures at least {WARM + 2}: let it train longer."

@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 BLOCK = 64
 """Number of elements in a block. With torch 2.13, slices of 32 gave the same bits, shorter ones did not."""
+STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
+"""Stage of ZeRO for each value of the setting ``shard`` (Rajbhandari et al. 2020, arXiv 1910.02054)."""
 
 _SLICE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 

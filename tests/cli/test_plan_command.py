@@ -32,10 +32,22 @@ def test_a_saved_plan_of_a_model_that_cannot_be_cut(forked_paceline: Callable[..
     script.write_text(SCRIPT)
     unsaved = forked_paceline("plan", "-n", "1", "--save", "none/plan.json", script)
     assert unsaved.code == 2 and "a folder that exists" in unsaved.err and "measuring" not in unsaved.err
-    shown = forked_paceline("plan", "-n", "1", "--save", "plan.json", script)
+    given = "--tolerance", "bits", "--set", "seed=3"
+    shown = forked_paceline("plan", "-n", "1", "--save", "plan.json", *given, script)
     assert shown.code == 0, shown.err
     assert "No pipelines, as the model cannot be cut: The loss uses the parameter '0.weight'" in shown.out
-    assert json.loads((tmp_path / "plan.json").read_text())["strategy"] == "allreduce"
+    saved = json.loads((tmp_path / "plan.json").read_text())
+    assert (saved["strategy"], saved["workers"], saved["settings"]) == ("allreduce", 1, {"seed": 3, "exact": True})
     assert not (tmp_path / "runs").exists() and not (tmp_path / "checkpoints").exists()
     ran = forked_paceline("run", "--plan", "plan.json", script)
     assert ran.code == 0 and "steps " in ran.out, ran.err
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_reported_without_files_that_are_gone(
+    forked_paceline: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('no data')")
+    failed = forked_paceline("plan", "-n", "1", tmp_path / "train.py")
+    assert failed.code == 1 and "ValueError: no data" in failed.err, failed.err
+    assert "output of every worker" not in failed.err and "failure.txt" not in failed.err

@@ -84,17 +84,28 @@ def nothing(model: Net) -> None:
     ],
 )
 def test_gradients_of_a_pass_decide(
-    between: Any, change: Callable[[Net], None], fused: bool, caplog: pytest.LogCaptureFixture
+    between: Any,
+    change: Callable[[Net], None],
+    fused: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = Net(between)
     change(model)
     session = start(model)
+    told = list[bool]()
+
+    def mark(event: str, **values: Any) -> None:
+        told.extend([values["fused"]] if "fused" in values else [])
+
+    monkeypatch.setattr(session._context.events, "mark", mark)
     with caplog.at_level(logging.INFO, "paceline"):
         for batch in session.batches(steps=2):
             session.step(batch)
     found = "in one pass is not the sum of those of the microbatches" in caplog.text
     assert found is not fused, caplog.text
     assert ("each worker computes its microbatches in one pass" in caplog.text) is fused
+    assert told == [fused]
 
 
 class Switched(nn.Module):

@@ -20,7 +20,6 @@ from paceline.schedule.balance import LayerCost
 from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline import clock
 from paceline.schedule.pipeline.choice import synchronous_schedule
-from paceline.schedule.shares import even
 from paceline.settings import PipelineSettings
 
 
@@ -106,15 +105,12 @@ def test_a_pipeline_takes_the_time_of_its_schedules_clock(kind: str) -> None:
 
 def test_workers_that_do_the_same_are_simulated_once() -> None:
     work = Work({1: layers(6)}, 12, update=0.001)
-    shares = even(12, 8)  # of two and of one microbatch
     place = Place((Machine(bytes_per_second=1e8),) * 8, tuple(range(8)))
-    folded = place.folded(shares)
-    assert len(folded.group) == 2
+    folded = place.folded(12)
+    assert len(folded.group) == 2  # shares of two and of one microbatch
 
     def seconds(of: Place) -> float:
-        ran = Simulation(of.machines, of.of_worker).run(
-            {rank: data_parallel(work, of, rank, 0, shares) for rank in of.group}
-        )
+        ran = Simulation(of.machines, of.of_worker).run({rank: data_parallel(work, of, rank, 0) for rank in of.group})
         return ran.seconds
 
     assert seconds(folded) == pytest.approx(seconds(place))
@@ -128,7 +124,7 @@ def test_passes_over_more_microbatches_are_on_a_line_between_measured_ones() -> 
 def _measured(**changes: Any) -> Measured:
     costs = layers(4, megabytes=4.0)
     sizes = Run(16_000_000, 16_000_000, 32_000_000, 16_000_000, (), 32, 8)
-    profile = Profile("Net", costs, 4, 8, None, {1: costs}, 1.0, 0.001, 0.0, 0.0, 32, 100, False, sizes)
+    profile = Profile("Net", 4, 8, None, {1: costs}, 1.0, 0.001, 0.0, 32, 100, False, sizes, "")
     return Measured(Work({1: costs}, 8, update=0.001, **changes), profile, 0.05)
 
 
@@ -181,7 +177,13 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     assert config.read_plan(path) == {"strategy": "pipeline", "pipeline.cut": ["1"]}
     assert config.workers_of(path) == 2
     assert config.workers_of(None) is config.workers_of(tmp_path / "plan.toml") is None
-    for text, message in (("[1]", "not from paceline plan --save"), ("{", "is not JSON")):
+    others = (
+        "[1]",
+        json.dumps(saved | {"workers": "2"}),
+        json.dumps(saved | {"workers": 0}),
+        json.dumps({"settings": {}}),
+    )
+    for text, message in (*((one, "not from paceline plan --save") for one in others), ("{", "is not JSON")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             config.workers_of(path)

@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +49,8 @@ def command(  # noqa: PLR0913 - each argument is an option
     steps: Annotated[int | None, typer.Option(help="Steps of the whole training.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Epochs of the whole training, instead.")] = None,
     tolerance: Annotated[
-        str, typer.Option(help="bits or rounding: what one process computes; convergent: also local training.")
+        str,
+        typer.Option(help="bits: exact; rounding: what one process computes; convergent: also local training."),
     ] = "rounding",
     prove: Annotated[
         int, typer.Option(help="Run the best K plans and the worst on this machine, and compare.", metavar="K")
@@ -72,6 +74,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     total = steps if steps is not None else _steps(epochs, profile)
     if save is not None:
         first = _values(ordered[0], total, pareto=True)
+        first["settings"] = {key: config.parse_value(value) for key, value in base.settings.items()} | first["settings"]
         save.write_text(json.dumps({key: first[key] for key in _SAVED}, indent=1) + "\n")
     rows = [_values(one, total, one in pareto) for one in sorted(found, key=lambda one: one.step_seconds)]
     if as_json:
@@ -84,7 +87,8 @@ def command(  # noqa: PLR0913 - each argument is an option
     print("\n" + "\n".join(explained(found)))
     if save is not None:
         again = ["paceline", "run", "--plan", save, script, *(arguments or ())]
-        print(f"Written to {save}: {shlex.join(map(str, again))}")
+        where = ", with a machine for each worker (--hosts, or --on)" if link else ""
+        print(f"Written to {save}: {shlex.join(map(str, again))}{where}")
     if prove:
         print("\n" + "\n".join(_prove(base, ordered, prove)))
 
@@ -129,8 +133,8 @@ def plan(
         link: bandwidth in Mbit/s, if each worker has a machine of its own. By default all are on this machine.
         latency: milliseconds that a message takes on that link.
         memory: memory of a worker in GB. Defaults to unlimited memory.
-        tolerance: ``"bits"`` or ``"rounding"`` for strategies that compute what one process computes;
-            ``"convergent"`` also for local training.
+        tolerance: ``"rounding"`` for strategies that compute what one process computes, ``"bits"`` for these with
+            ``exact``, ``"convergent"`` also for local training.
         settings: settings as for ``--set``.
 
     Returns:
@@ -175,11 +179,15 @@ def _candidates(
         raise ConfigError(f"--latency {latency}: give milliseconds, 0 or more.")
     if tolerance not in ("bits", "rounding", "convergent"):
         raise ConfigError(f"--tolerance {tolerance}: give bits, rounding or convergent.")
+    if tolerance == "bits":
+        base = replace(base, settings={**base.settings, "exact": "true"})
     check(base)
     measured = measure(base, _powers(min(most, 2 if link else cores)), cores, _start)
     profile = measured[1].profile
     layout = layout_of(cores, most, link, latency, memory)
-    return profile, list(candidates(measured, layout, _powers(most), profile.exact, tolerance == "convergent"))
+    found = candidates(measured, layout, _powers(most), profile.exact, tolerance == "convergent")
+    given = {"exact": True} if tolerance == "bits" else {}
+    return profile, [replace(one, settings={**given, **one.settings}) for one in found]
 
 
 def _powers(most: int) -> list[int]:

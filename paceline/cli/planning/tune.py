@@ -138,7 +138,8 @@ class _Starter:
             Request(
                 *(self.script, self.arguments, self.workers, given, self.plan, self.folder, name),
                 environment={env.BRANCH: asked},
-            )
+            ),
+            stays=True,
         )
         found = [one for one in records.read(self.folder / name, _EVENTS) if one["rank"] == 0 or one["event"] != "step"]
         branch = branch_of(found, seed)

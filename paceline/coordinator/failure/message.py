@@ -35,7 +35,7 @@ class Context:
     """Information about the run for failure messages."""
 
     workers: int  # number of workers at the start of the run
-    output: str  # folder with the output of all workers, as displayed to the user
+    output: str  # folder with the output of all workers, as displayed to the user. Empty if it is not kept.
     text: str  # file with the complete message, as displayed to the user
     # newest checkpoint (path or URL), its step, and its time in seconds since 1970. None if none exists.
     checkpoint: tuple[str, int, float] | None
@@ -56,7 +56,8 @@ def short(failure: Failure, context: Context) -> list[str]:
         lines.append(f"fix: {cure}")
     if context.checkpoint is not None:
         lines.append(f"resume with: {context.resume}")
-    lines.append(f"output of every worker: {context.output} (this message: {context.text})")
+    if context.output:
+        lines.append(f"output of every worker: {context.output} (this message: {context.text})")
     return lines
 
 

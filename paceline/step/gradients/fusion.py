@@ -106,7 +106,7 @@ class Fusion:
             else "each worker computes its microbatches in one pass"
         )
         _log.info(text)
-        self._context.events.mark("note", text=text)
+        self._context.events.mark("note", text=text, fused=self._fused)
 
     def _obstacle(self, groups: list[MicrobatchGroup], pairs: torch.Tensor) -> str:
         compute = self._context.compute

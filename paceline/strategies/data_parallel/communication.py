@@ -41,6 +41,8 @@ STATE = "communication"
 WARM, TRIAL, WATCH = 3, 6, 20
 """Number of steps with a new way that are not measured, of measured steps in a trial, and of a later window."""
 _SIZES = (None, 1.0, 5.0, 25.0)
+_MOST_BUCKETS = 1 << 12
+"""Most buckets of a way that is tried. Each takes tags of messages and flags in shared memory, which are limited."""
 _DRIFT = 0.25
 """Look again if a step waits for the exchange longer, or shorter, by this fraction of a step."""
 _FORMATS: dict[str, tuple[str, ...]] = {
@@ -279,6 +281,8 @@ class ChosenCommunication(Strategy):
                     sums[::-1], int(size) if way.megabytes is None else int(way.megabytes * 1e6), neighbors=False
                 )
                 buckets = [int(sent * sum(sums[::-1][one].nbytes for one in run)) for run in members]
+                if way != self._way and len(members) > _MOST_BUCKETS:
+                    continue
                 if not any(known.wire == wire and found[known] == buckets for known in found):
                     found[way] = buckets
         return found

@@ -41,6 +41,7 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.environments import env
 from paceline.errors import ConfigError, WorkerLost
+from paceline.schedule.slices import STAGES
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
@@ -61,8 +62,6 @@ from paceline.system.torch_internals import foreach_norm
 _log = logging.getLogger("paceline")
 _TAGS = 1 << 12
 """First tag of the gradients, the same as in all-reduce."""
-_STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
-"""Stages of ZeRO."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -70,7 +69,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         replicated=False,
         divides_update=workers > 1,
-        divides_state=_STAGES[settings.shard] if workers > 1 else 0,
+        divides_state=STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
         batch_losses=True,
         shares_weights=workers > 1 and settings.shard == "parameters",
