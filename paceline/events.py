@@ -27,6 +27,8 @@ _CLOSE_SECONDS = 5.0
 _USAGE_SECONDS = 5.0
 """Time between two records of memory and processor time."""
 _ENCODE = json.JSONEncoder(default=str).encode
+_WRITING = threading.Lock()
+"""Held by the log that writes. Two sessions of a script may write to one file, whose end is no line's meanwhile."""
 
 Level: TypeAlias = Literal["minimal", "steps", "operations"]
 _ORDER: dict[Level, int] = {"minimal": 0, "steps": 1, "operations": 2}
@@ -78,7 +80,6 @@ class EventLog:
         self._records: deque[dict[str, object]] = deque()
         self._in_write = 0  # records that have left the queue for a write that has not ended
         self._closed = threading.Event()
-        self._writing = threading.Lock()
         self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
         if directory is not None:
@@ -170,7 +171,7 @@ class EventLog:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        with self._writing:
+        with _WRITING:
             lines: dict[object, list[str]] = {}
             while self._records:
                 record = self._records.popleft()

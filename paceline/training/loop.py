@@ -331,6 +331,8 @@ class TrainingLoop:
             self._formation.leave()
             world.coordinator.report(dict)  # stops heartbeats; the next session has its own client
         self._closed = world.coordinator is not None or world.size > 1
+        if self._closed:
+            self.context.events.close()
 
     def check_open(self) -> None:
         """Check that this session is still open."""

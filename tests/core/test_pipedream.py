@@ -141,7 +141,7 @@ CASES = {
 }
 NETWORK = [name for name, case in CASES.items() if case.workers == 3]
 SCRIPT = """
-import json, os
+import json, os, threading
 import pipedream_reference
 from paceline.strategies.pipeline.weight_stash import WeightStash
 from subjects import tell
@@ -174,6 +174,7 @@ for name, case in json.loads(os.environ["CASES"]).items():
         "weights": [value.double().norm().item().hex() for value in made.state_dict().values()],
         "fingerprint": session.fingerprint(),
         "versions": most[0],
+        "logs": [one.name for one in threading.enumerate()].count("paceline-events"),
     }})
 """
 
@@ -248,6 +249,11 @@ def test_the_staleness_is_told(results: Any) -> None:
     # the first case, an update after each of 20 microbatches: those that entered before the first update are younger
     for stage, lag in enumerate((2, 1, 0)):
         assert found[stage][:20] == [[min(number, lag)] for number in range(20)]
+
+
+def test_a_session_closes_the_log_of_the_one_before(results: Any) -> None:
+    everyone, _ = results(next(iter(CASES)))
+    assert [case["logs"] for one in everyone for case in one.values()] == [1] * len(everyone) * len(everyone[0])
 
 
 EMPTIED = """

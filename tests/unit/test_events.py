@@ -132,6 +132,34 @@ def test_a_line_that_a_killed_worker_has_not_ended_costs_nobody_else_a_record(tm
     assert [json.loads(line)["event"] for line in rest] == ["recovered", "step"]
 
 
+def test_two_logs_of_a_process_do_not_write_at_once(tmp_path: Path) -> None:
+    """Or the end of the file that one of them sees is not the end of a line."""
+    together = threading.Barrier(2)
+    met: list[bool] = []
+
+    def append(*_: object) -> None:
+        met.append(_meet(together))
+
+    first, second = (EventLog(tmp_path, 0, append=append) for _ in range(2))
+    for log in (first, second):
+        log.mark("step")
+    other = threading.Thread(target=first.flush)
+    other.start()
+    second.flush()
+    other.join()
+    assert met == [False, False]
+    first.close()
+    second.close()
+
+
+def _meet(barrier: threading.Barrier) -> bool:
+    try:
+        barrier.wait(timeout=0.2)
+    except threading.BrokenBarrierError:
+        return False
+    return True
+
+
 def test_a_disk_that_stalls_at_the_end_is_named_with_the_number_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
