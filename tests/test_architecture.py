@@ -108,7 +108,7 @@ OPTIONS = {
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
     "plan": {
         *("--workers", "-n", "--link", "--latency", "--memory", "--steps", "--epochs", "--tolerance", "--prove"),
-        *("--save", "--json", "--set", "--plan"),
+        *("--machines", "--here", "--spot", "--trace", "--deadline", "--budget", "--save", "--json", "--set", "--plan"),
     },
     "export": {"--dtype", "--averaged"},
     "logs": {

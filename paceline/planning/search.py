@@ -12,6 +12,7 @@ from paceline.errors import ConfigError
 from paceline.planning.costs import Profile
 from paceline.planning.memory import Run, need
 from paceline.planning.programs import Place, Work, data_parallel, local, pipeline
+from paceline.planning.renting.money import Bill
 from paceline.planning.simulate import Machine, Program, Simulation
 from paceline.schedule.balance import Cluster, balance
 from paceline.schedule.link_shares import WINDOW_BUCKETS, full
@@ -90,6 +91,9 @@ class Candidate:
         memory_bytes: bytes of weights, gradients, optimizer state and activations of a worker.
         waits: seconds of a step in which the slowest worker waits, by what for.
         fits: whether the memory is enough.
+        machines: number of machines.
+        spot: whether the provider may take the machines away.
+        bill: what the whole training takes. None: its length or the prices are unknown.
     """
 
     strategy: str
@@ -102,6 +106,19 @@ class Candidate:
     memory_bytes: int
     waits: Mapping[str, float] = field(default_factory=dict)
     fits: bool = True
+    machines: int = 1
+    spot: bool = False
+    bill: Bill | None = None
+
+    @property
+    def time(self) -> float:
+        """What users wait for: the hours of the bill, or else the seconds of a step."""
+        return self.step_seconds if self.bill is None else self.bill.hours.mean
+
+    @property
+    def price(self) -> float:
+        """What users pay: the money of the bill, or else the seconds of a step of all workers."""
+        return self.workers * self.step_seconds if self.bill is None else self.bill.money.mean
 
 
 def candidates(
@@ -219,6 +236,7 @@ class _Judge:
             memory_bytes,
             waits,
             memory_bytes <= self.layout.memory_bytes,
+            -(-workers // self.layout.per_machine),
         )
 
 
@@ -227,45 +245,48 @@ def _repeated(program: Callable[[int, int], Program], rank: int, steps: int) -> 
         yield from program(rank, step)
 
 
-def best(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that fit, the fastest first.
+def best(found: Sequence[Candidate], cheapest: bool = False) -> list[Candidate]:
+    """Return the candidates that fit, the fastest or the cheapest first.
 
     Raises:
         ConfigError: nothing fits.
     """
-    fitting = sorted((one for one in found if one.fits), key=lambda one: (one.step_seconds, one.memory_bytes))
+    fitting = [one for one in found if one.fits]
     if fitting:
-        return fitting
+        if cheapest:
+            return sorted(fitting, key=lambda one: (one.price, one.time, one.memory_bytes))
+        return sorted(fitting, key=lambda one: (one.time, one.price, one.memory_bytes))
     least = min(found, key=lambda one: one.memory_bytes)
     raise ConfigError(
-        f"Nothing fits into the memory of a worker: the least is {least.memory_bytes:,} bytes, with strategy "
-        f"{least.strategy!r} on {least.workers} worker{'s' * (least.workers > 1)}. Give more memory, or more workers "
-        f"with -n."
+        f"Nothing fits into the memory of a worker: the least is {least.memory_bytes:,} bytes, with {_named(least)}. "
+        f"Give more memory, or more workers with -n."
     )
 
 
 def front(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates that no other one beats in both the time and the workers' time of a step."""
-    fitting = [one for one in found if one.fits]
+    """Return the candidates that no other one beats in both time and price."""
+    fitting = [one for one in found if one.fits and math.isfinite(one.time)]
     return [
         one
         for one in fitting
         if not any(
-            other.step_seconds <= one.step_seconds
-            and other.workers * other.step_seconds <= one.workers * one.step_seconds
-            and other is not one
-            and (other.step_seconds, other.workers) != (one.step_seconds, one.workers)
+            other.time <= one.time and other.price <= one.price and (other.time, other.price) != (one.time, one.price)
             for other in fitting
         )
     ]
 
 
-def explained(found: Sequence[Candidate]) -> list[str]:
-    """Say which candidate is the fastest, and for each other strategy why its best one is slower."""
-    first, *others = best(found)
-    alone = next((one for one in found if one.workers == 1 and one is not first), None)
+def explained(ordered: Sequence[Candidate], word: str = "fastest") -> list[str]:
+    """Say which candidate is the first, and for each other strategy what its best one takes, and why.
+
+    Args:
+        ordered: the candidates, the best first.
+        word: what the first one is.
+    """
+    first, *others = ordered
+    alone = next((one for one in others if one.workers == 1 and one.machine == first.machine), None)
     gain = f", {alone.step_seconds / first.step_seconds:.1f} times as fast as one worker" if alone else ""
-    lines = [f"The fastest is {_named(first)}: {_time(first.step_seconds)} a step{gain}."]
+    lines = [f"The {word} is {_named(first)}: {_takes(first)}{gain}."]
     told = {first.strategy}
     for one in others:
         if one.strategy in told or one.workers == 1:
@@ -273,14 +294,22 @@ def explained(found: Sequence[Candidate]) -> list[str]:
         told.add(one.strategy)
         reason = max(one.waits, key=lambda name: one.waits[name], default="")
         told_of = one.waits.get(reason, 0.0) >= _TOLD * one.step_seconds
-        waits = f", of which it waits {_time(one.waits[reason])} {_WAITS.get(reason, reason)}" if told_of else ""
-        lines.append(f"{_named(one)} takes {_time(one.step_seconds)}{waits}.")
+        waits = f"; of a step it waits {_time(one.waits[reason])} {_WAITS.get(reason, reason)}" if told_of else ""
+        lines.append(f"{_named(one)} takes {_takes(one)}{waits}.")
     return lines
 
 
 def _named(one: Candidate) -> str:
     given = one.settings.get("shard") or one.settings.get("pipeline", {}).get("schedule")
-    return f"{one.strategy}{f' ({given})' if given else ''} on {one.workers} worker{'s' * (one.workers > 1)}"
+    rented = "" if one.bill is None else f" ({one.machines} {one.machine}{', spot' * one.spot})"
+    return f"{one.strategy}{f' ({given})' if given else ''} on {one.workers} worker{'s' * (one.workers > 1)}{rented}"
+
+
+def _takes(one: Candidate) -> str:
+    step = f"{_time(one.step_seconds)} a step"
+    if one.bill is None:
+        return step
+    return f"{one.time:.3g} h for {one.price:,.2f} {one.bill.currency}, {step}"
 
 
 def _time(seconds: float) -> str:

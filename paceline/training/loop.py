@@ -147,13 +147,9 @@ class TrainingLoop:
     def _conclude(self, others_did: bool = False) -> None:
         """Save a checkpoint if one is due and others have not saved it, then act on the notice of the step."""
         steps = self.position.steps
-        saves = not others_did or self._checkpointer.lacks(self._state, steps)  # else others have saved it
-        if (
-            steps == self.progress.steps
-            and saves
-            and self._checkpointer.due(steps)
-            and not self._script.is_ahead(steps)
-        ):
+        unsaved = not others_did or self._checkpointer.lacks(self._state, steps)  # else others have saved it
+        unsaved &= steps == self.progress.steps
+        if unsaved and self._checkpointer.due(steps) and not self._script.is_ahead(steps):
             self._together(lambda: self._meet_and_save(steps))
         notice, self._notice = self._notice, 0
         self._follow(notice)

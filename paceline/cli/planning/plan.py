@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +20,6 @@ from paceline.launchers.base import Request
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from paceline.planning.costs import Profile
     from paceline.planning.search import Candidate
 
 _SAVED = "strategy", "workers", "settings", "step_seconds", "low", "high"
@@ -37,7 +34,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Largest number of workers.", show_default="cores of this machine")
+        int, typer.Option("--workers", "-n", help="Largest number.", show_default="cores here, or 8 machines to rent")
     ] = 0,
     link: Annotated[
         float | None, typer.Option(help="Each worker on a machine of its own, with a link of so many Mbit/s.")
@@ -52,6 +49,23 @@ def command(  # noqa: PLR0913 - each argument is an option
         str,
         typer.Option(help="bits: exact; rounding: what one process computes; convergent: also local training."),
     ] = "rounding",
+    machines: Annotated[
+        str | None,
+        typer.Option(help="Types of machines to rent: a TOML file, or names of known ones.", metavar="FILE|NAMES"),
+    ] = None,
+    here: Annotated[
+        str | None, typer.Option(help="Type of this machine, from which times are scaled to others.", metavar="NAME")
+    ] = None,
+    spot: Annotated[bool, typer.Option("--spot", help="Offer machines that the provider may take away, too.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded interruptions of such machines (CSV).", metavar="FILE")
+    ] = None,
+    deadline: Annotated[
+        str | None, typer.Option(help="Show what ends in time, the cheapest first: 90m, 24h, 3d.", metavar="TIME")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Show what costs at most this, the fastest first.", metavar="MONEY")
+    ] = None,
     prove: Annotated[
         int, typer.Option(help="Run the best K plans and the worst on this machine, and compare.", metavar="K")
     ] = 0,
@@ -64,62 +78,75 @@ def command(  # noqa: PLR0913 - each argument is an option
 ) -> None:
     """Predict how long training takes with each strategy and number of workers."""
     from paceline import config
-    from paceline.planning.search import best, explained, front
+    from paceline.planning.query import Query
+    from paceline.planning.search import explained, front
 
-    _check(steps, epochs, prove, link, save, as_json)
+    _check(prove, link is not None or machines is not None, as_json, save)
+    query = Query(
+        workers, link, latency, memory, steps, epochs, tolerance, machines, here, spot, trace, deadline, budget
+    )
     settings = config.parse_command_line(set_ or [])
     base = Request(script, tuple(arguments or ()), settings=settings, plan=plan_)
-    profile, found = _candidates(base, workers, link, latency, memory, tolerance)
-    ordered, pareto = best(found), front(found)
-    total = steps if steps is not None else _steps(epochs, profile)
+    profile, total, ordered, too_large = query.candidates(base, _start)
+    first, pareto = ordered[0], front(ordered)
     if save is not None:
-        first = _values(ordered[0], total, pareto=True)
-        first["settings"] = {key: config.parse_value(value) for key, value in base.settings.items()} | first["settings"]
-        save.write_text(json.dumps({key: first[key] for key in _SAVED}, indent=1) + "\n")
-    rows = [_values(one, total, one in pareto) for one in sorted(found, key=lambda one: one.step_seconds)]
+        written = _values(first, total, pareto=True)
+        given = {key: config.parse_value(value) for key, value in base.settings.items()}
+        written["settings"] = given | written["settings"]
+        save.write_text(json.dumps({key: written[key] for key in _SAVED}, indent=1) + "\n")
     if as_json:
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([_values(one, total, one in pareto) for one in (*ordered, *too_large)], indent=1))
         return
+    shown = {(one.strategy, one.machine, one.spot): one for one in reversed(ordered)}.values()
+    rows = [
+        _values(one, total, one in pareto)
+        for one in (*ordered, *too_large)
+        if machines is None or one in pareto or one in shown
+    ]
     print(f"{profile.model}, batches of {profile.batch} in {profile.microbatches} microbatches")
     if profile.uncut:
         print(f"No pipelines, as the model cannot be cut: {profile.uncut}")
+    for line in query.market.extrapolated(profile.layers) if query.market else ():
+        print(line)
     print("\n" + "\n".join(table.lines(_rows(rows))))
-    print("\n" + "\n".join(explained(found)))
+    print("\n" + "\n".join(explained(ordered, query.word)))
     if save is not None:
         again = ["paceline", "run", "--plan", save, script, *(arguments or ())]
-        where = ", with a machine for each worker (--hosts, or --on)" if link else ""
+        many = "a machine for each worker" if link else f"{first.machines} {first.machine}"
+        where = f", with {many} (--hosts, or --on)" if link or machines else ""
         print(f"Written to {save}: {shlex.join(map(str, again))}{where}")
     if prove:
         print("\n" + "\n".join(_prove(base, ordered, prove)))
 
 
-def _check(
-    steps: int | None, epochs: float | None, prove: int, link: float | None, save: Path | None, as_json: bool
-) -> None:
-    """Raise ConfigError for options that cannot be used."""
-    if steps is not None and epochs is not None:
-        raise ConfigError("--steps and --epochs both say how long training takes: give one of them.")
-    for option, value in (("--epochs", epochs), ("--steps", steps)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{option} {value}: give a number above 0.")
+def _check(prove: int, elsewhere: bool, as_json: bool, save: Path | None) -> None:
+    """Raise ConfigError for options that cannot be used together."""
     if prove < 0:
         raise ConfigError(f"--prove {prove}: give the number of plans to run.")
-    if prove and link is not None:
-        raise ConfigError("--prove runs plans on this machine, which has no such --link: leave out one of them.")
+    if prove and elsewhere:
+        raise ConfigError("--prove runs plans on this machine: leave out --link and --machines.")
     if prove and as_json:
         raise ConfigError("--prove prints a table, not --json: leave out one of them.")
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
         raise ConfigError(f"--save {save}: give a file in a folder that exists.")
 
 
-def plan(
+def plan(  # noqa: PLR0913 - each argument is an option
     script: str | Path,
     *arguments: str,
     workers: int | None = None,
     link: float | None = None,
     latency: float = 0.2,
     memory: float | None = None,
+    steps: int | None = None,
+    epochs: float | None = None,
     tolerance: str = "rounding",
+    machines: str | None = None,
+    here: str | None = None,
+    spot: bool = False,
+    trace: str | Path | None = None,
+    deadline: str | None = None,
+    budget: float | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Candidate]:
     """Predict how long a step takes with each strategy and number of workers, as ``paceline plan`` does.
@@ -129,78 +156,46 @@ def plan(
     Args:
         script: script that trains.
         *arguments: arguments of the script.
-        workers: largest number of workers. Defaults to the cores of this machine.
+        workers: largest number of workers. Defaults to the cores of this machine, or to 8 machines to rent.
         link: bandwidth in Mbit/s, if each worker has a machine of its own. By default all are on this machine.
         latency: milliseconds that a message takes on that link.
         memory: memory of a worker in GB. Defaults to unlimited memory.
+        steps: steps of the whole training.
+        epochs: epochs of the whole training, instead.
         tolerance: ``"rounding"`` for strategies that compute what one process computes, ``"bits"`` for these with
             ``exact``, ``"convergent"`` also for local training.
+        machines: types of machines to rent: a TOML file, or names of types of the package's table, with commas between.
+        here: type of this machine. The times of the others are scaled from it.
+        spot: whether to offer machines that the provider may take away, too.
+        trace: CSV file of recorded interruptions of such machines. By default each type has its own rate.
+        deadline: longest time, such as ``"24h"``. The candidates are those within it, the cheapest first.
+        budget: most money. The candidates are those within it, the fastest first.
         settings: settings as for ``--set``.
 
     Returns:
-        the candidates that fit, the fastest first.
+        the candidates that fit: the fastest first, or the cheapest of machines to rent without a ``budget``.
 
     Raises:
-        ConfigError: an argument cannot be used, or nothing fits into the memory.
+        ConfigError: an argument cannot be used, or nothing fits into the memory or the limits.
         InputError: the script does not train, or takes too few steps.
         RunFailed: the script failed.
     """
     from paceline import config
-    from paceline.planning.search import best
+    from paceline.planning.query import Query
 
     given = config.parse_command_line([f"{key}={_on_line(value)}" for key, value in (settings or {}).items()])
-    base = Request(Path(script), arguments, settings=given)
+    recorded = None if trace is None else Path(trace)
+    query = Query(
+        workers or 0, link, latency, memory, steps, epochs, tolerance, machines, here, spot, recorded, deadline, budget
+    )
     try:
-        return best(_candidates(base, workers or 0, link, latency, memory, tolerance)[1])
+        return query.candidates(Request(Path(script), arguments, settings=given), _start)[2]
     except typer.Exit as error:
         raise RunFailed(f"{script} failed with exit code {error.exit_code}; its report is above.") from None
 
 
 def _on_line(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _candidates(
-    base: Request, workers: int, link: float | None, latency: float, memory: float | None, tolerance: str
-) -> tuple[Profile, list[Candidate]]:
-    """Measure a script, and simulate what is possible."""
-    from paceline.launchers.prepare import check
-    from paceline.planning.search import candidates
-    from paceline.planning.trials import layout_of, measure
-
-    cores = os.cpu_count() or 1
-    most = workers or cores
-    if most < 1:
-        raise ConfigError(f"-n {most}: give the largest number of workers, at least 1.")
-    for option, value in (("--link", link), ("--memory", memory)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{option} {value}: give a number above 0.")
-    if not 0 <= latency < math.inf:
-        raise ConfigError(f"--latency {latency}: give milliseconds, 0 or more.")
-    if tolerance not in ("bits", "rounding", "convergent"):
-        raise ConfigError(f"--tolerance {tolerance}: give bits, rounding or convergent.")
-    if tolerance == "bits":
-        base = replace(base, settings={**base.settings, "exact": "true"})
-    check(base)
-    measured = measure(base, _powers(min(most, 2 if link else cores)), cores, _start)
-    profile = measured[1].profile
-    layout = layout_of(cores, most, link, latency, memory)
-    found = candidates(measured, layout, _powers(most), profile.exact, tolerance == "convergent")
-    given = {"exact": True} if tolerance == "bits" else {}
-    return profile, [replace(one, settings={**given, **one.settings}) for one in found]
-
-
-def _powers(most: int) -> list[int]:
-    """Return the powers of two up to a number, and the number."""
-    return [*(1 << power for power in range((most - 1).bit_length())), most]
-
-
-def _steps(epochs: float | None, profile: Profile) -> int | None:
-    if epochs is None:
-        return None
-    if profile.steps_per_epoch is None:
-        raise ConfigError("--epochs: the data are a stream, whose length is unknown. Give --steps instead.")
-    return math.ceil(epochs * profile.steps_per_epoch)
 
 
 def _start(request: Request) -> None:
@@ -213,35 +208,54 @@ def _start(request: Request) -> None:
 
 
 def _values(one: Candidate, steps: int | None, pareto: bool) -> dict[str, Any]:
-    """Return a candidate as data."""
-    return {
+    """Return a candidate as data. What is unknown, or has no end, is None."""
+    seconds, bill = math.inf if steps is None else steps * one.step_seconds, one.bill
+    hours = seconds / 3600 if bill is None else bill.hours.mean
+    values = {
         "strategy": one.strategy,
         "workers": one.workers,
         "settings": dict(one.settings),
         "machine": one.machine,
+        "machines": one.machines,
+        "spot": one.spot,
         "step_seconds": one.step_seconds,
         "low": one.low,
         "high": one.high,
         "memory_bytes": one.memory_bytes,
-        "hours": None if steps is None else steps * one.step_seconds / 3600,
-        "worker_hours": None if steps is None else steps * one.workers * one.step_seconds / 3600,
+        "hours": hours,
+        "worker_hours": one.workers * hours,
+        "money": None if bill is None else bill.money.mean,
+        "money_low": None if bill is None else bill.money.low,
+        "money_high": None if bill is None else bill.money.high,
+        "currency": None if bill is None else bill.currency,
+        "kilowatt_hours": None if bill is None or bill.kilowatt_hours is None else bill.kilowatt_hours.mean,
         "fits": one.fits,
         "pareto": pareto,
     }
+    return {key: None if value == math.inf else value for key, value in values.items()}
 
 
 def _rows(values: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("", "strategy", "workers", "step ms", "from", "to", "memory MB", "hours", "worker hours")
-    ]
+    rented = any(one["currency"] for one in values)
+    what = ("machines", "hours", f"{values[0]['currency']}, from to") if rented else ("hours", "worker hours")
+    rows: list[tuple[str, ...]] = [("", "strategy", "workers", "step ms", "from", "to", "memory MB", *what)]
     for one in values:
         given = one["settings"].get("shard") or one["settings"].get("pipeline", {}).get("schedule") or ""
         times = [f"{1000 * one[name]:.1f}" for name in ("step_seconds", "low", "high")]
-        whole = ["" if one[name] is None else f"{one[name]:.3g}" for name in ("hours", "worker_hours")]
         mark = "*" if one["pareto"] else "" if one["fits"] else "too large"
+        whole = [_short(one["hours"])]
+        if rented:
+            many = f"{one['machines']} {one['machine']}{' spot' * one['spot']}"
+            whole = [many, *whole, " ".join(_short(one[name]) for name in ("money", "money_low", "money_high"))]
+        else:
+            whole.append(_short(one["worker_hours"]))
         strategy = f"{one['strategy']} {given}".strip()
         rows.append((mark, strategy, str(one["workers"]), *times, f"{one['memory_bytes'] / 1e6:,.1f}", *whole))
     return rows
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _prove(base: Request, ordered: Sequence[Candidate], count: int) -> list[str]:

@@ -1,0 +1,1 @@
+"""Rented machines: their types, what their interruptions cost, and the bill."""
