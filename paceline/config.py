@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -220,12 +220,22 @@ def _of_json(path: Path, text: bytes) -> dict[str, Any]:
     raise ConfigError(f"The plan file {path} is not from paceline plan --save: write settings as TOML instead.")
 
 
-def workers_of(plan: Path | None) -> int | None:
-    """Return the number of workers of a plan that ``paceline plan`` has saved, or None for other plan files."""
+class SavedPlan(NamedTuple):
+    """What ``paceline plan --save`` writes, besides settings. The seconds are those predicted for a step, if known."""
+
+    workers: int
+    low: float | None
+    high: float | None
+
+
+def saved_plan(plan: Path | None) -> SavedPlan | None:
+    """Return what ``paceline plan`` has saved, or None for other plan files."""
     if plan is None or plan.suffix != ".json":
         return None
     read_plan(plan)  # complains about what is not a plan
-    return int(json.loads(plan.read_bytes())["workers"])
+    values = json.loads(plan.read_bytes())
+    low, high = (one if type(one := values.get(key)) is float and one > 0 else None for key in ("low", "high"))
+    return SavedPlan(values["workers"], low, high)
 
 
 def resolve(

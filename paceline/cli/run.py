@@ -120,8 +120,9 @@ def command(given: RunOptions) -> None:
     from paceline.cli.display import alerts
     from paceline.launchers.clusters.registry import LOCAL
 
-    if given.workers == 1 and (planned := config.workers_of(given.plan)) is not None:
-        given = replace(given, workers=planned)
+    planned = config.saved_plan(given.plan)
+    if planned is not None and given.workers == 1:
+        given = replace(given, workers=planned.workers)
     alerts.check(given.alert or (), given.notify)
     settings = config.parse_command_line(given.set_ or [])
     if given.resume is not None:
@@ -153,7 +154,7 @@ def command(given: RunOptions) -> None:
         preload=not given.no_preload,
         horovod=given.horovod,
         discovery=discovery,
-        alerts=tuple(given.alert or ()),
+        alerts=(*(given.alert or ()), *alerts.predicted(planned, given.workers)),
         notify=given.notify,
         environment=_for_horovod(given.quiet) if given.horovod else {},
     )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import config
+from paceline.cli.display.alerts import predicted
 from paceline.errors import ConfigError, InputError
 from paceline.planning.costs import Profile
 from paceline.planning.memory import Run, need
@@ -175,8 +176,12 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     saved = {"strategy": "pipeline", "workers": 2, "settings": {"pipeline": {"cut": ["1"]}}, "step_seconds": 0.1}
     path.write_text(json.dumps(saved))
     assert config.read_plan(path) == {"strategy": "pipeline", "pipeline.cut": ["1"]}
-    assert config.workers_of(path) == 2
-    assert config.workers_of(None) is config.workers_of(tmp_path / "plan.toml") is None
+    assert config.saved_plan(path) == (2, None, None)
+    assert config.saved_plan(None) is config.saved_plan(tmp_path / "plan.toml") is None
+    path.write_text(json.dumps(saved | {"low": 0.0198, "high": 0.0432}))
+    planned = config.saved_plan(path)
+    assert predicted(planned, 2) == ["step outside 19.800ms to 43.200ms"]
+    assert predicted(planned, 4) == predicted(None, 2) == []
     others = (
         "[1]",
         json.dumps(saved | {"workers": "2"}),
@@ -186,4 +191,4 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     for text, message in (*((one, "not from paceline plan --save") for one in others), ("{", "is not JSON")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
-            config.workers_of(path)
+            config.saved_plan(path)

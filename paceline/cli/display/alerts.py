@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.client import HTTPException
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,11 @@ from urllib.parse import urlsplit
 
 from paceline.cli.display.conditions import ENDED, TICK, Conditions, parse
 from paceline.cli.display.progress import EventTail
-from paceline.config import quoted
+from paceline.config import SavedPlan, quoted
 from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.events import EventLog
+from paceline.observe.why.at_end import last_line
 
 _POLL_SECONDS = 0.5
 _SECONDS = 10.0
@@ -81,7 +82,9 @@ class Watch:
         now = time.time()
         alerts = [alert for record in (*records, last) for alert in self._conditions.take(record, now)]
         deadline = time.monotonic() + _SECONDS
-        for alert in alerts:
+        for found in alerts:
+            why = last_line(self._run) if found.condition.startswith("step") else ""
+            alert = replace(found, text=f"{found.text}; {why}") if why else found
             self._log.mark("alert", step=alert.step, condition=alert.condition, text=alert.text)
             self._tell(f"alert: {alert.condition}: {alert.text}")
             if self._notify is None:
@@ -112,6 +115,13 @@ def check(alerts: Sequence[str], notify: str | None) -> None:
             f"--notify {quoted(shown(notify))}: give a command, as in --notify './tell.sh --all', or a URL, as in "
             f"--notify https://host/path."
         )
+
+
+def predicted(plan: SavedPlan | None, workers: int) -> list[str]:
+    """Return the condition that the steps take as long as a plan has predicted for as many workers."""
+    if plan is None or plan.workers != workers or plan.low is None or plan.high is None:
+        return []
+    return [f"step outside {1000 * plan.low:.3f}ms to {1000 * plan.high:.3f}ms"]
 
 
 def check_command(notify: str | None) -> None:

@@ -21,10 +21,12 @@ _QUIET = 10
 """Steps in a row that do not meet a condition on steps until it has passed. A duration may alternate."""
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LIMIT = re.compile(r"(stalled|step|loss|checkpoint) > (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h|x|)")
+_RANGE = re.compile(r"step outside (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h) to (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h)")
 FORMS = (
     "stalled > 60s",
     "step > 2s",
     "step > 3x",
+    "step outside 20ms to 30ms",
     "loss is nan",
     "loss > 10",
     "checkpoint > 30m",
@@ -125,6 +127,10 @@ def parse(text: str) -> Condition:
     if words in _PLAIN:
         events, test, quiet = _PLAIN[words]
         return Condition(words, frozenset(events), test, quiet)
+    if (ends := _RANGE.fullmatch(words)) and (low := float(ends[1]) * _UNITS[ends[2]]) < (
+        high := float(ends[3]) * _UNITS[ends[4]]
+    ):
+        return Condition(words, frozenset({"step"}), _outside(low, high), _QUIET)
     found = _LIMIT.fullmatch(words)
     build = _LIMITED.get((found[1], _kind(found[3]))) if found else None
     if found is None or build is None or not float(found[2]):
@@ -171,6 +177,15 @@ def _slower(factor: float) -> _Test:
         if seen.usual is None or not seconds > factor * seen.usual:
             return ""
         return f"step {seen.step} took {seconds:.3g} s, and the median of those before is {seen.usual:.3g} s"
+
+    return test
+
+
+def _outside(low: float, high: float) -> _Test:
+    def test(seen: Seen, record: Mapping[str, Any]) -> str:
+        if seen.usual is None or low <= seen.usual <= high:
+            return ""
+        return f"the median of the steps before step {seen.step} is {seen.usual:.3g} s, not {low:.3g} to {high:.3g} s"
 
     return test
 
