@@ -143,7 +143,10 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time."""
+    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time.
+
+    Whole numbers become numbers again: a power of one in a tensor has other bits.
+    """
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = {}
@@ -155,7 +158,9 @@ def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iter
         on_host = key == "step" and value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
         device = value.device if on_host else parameters[name].device
         existing = optimizer.state.get(parameters[name], {}).get(key)
-        if _fits(existing, value, device):
+        if value.ndim == 0 and not value.is_floating_point():  # a count in Python, as no optimizer of torch has another
+            loaded.setdefault(parameters[name], {})[key] = value.item()
+        elif _fits(existing, value, device):
             loaded.setdefault(parameters[name], {})[key] = existing.copy_(value)
         else:
             loaded.setdefault(parameters[name], {})[key] = value.to(device, copy=True)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from paceline.errors import InputError, NonFiniteLoss, name_microbatches
 from paceline.schedule.tree import Node, total
 from paceline.settings import Exact
+
+Sparse: TypeAlias = Literal["none", "modules", "any"]
+"""Which gradients may be sparse: those of ``nn.Embedding(sparse=True)`` and ``EmbeddingBag``, or those of any code."""
 
 
 class MicrobatchResult(NamedTuple):
@@ -98,18 +102,31 @@ def check_gradients(parts: Sequence[MicrobatchResult], names: Sequence[str]) -> 
         )
 
 
-def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise InputError if a gradient is sparse."""
+def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
+    """Return the names of the parameters whose gradients may be sparse: none, all, or the weights of embeddings.
+
+    Raises:
+        InputError: an embedding gives sparse gradients, and none are allowed.
+    """
+    named = {name: one for name, one in model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    sparse = {id(one.weight): name for name, one in named.items() if one.sparse}
+    if sparse and allowed == "none":
+        raise sparse_gradients(f"{next(iter(sparse.values()))!r} gives")
+    return frozenset(name for name, one in model.named_parameters() if allowed == "any" or id(one) in sparse)
+
+
+def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None], sparse: Container[str] = ()) -> None:
+    """Raise InputError if a gradient is sparse, except those of the parameters named in ``sparse``."""
     for name, gradient in zip(names, gradients, strict=True):
-        if gradient is not None and gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse and name not in sparse:
             raise sparse_gradients(f"The parameter {name!r} gets")
 
 
 def sparse_gradients(what: str) -> InputError:
     """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(
-        f"{what} sparse gradients, which several workers, now or later, cannot average with this strategy: use "
-        f"sparse=False, or strategy 'hogwild'."
+        f"{what} sparse gradients, which several workers, now or later, cannot average here: use sparse=False, "
+        f"strategy 'hogwild', or strategy 'allreduce' with embeddings (modules with sparse=True) and wire 'float32'."
     )
 
 

@@ -14,6 +14,7 @@ from paceline.data.nested import map_tensors
 from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
+from paceline.step.checks import Sparse
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.system.wires import PARTIAL_WIRES, Wire
@@ -136,7 +137,7 @@ class Capabilities:
     exact_with: str = ""  # settings with which the strategy is exact if the current ones are not, for the error message
     replicated: bool = True  # whether all workers hold the same state after each step, not only after ``synchronize``
     cuts_model: bool = False  # whether the model is cut, so that its output and the loss are computed separately
-    sparse_gradients: bool = False  # whether several workers can train with sparse gradients
+    sparse_gradients: Sparse = "none"  # which gradients may be sparse with several workers
     divides_update: bool = False  # whether different workers update different parameters
     replicas: int = (
         0  # replicas of the model that workers hold between synchronizations. 0 if the model is the only one

@@ -98,8 +98,9 @@ class FullBatch:
             computed = self._fusion.forward(group, step)
             computed.total.backward()
             values = self.take_gradients()
-            if self._codec is not None or not context.sparse:
-                check_dense(context.update.parameters, values)
+            check_dense(context.update.parameters, values, () if self._codec else context.sparse)
+            if context.settings.along_tree:  # a row's summands in a microbatch are added up first
+                values = [one.coalesce() if one is not None and one.is_sparse else one for one in values]
             missing.append(frozenset(place for place, value in enumerate(values) if value is None))
             start = group.microbatches.start
             gradients.push(start, self._codec.encode(values, step, start) if self._codec else values)

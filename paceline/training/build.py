@@ -35,7 +35,7 @@ from paceline.launchers.local import become
 from paceline.schedule.audits import AuditSchedule
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.settings import ONE_MACHINE, Settings
-from paceline.step.checks import sparse_gradients
+from paceline.step.checks import sparse_parameters
 from paceline.step.closures import check_closures
 from paceline.step.context import Batch, TrainingContext
 from paceline.step.forward import ForwardRunner, recompute
@@ -101,8 +101,8 @@ def build_context(
     order = _order(given, settings, who.world_size)
     _check_losses(given)
     scaling = scaling_of(settings, who.world_size)
-    sparse = largest == 1 or capabilities.sparse_gradients
-    given = replace(given, model=_checked_model(given.model, sparse))
+    given = replace(given, model=_checked_model(given.model))
+    sparse = sparse_parameters(given.model, "any" if largest == 1 else capabilities.sparse_gradients)
     requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
@@ -189,7 +189,7 @@ def _loop_changes(
     return LoopChanges(given.model, update.optimizer, digests, held.owners | feed.owners, keeps, objects, outside)
 
 
-def _checked_model(model: Any, sparse: bool) -> nn.Module:
+def _checked_model(model: Any) -> nn.Module:
     model = keras_module.adapted(model)
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -219,8 +219,6 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
                 f"convert_sync_batchnorm. Batch norm takes the statistics of a microbatch here, so the result does not "
                 f"depend on the number of workers."
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
-            raise sparse_gradients(f"{name!r} gives")
     return model
 
 

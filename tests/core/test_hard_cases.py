@@ -245,7 +245,7 @@ trained(session, 2)
     "lazy": ("start(lambda: nn.LazyLinear(3))", ["'weight' has no shape yet"]),
     "all frozen": ("start(lambda: nn.Linear(4, 3).requires_grad_(False))", ["nothing to train"]),
     "sparse": (
-        "start(lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True)))",
+        "start(lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True)), strategy='stealing')",
         ["'0' gives sparse gradients", "sparse=False"],
     ),
     "late buffer": (

@@ -114,7 +114,7 @@ def sparse():
     torch.manual_seed(0)
     picked = lambda model, microbatch: model(microbatch[0]).mean()
     data = torch.utils.data.TensorDataset(torch.arange(64))
-    train(model=nn.Embedding(64, 2, sparse=True), loss=None, forward=picked, data=data)
+    train(model=nn.Embedding(64, 2, sparse=True), loss=None, forward=picked, data=data, strategy="stealing")
 
 @attempt
 def max_norm():

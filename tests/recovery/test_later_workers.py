@@ -35,7 +35,10 @@ scripted.end(session)
 """
 SERVERS = 'given |= {"strategy": "parameter-server", "server": {"count": 2, "dedicated": True}}\n'
 AT_THE_START = {
-    "sparse module": ("layers[0] = nn.Embedding(20, 4, sparse=True)", "'0' gives sparse gradients"),
+    "sparse module": (
+        'layers[0] = nn.Embedding(20, 4, sparse=True); given["strategy"] = "stealing"',
+        "'0' gives sparse gradients",
+    ),
     "pipeline": (
         'given |= {"strategy": "pipeline", "optimizer": partial(Normed, lr=0.1)}',
         "Normed updates a parameter in another way",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.checkpoint.tensors import load_optimizer_state
+from paceline.checkpoint.tensors import load_optimizer_state, optimizer_state
 from paceline.errors import CheckpointError
 
 
@@ -30,6 +30,18 @@ def test_a_value_goes_where_it_fits(existing: torch.Tensor | None, kept: bool) -
     loaded = optimizer.state[model.weight]["momentum_buffer"]
     assert torch.equal(loaded, value) and loaded.dtype == value.dtype and loaded.shape == value.shape
     assert (loaded is existing) == kept and loaded is not value
+
+
+def test_a_count_is_a_number_again() -> None:
+    """A power of a tensor is computed in float32, so a resumed SparseAdam would have other bits."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight] |= {"step": 3, "skipped": True, "size": torch.tensor(3.0)}
+    state = dict(optimizer_state(model, optimizer))
+    load_optimizer_state(model, optimizer, state)
+    loaded = optimizer.state[model.weight]
+    assert [type(loaded[key]) for key in ("step", "skipped", "size")] == [int, bool, torch.Tensor]
+    assert (loaded["step"], loaded["skipped"], loaded["size"]) == (3, True, 3.0)
 
 
 def test_a_parameter_that_the_model_does_not_have() -> None:

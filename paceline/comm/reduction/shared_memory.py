@@ -41,7 +41,7 @@ class SharedBuckets:
         self._steps += 2  # means are announced with the first number of a step, spread values with the second
         if self._windowed and not self._buckets[0].mean_views:
             self._keep_means()
-        while len(self._buckets[0].flats) < count:
+        while self._buckets and len(self._buckets[0].flats) < count:
             blocks = self._memory.share(max(bucket.start + bucket.nbytes for bucket in self._buckets))
             for bucket in self._buckets:
                 flats = [_flat(bucket, block, bucket.start) for block in blocks]

@@ -18,15 +18,21 @@ Values: TypeAlias = "list[torch.Tensor | None]"
 
 
 def add(left: Values, right: Values) -> Values:
-    """Add ``right`` into ``left`` in place and return the sum. None counts as a missing summand."""
+    """Add ``right`` into ``left`` and return the sum: dense values in place. None counts as a missing summand."""
+    sums = [now if before is None else before for before, now in zip(left, right, strict=True)]
     both = [(before, now) for before, now in zip(left, right, strict=True) if before is not None and now is not None]
+    if any(before.is_sparse for before, _ in both):
+        for place, (before, now) in enumerate(zip(left, right, strict=True)):
+            if before is not None and now is not None and before.is_sparse:
+                sums[place] = (before + now).coalesce()
+        both = [pair for pair in both if not pair[0].is_sparse]
     together = [pair for pair in both if pair[0].dtype not in FLOAT8]
     if together:
         foreach_add_([before for before, _ in together], [now for _, now in together])
     for before, now in both if len(together) < len(both) else ():
         if before.dtype in FLOAT8:
             add_(before, now)
-    return [value if value is not None else right[place] for place, value in enumerate(left)]
+    return sums
 
 
 def divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:

@@ -36,11 +36,13 @@ from paceline.step.gradients.fusion import Fusion
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
+from paceline.strategies.data_parallel.sparse_rows import SparseRows
 from paceline.system.wires import PARTIAL_WIRES
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of all-reduce."""
+    formats = settings.fixed_point or settings.wire != "float32" or settings.communication != "fixed"
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
@@ -49,6 +51,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         batch_losses=True,
         closures=True,
         communication=True,
+        sparse_gradients="none" if formats else "modules",
         scales_loss=True,
         even_shares=True,
         exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),
@@ -89,11 +92,17 @@ class AllReduce(Strategy):
         self._context = context
         self.seconds: list[float] = [0.0] * context.world.size
         self._fusion = Fusion(context)
-        self._reducer = reducer or Reducer(context, any_order=not context.settings.along_tree)
+        named = context.update.parameters
+        sparse = {name: one for name, one in named.items() if name in context.sparse}
+        dense = {name: one for name, one in named.items() if name not in sparse}
+        self._reducer = reducer or Reducer(context, dense, any_order=not context.settings.along_tree)
         self._memory, self._notice = self._reducer.memory, 0
         in_lanes = None if self._memory is None else self._memory.share
         self.shares = shares or in_lanes or (lambda microbatches: even(microbatches, context.world.size))
         self._results = Results(context, self._largest_share(), apply)
+        self._rows = SparseRows(context, sparse, self._largest_share()) if sparse else None
+        places = {name: place for place, name in enumerate(named)}
+        self._dense, self._sparse = ([places[name] for name in names] for names in (dense, sparse))
 
     def groups(self, step: int) -> list[range]:
         return self._layout(step)[self._context.world.rank]
@@ -145,6 +154,8 @@ class AllReduce(Strategy):
         starts = [group.microbatches.start for group in groups]
         begin = perf_counter()
         reducer.begin(nodes, context.settings.along_tree, step)
+        if self._rows is not None:
+            self._rows.begin(context.settings.along_tree)
         for group in groups:
             context.world.check()
             computed = self._fusion.forward(group, step)
@@ -156,16 +167,29 @@ class AllReduce(Strategy):
             computed.total.backward()
             if group is not groups[-1]:
                 reducer.push(group.microbatches.start)
+            if self._rows is not None:
+                self._rows.push(group.microbatches.start)
         if not groups:
             header = self._results.send(step, starts, pairs, again=again)
             reducer.nothing(header)
         without = reducer.written()
         header.check()  # a worker at another step may send tensors of other sizes
         layout = [_groups_of(share, own) for share, own in zip(shares, header.starts, strict=True)]
-        missing = self._results.send_missing(layout, without)
+        missing = self._results.send_missing(layout, self._all_missing(without))
         while not reducer.finish(measure=self._results.whole_update):
             reducer.again(step, groups, nodes, header)
+        if self._rows is not None:
+            self._rows.finish(nodes, header.count() * context.compute.scale)
         return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
+
+    def _all_missing(self, dense: list[list[int]]) -> list[list[int]]:
+        """Return the indices of all parameters to which each microbatch gave no gradient, from those of the reducer."""
+        if self._rows is None:
+            return dense
+        return [
+            [*(self._dense[place] for place in one), *(self._sparse[place] for place in other)]
+            for one, other in zip(dense, self._rows.missing, strict=True)
+        ]
 
     @property
     def reduction(self) -> Reduction:

@@ -44,7 +44,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=False,
         replicated=False,
-        sparse_gradients=True,
+        sparse_gradients="any",
         averages=False,
         carries=False,
         audits=workers == 1,

@@ -1,0 +1,169 @@
+"""Sparse gradients of embeddings on several workers: one fingerprint, the rows alone on the wire, clear refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Run
+
+from paceline.testing import faults
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+MODEL = """
+import torch
+from functools import partial
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, sparse=True, rows=300):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = nn.EmbeddingBag(rows, 8, sparse=sparse, mode="sum")
+        self.words, self.top = nn.Embedding(20, 8, sparse=sparse), nn.Linear(16, 1)
+
+    def forward(self, words):
+        return self.top(torch.cat([self.bag(words), self.words(words[:, 0] % 20)], 1)).squeeze(1)
+
+def two(model):
+    tables = [*model.bag.parameters(), *model.words.parameters()]
+    return {"tables": torch.optim.SparseAdam(tables, lr=0.01), "top": torch.optim.Adam(model.top.parameters(), lr=0.01)}
+
+words = torch.randint(0, 17, (84, 6), generator=torch.Generator().manual_seed(1)) ** 2  # some words are in most samples
+DATA = torch.utils.data.TensorDataset(words, words.float().mean(1) / 100)
+SGD, ADAGRAD = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.Adagrad, lr=0.1)
+"""
+SCRIPT = (
+    MODEL
+    + """
+import paceline
+from subjects import tell
+
+def trained(optimizer, exact, **more):
+    session = paceline.start(model=Net(), data=DATA, optimizer=optimizer, loss=nn.functional.mse_loss, exact=exact,
+                             batch=24, microbatches=6, clip_norm=0.3, **more)
+    steps = [session.step(batch) for batch in session.batches(epochs=2)]  # the fourth batch has 12 samples
+    return [session.fingerprint() if exact else "", [(one.loss, one.gradient_norm) for one in steps]]
+
+class Table(nn.Embedding):
+    def forward(self, words):
+        return super().forward(words).mean((1, 2))
+
+def trained_alone(exact):
+    torch.manual_seed(0)
+    session = paceline.start(model=Table(300, 4, sparse=True), data=DATA, optimizer=SGD, loss=nn.functional.mse_loss,
+                             exact=exact, batch=24, microbatches=6)
+    steps = [session.step(batch) for batch in session.batches(epochs=1)]
+    return [session.fingerprint() if exact else "", [(one.loss, one.gradient_norm) for one in steps]]
+
+tell(**{f"no dense parameter, {exact}": trained_alone(exact) for exact in (True, False)})
+for name, optimizer in (("sgd", SGD), ("adagrad", ADAGRAD), ("two", two)):
+    tell(**{f"{name}, {exact}": trained(optimizer, exact) for exact in (True, False)})
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    (one,) = printed(SCRIPT, 1, tmp_path_factory.mktemp("alone"))
+    return one
+
+
+@pytest.mark.parametrize(
+    "workers", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
+def test_one_fingerprint(printed: Printed, tmp_path: Path, alone: dict[str, Any], workers: int) -> None:
+    """Of five workers two have no microbatch of a short batch. Without ``exact`` losses are equal up to rounding."""
+    for one in printed(SCRIPT, workers, tmp_path):
+        for name, (fingerprint, steps) in alone.items():
+            if name.endswith("True"):
+                assert one[name] == [fingerprint, steps], name
+            for loss, before in zip(one[name][1], steps, strict=True):
+                assert loss == pytest.approx(before, rel=1e-5), name
+
+
+BYTES = (
+    MODEL
+    + """
+import paceline
+from paceline.comm import world
+from subjects import tell
+
+sent, transfers = [0], world.World.start_transfers
+def counted(self, sends, receives, *more, **named):
+    sent[0] += sum(one.tensor.nbytes for one in sends)
+    return transfers(self, sends, receives, *more, **named)
+world.World.start_transfers = counted
+found = {}
+for sparse in (False, True):
+    session = paceline.start(model=Net(sparse, rows=20_000), data=DATA, optimizer=SGD, loss=nn.functional.mse_loss,
+                             exact=True, batch=24, microbatches=6)
+    before = sent[0]
+    for batch in session.batches(steps=3):
+        session.step(batch)
+    found[str(sparse)] = (sent[0] - before) / 3
+tell(**found)
+"""
+)
+
+
+def test_the_rows_alone_are_sent(printed: Printed, tmp_path: Path) -> None:
+    """Of a batch of 24 samples: at most 2 x 17 rows a node, with an index each, to one other worker."""
+    for one in printed(BYTES, 2, tmp_path, one_machine=False):
+        assert one["False"] > 20_000 * 8 * 4
+        assert one["True"] < 3 * 2 * 17 * (8 * 4 + 4) + 8_000  # and headers, counts, digests and the other layer
+
+
+REFUSED = {
+    "momentum": ("Net()", "partial(torch.optim.SGD, lr=0.1, momentum=0.9)", "", ["keeps a sparse 'momentum_buffer'"]),
+    "a format": ("Net()", "SGD", "exact=False, wire='int8'", ["'bag' gives sparse gradients", "wire 'float32'"]),
+    "stealing": ("Net()", "SGD", "strategy='stealing'", ["'bag' gives sparse gradients", "strategy 'allreduce'"]),
+    "also dense": ("Tied()", "SGD", "", ["'bag.weight'", "gets a dense gradient", "sparse=False"]),
+}
+REFUSALS = (
+    MODEL
+    + """
+import paceline
+
+class Tied(Net):
+    def forward(self, words):
+        return super().forward(words) + self.bag.weight.sum()
+
+session = paceline.start(model=MODEL, data=DATA, optimizer=OPTIMIZER, loss=nn.functional.mse_loss, batch=24, MORE)
+for batch in session.batches(steps=3):
+    session.step(batch)
+"""
+)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_averaged_is_refused(ranks: Any, tmp_path: Path, what: str) -> None:
+    model, optimizer, more, words = REFUSED[what]
+    script = REFUSALS.replace("MODEL", model).replace("OPTIMIZER", optimizer).replace("MORE", more)
+    for one in ranks(script, 2, tmp_path):
+        assert one.code != 0 and all(word in one.err for word in words), one.err
+
+
+KILLED = (
+    MODEL
+    + """
+import scripted
+session = scripted.begin(model=Net(), data=DATA, optimizer=two, loss=nn.functional.mse_loss, exact=True, batch=24,
+                         microbatches=6, schedule=None)
+for batch in session.batches(steps=8):
+    scripted.say(session, session.step(batch))
+scripted.end(session)
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_worker_is_killed_and_replaced(run: Run, printed: Printed, tmp_path: Path) -> None:
+    (single,) = printed(KILLED, 1, tmp_path / "single")
+    ran = run(KILLED, "-n", 3, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
+    assert ran.code == 0 and len(ran.printed()) == 3, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {single["fingerprint"]}, ran.report()
