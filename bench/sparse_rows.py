@@ -1,0 +1,100 @@
+"""Step time and bytes of a sparse embedding over those of a dense one, in the same run.
+
+A table of 1,000,000 x 32 and SparseAdam or Adam; a batch touches 4,096 rows. The workers are on this machine, with and
+without shared memory. Bytes are those of all messages of a worker in a step; a row needs its values and an index of 4
+bytes, for each other worker.
+
+    python bench/sparse_rows.py
+    python bench/sparse_rows.py --workers 4 --steps 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+from paceline.testing import ranks
+
+ROWS, WIDTH, BATCH, WORDS = 1_000_000, 32, 64, 64
+SCRIPT = """
+import json, os, time
+import torch
+from torch import nn
+import paceline
+from paceline.comm import world
+
+kind, steps = os.environ["KIND"], int(os.environ["STEPS"])
+sent, transfers = [0], world.World.start_transfers
+def counted(self, sends, receives, *more, **named):
+    sent[0] += sum(one.tensor.nbytes for one in sends)
+    return transfers(self, sends, receives, *more, **named)
+world.World.start_transfers = counted
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.top = nn.EmbeddingBag(ROWS, WIDTH, sparse=kind == "sparse"), nn.Linear(WIDTH, 1)
+    def forward(self, words):
+        return self.top(self.table(words)).squeeze(1)
+
+def optimizers(model):
+    if kind == "dense":
+        return torch.optim.Adam(model.parameters())
+    return [torch.optim.SparseAdam(model.table.parameters()), torch.optim.Adam(model.top.parameters())]
+
+torch.manual_seed(0)
+words = torch.randperm(ROWS)[: BATCH * WORDS * (steps + 3)].view(-1, WORDS)
+session = paceline.start(model=Net(), optimizer=optimizers, loss=nn.functional.mse_loss, exact=True, batch=BATCH,
+                         data=torch.utils.data.TensorDataset(words, words[:, 0] / ROWS))
+seconds, crossed = [], []
+for batch in session.batches(steps=steps + 3):
+    begin, before = time.perf_counter(), sent[0]
+    session.step(batch)
+    seconds.append(time.perf_counter() - begin)
+    crossed.append(sent[0] - before)
+print(json.dumps({"seconds": sorted(seconds[3:])[steps // 2], "bytes": sorted(crossed[3:])[steps // 2],
+                  "fingerprint": session.fingerprint()}))
+"""
+
+
+def measure(kind: str, workers: int, steps: int, one_machine: bool) -> dict[str, float]:
+    """Return the median time of a step, the bytes of a worker in it, and the fingerprint."""
+    script = SCRIPT.replace("ROWS", str(ROWS)).replace("WIDTH", str(WIDTH))
+    script = script.replace("BATCH", str(BATCH)).replace("WORDS", str(WORDS))
+    environment = {"KIND": kind, "STEPS": str(steps), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        everyone = ranks.run(script, workers, Path(folder), environment=environment, one_machine=one_machine)
+    if any(one.code for one in everyone):
+        raise SystemExit("\n".join(one.err for one in everyone))
+    return json.loads(everyone[0].out.splitlines()[-1])
+
+
+def main() -> None:
+    """Print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    alone = measure("sparse", 1, options.steps, True)
+    for one_machine in (True, False):
+        ratios, found = [], {}
+        for _ in range(options.rounds):
+            found = {kind: measure(kind, options.workers, options.steps, one_machine) for kind in ("dense", "sparse")}
+            ratios.append(found["sparse"]["seconds"] / found["dense"]["seconds"])
+        needed = BATCH * WORDS / options.workers * (4 * WIDTH + 4) * (options.workers - 1)
+        print(
+            f"{options.workers} workers, {'shared memory' if one_machine else 'sockets'}: step "
+            f"{statistics.median(ratios):.2f} of dense ({found['sparse']['seconds']:.3f} s); bytes "
+            f"{found['sparse']['bytes'] / needed:.2f} of what the rows need, {found['dense']['bytes']:,} with dense; "
+            f"same bits as one worker: {found['sparse']['fingerprint'] == alone['fingerprint']}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
