@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import Run
 
 from paceline.testing import faults
@@ -83,6 +85,16 @@ def test_one_fingerprint(printed: Printed, tmp_path: Path, alone: dict[str, Any]
                 assert one[name] == [fingerprint, steps], name
             for loss, before in zip(one[name][1], steps, strict=True):
                 assert loss == pytest.approx(before, rel=1e-5), name
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_fingerprint_on_one_gpu(printed: Printed, tmp_path: Path) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    (single,) = printed(SCRIPT, 1, tmp_path / "1", environment=environment, deadline=300)
+    for one in printed(SCRIPT, 3, tmp_path / "3", environment=environment, deadline=300):
+        for name in single:
+            assert not name.endswith("True") or one[name] == single[name], name
 
 
 BYTES = (
