@@ -277,6 +277,7 @@ class TrainingLoop:
 
     def save(self) -> Path | str:
         """Save a checkpoint of the current state, wait for it, and return its location. All workers call this."""
+        self.position.check_outermost("session.save")
         place = self._together(self._synchronize_and_save)
         self.position.save(self.progress.steps)
         self.activity.begin("in the script")

@@ -78,6 +78,7 @@ wrong = [
         lambda: session.map(play, [session.rank]),
         lambda: session.map(play, range(3 + session.rank)),
         lambda: session.map(lambda item: session.map(play, [item]), range(session.workers)),
+        lambda: session.map(lambda item: session.save(), range(session.workers)),
     )
 ]
 kept = session._loop.progress.results_of["map"]
@@ -137,3 +138,4 @@ def test_errors_are_those_of_all_workers(everyone: dict[int, list[dict[str, Any]
         assert "Give session.map the same items" in wrong[7]
     for wrong in [*values, *(one["wrong"] for one in everyone[1])]:
         assert "session.map was called by a function that session.map runs. All workers must" in wrong[8]
+        assert "session.save was called by a function that session.map runs." in wrong[9]
