@@ -379,7 +379,6 @@ class Checkpointer:
 
 
 def key_in(path: Path) -> bytes:
-    """Return the key for checkpoints from a file with a secret."""
     found = secret.read(path)
     if found is None:
         raise ConfigError(f"checkpoint.key_file = {str(path)!r}: there is no such file.")

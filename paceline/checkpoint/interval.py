@@ -56,7 +56,6 @@ class Interval:
         self._announced = 0
 
     def step(self) -> None:
-        """Record the end of a step."""
         now = self._clock()
         if self._last_end is not None:
             self._step_times.append(now - self._last_end)

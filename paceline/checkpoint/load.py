@@ -324,7 +324,6 @@ def _open_in(location: Path | str) -> files.Open:
 
 @contextmanager
 def _explained(location: Path | str) -> Iterator[None]:
-    """Raise errors of reading a file as MissingError or DamagedError, except those of the storage."""
     try:
         yield
     except FileNotFoundError as error:

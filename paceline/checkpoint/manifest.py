@@ -71,11 +71,9 @@ class Manifest:
     hashes: dict[_Name, _Hash] = field(default_factory=dict)  # SHA-256 of each tensor, with its dtype and shape
 
     def part_of(self, name: str) -> str:
-        """Return the name of the file with a tensor."""
         return self.parts.get(name, TENSORS)
 
     def kind_of(self, name: str) -> tuple[torch.dtype, torch.Size]:
-        """Return the dtype and shape of a tensor."""
         dtype, shape = self.tensors[name]
         return dtype_of(dtype), torch.Size(shape)
 
@@ -210,7 +208,6 @@ def _overhead(tensors: Collection[str]) -> int:
 
 
 def step_of(name: str) -> int:
-    """Return the number of steps in the name of a checkpoint, or -1 for any other name."""
     number = re.fullmatch("step-([0-9]{1,18})", name)
     return int(number[1]) if number else -1
 

@@ -208,7 +208,6 @@ class StreamedTensors(Mapping[str, torch.Tensor]):
         return made
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors with their elements."""
         coming = self._receive([name for name in self._tensors if name not in self._local])
         for name in self._tensors:
             yield (name, self._local[name]) if name in self._local else next(coming)

@@ -63,7 +63,6 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """Total size of the tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def manifest(self, parts: Collection[files.CheckpointShard], index: tuple[int, str]) -> Manifest:
@@ -210,7 +209,6 @@ class TrainingState:
         self.parts: dict[str, Stateful] = {} if loop is None else {"loop": loop}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors by name."""
         return named_tensors(self._model, self._update.optimizer)
 
     def script_of_now(self) -> AbstractContextManager[None]:
@@ -304,7 +302,6 @@ class TrainingState:
         self._check_same(location, saved)
 
     def restore(self, location: Path | str, content: Content) -> int:
-        """Load a checkpoint and return its step."""
         self.load(content.tensors, content.manifest.state)
         if self.shares is not None and content.manifest.hashes:
             known = content.manifest.hashes

@@ -133,7 +133,6 @@ def _show(found: Diagnosis, request: Request) -> None:
 
 
 def to_json(found: Diagnosis) -> str:
-    """Return the findings as JSON."""
     from paceline.diagnostics.doctor import finding
 
     whole = {"code": found.code, "machines": found.machines, "report_on": found.elsewhere}

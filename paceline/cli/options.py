@@ -90,7 +90,6 @@ class MachineOptions:
     master: Annotated[str | None, typer.Option(help="spark: the cluster, as in spark://host:7077.")] = None
 
     def of_cluster(self) -> Options:
-        """Return the options that a cluster reads."""
         from paceline.launchers.clusters.base import Options
 
         given = {one.name: getattr(self, one.name) for one in fields(Options) if hasattr(self, one.name)}

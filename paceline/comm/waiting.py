@@ -65,17 +65,14 @@ class Waiting:
 
     @property
     def rank(self) -> int:
-        """Rank of this worker."""
         return self.membership.rank
 
     @property
     def size(self) -> int:
-        """Number of workers."""
         return self.membership.size
 
     @property
     def others(self) -> list[int]:
-        """Ranks of all other workers."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @property
@@ -256,6 +253,5 @@ class RecordedTransfer(Transfer):
         self._mark = waiting.mark
 
     def wait(self) -> None:
-        """See :meth:`Transfer.wait`."""
         super().wait()
         self._mark("transfer", **self._about, seconds=time.perf_counter() - self._begin)

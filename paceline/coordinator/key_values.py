@@ -59,7 +59,6 @@ class KeyValues:
             self._send(worker, {"type": "store", "call": call, "value": answer})
 
     def _change(self, do: str, key: str, message: Message) -> object:
-        """Change the value of one key and return the answer."""
         before = b64decode(self._values.get(key, ""), validate=True)
         if do == "set":
             self._set(key, message["value"])

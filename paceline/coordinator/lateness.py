@@ -27,7 +27,6 @@ class LatenessPolicy:
         self._formed_at = self._clock()
 
     def heartbeat(self, number: int, status: WorkerStatus) -> None:
-        """Store the heartbeat of a worker."""
         self._heartbeats[number] = self._clock(), status
 
     def forget(self, number: int) -> None:

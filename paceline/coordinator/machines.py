@@ -129,7 +129,6 @@ def listen_if_here(where: Rendezvous) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -161,7 +160,6 @@ class AgentClient:
 
     @property
     def broken(self) -> bool:
-        """Whether the connection has ended."""
         return self._connection.broken
 
     def send(self, message: Message) -> None:
@@ -199,7 +197,6 @@ class AgentClient:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 

@@ -356,7 +356,6 @@ class MembershipProtocol:
         return [one.number for one in members if one.state == "training" and late]
 
     def _may_grow(self) -> bool:
-        """Return whether a worker is starting or may be started."""
         starting = any(one.state == "starting" for one in self.workers.values())
         return self.bounds.replaces or self._pending_starts > 0 or starting or bool(self._unconfirmed)
 

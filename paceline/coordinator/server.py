@@ -93,7 +93,6 @@ class Coordinator:
         self._connections.start()
 
     def close(self) -> None:
-        """Close all connections."""
         self._connections.close()
 
     def _key(self, role: str) -> bytes:
@@ -204,7 +203,6 @@ class Coordinator:
         return self.membership.over
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Handle a validated message of a worker or an agent."""
         number, agent = peer.worker, self._agent(peer)
         if number is not None:
             if number not in self._ended:
@@ -271,7 +269,6 @@ class Coordinator:
             self._connections.refuse(agent.peer, f"worker {number} is not on its machine")
 
     def disconnected(self, peer: Peer) -> None:
-        """Handle the end of the connection of a worker or an agent."""
         number = peer.worker
         if number is not None and self._workers.get(number) is peer:
             del self._workers[number]

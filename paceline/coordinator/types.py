@@ -133,7 +133,6 @@ class Generation:
     fresh: bool = False  # whether no member has a training state yet
 
     def membership_of(self, worker: int) -> Membership:
-        """Return the membership of the worker process with this number."""
         workers = tuple(member.worker for member in self.members)
         hosts: dict[tuple[str, str], list[int]] = {}
         for rank, member in enumerate(self.members):

@@ -336,7 +336,6 @@ def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[i
 
 
 def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
-    """Return the number of compute threads per worker."""
     if settings.threads is not None:
         return settings.threads
     return 1 if settings.exact else max(1, cores // workers)

@@ -31,7 +31,6 @@ def main(folder: Path) -> None:
 
 
 def _write(folder: Path, name: str, value: object) -> None:
-    """Write a value atomically."""
     import cloudpickle
 
     try:

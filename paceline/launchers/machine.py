@@ -135,7 +135,6 @@ def choose_port(wanted: int | None) -> int:
 
 
 def listens(port: int) -> bool:
-    """Return whether a process of this machine listens on `port`."""
     try:
         choose_port(port)
     except StartError:

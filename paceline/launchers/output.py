@@ -66,7 +66,6 @@ class Relay:
         self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue(_MOST_WAITING)
 
     def put(self, name: str, line: str) -> None:
-        """Queue a line, or drop it if the queue is full."""
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait((name, line))
 

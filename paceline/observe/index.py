@@ -120,7 +120,6 @@ class RecordIndex:
         self.skipped = 0  # complete lines that are not records
 
     def close(self) -> None:
-        """Close the index."""
         self._base.close()
 
     def cells(self) -> Cells:

@@ -221,13 +221,11 @@ def check(records: Records, steps: int, samples_of: Callable[[int], int] | None 
 
 
 def _applied(records: Records) -> list[AppliedStep]:
-    """Return the applied steps that were not undone."""
     begins = {one.generation: one.step for one in records.recovered}
     return [one for one in records.applied if not _is_undone(one, records.resumed, begins)]
 
 
 def _updates(records: Records) -> list[Update]:
-    """Return the updates that were not undone."""
     begins = {one.generation: one.step for one in records.recovered if one.all_new}
     kept = [one for one in records.updates if not _is_undone(one, records.resumed, begins)]
     return [one for one in kept if not _is_late(one, records)]

@@ -117,7 +117,6 @@ class _Queue:
         threading.Thread(target=self._run, name="paceline-queue", daemon=True).start()
 
     def give(self, operation: _Operation) -> None:
-        """Add an operation to the end of the queue."""
         self._outstanding = [one for one in (*self._outstanding, operation) if not one.done.is_set()]
         self._operations.put(operation)
         if self._aborted.is_set():

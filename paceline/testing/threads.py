@@ -75,7 +75,6 @@ class ThreadTransport:
         return started + [(_ThreadWork(lambda: None), [one.peer]) for one in sends]
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Start a sum in the order of the ranks."""
         self._sums += 1
         values = [tensor.clone() if rank == self._rank else torch.empty_like(tensor) for rank in range(self._size)]
         others = [Message(value, rank, -self._sums) for rank, value in enumerate(values) if rank != self._rank]

@@ -56,7 +56,6 @@ class Writer:
         return f"{self.launch:04d}-{self.generation:04d}-{self.token}"
 
     def is_before(self, other: Writer) -> bool:
-        """Return whether the other writer has replaced this writer."""
         return (self.launch, self.generation) < (other.launch, other.generation)
 
     def may_remove(self, other: Writer | None) -> bool:
@@ -176,7 +175,6 @@ class Storage(ABC):
             before = steps
 
     def steps(self) -> list[str]:
-        """Return the names of the steps that may have a checkpoint."""
         try:
             return [name for name in self.names() if step_of(name) >= 0]
         except (FileNotFoundError, NotADirectoryError):

@@ -16,7 +16,6 @@ def storage_at(location: Path | str) -> Storage:
 
 
 def place(text: str) -> Path | str:
-    """Return a URL as text, and any other text as a path."""
     return text if is_url(text) else Path(text)
 
 
@@ -35,7 +34,6 @@ def split(location: Path | str) -> tuple[Path | str, str]:
 
 
 def same(one: Path | str, other: Path | str) -> bool:
-    """Return whether two locations are the same."""
     if is_url(one) or is_url(other):
         return str(one).rstrip("/") == str(other).rstrip("/")
     return Path(one).resolve() == Path(other).resolve()

@@ -166,6 +166,5 @@ class ObjectStore(Storage):
         self._files.pipe_file(self._path(LATEST), ((split(found[0])[0] if found else "none") + "\n").encode())
 
     def _write(self, path: str, text: str) -> None:
-        """Write a file atomically on any store."""
         self._files.pipe_file(f"{path}.new", text.encode())
         self._files.mv(f"{path}.new", path)

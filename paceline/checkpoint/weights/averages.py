@@ -76,7 +76,6 @@ class Averages:
             self._average(number)
 
     def values(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the averages by parameter, without parameters that have none and are their own average."""
         held = ((value, self._optimizer.state.get(value, {}).get(KEY)) for value in self._parameters)
         return {value: average for value, average in held if average is not None}
 

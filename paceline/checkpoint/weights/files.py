@@ -34,7 +34,6 @@ MAX_SHARD_SIZE = 5_000_000_000
 
 
 def check_suffix(path: Path | str) -> None:
-    """Raise ConfigError if the suffix of a path is not that of a weights format."""
     if os.path.splitext(str(path))[1] not in (SAFETENSORS, *TORCH):
         raise ConfigError(
             f"{str(path)!r} cannot be a file of weights: its name must end in .safetensors, or in .pt, .pth or .bin "
@@ -172,7 +171,6 @@ def _put(url: str, files: Mapping[str, Callable[[Path], None]]) -> None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it."""
     assert is_url(url)
     try:
         from fsspec.core import url_to_fs

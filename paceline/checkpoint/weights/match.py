@@ -42,7 +42,6 @@ def match(
     skip: Sequence[str] = (),  # prefixes of model names that are not loaded
     strict: bool = True,  # whether to raise if a name is missing or unknown
 ) -> Matched:
-    """Find the tensors for a model."""
     state = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
     other_buffers = {name for name, _ in model.named_buffers()} - state.keys()  # not persistent
     named = {name: value for name, value in _renamed(given, rename, where).items() if name not in other_buffers}

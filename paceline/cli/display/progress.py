@@ -234,7 +234,6 @@ class BarDisplay(Display):
         self._task = self._bar.add_task("", total=None, details="starting", visible=False)
 
     def show(self, name: str, line: str) -> None:
-        """Print a line of rank 0 above the bar."""
         from rich.text import Text
 
         if name == "stdout" and not sys.stdout.isatty():
@@ -243,13 +242,11 @@ class BarDisplay(Display):
             self._console.print(Text("[rank 0] ") + Text.from_ansi(line), soft_wrap=True)
 
     def tell(self, line: str) -> None:
-        """Print a line about the run above the bar."""
         from rich.text import Text
 
         self._console.print(Text(line), soft_wrap=True)
 
     def draw(self) -> None:
-        """Update the bar."""
         details = "  ".join(self.progress.details())
         total, done = self.progress.steps, self.progress.done
         self._bar.update(

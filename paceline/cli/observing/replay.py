@@ -108,7 +108,6 @@ def replayed(
 
 
 def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> int:
-    """Return the number of workers of a replay."""
     from paceline.errors import ConfigError
 
     recorded = known.workers_at(step)
@@ -184,7 +183,6 @@ def _compare(known: RecordedRun, step: int, records: Sequence[Record]) -> bool:
 
 
 def replayed_steps(records: Sequence[Record]) -> dict[int, RecordedStep]:
-    """Return the steps of a replay by number."""
     from paceline.diagnostics.replay.recorded import steps_in
 
     return steps_in([record for record in records if record["event"] == "step"])

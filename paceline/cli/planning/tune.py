@@ -179,7 +179,6 @@ def _batches(start: _Starter, count: int, samples: int | None) -> tuple[list[Bra
 
 
 def _sentence(name: str, advice: Advice) -> str:
-    """Return advice as text."""
     if advice.value is None:
         return f"{name}: none can be recommended: {advice.reason}"
     if advice.low is None:

@@ -83,12 +83,10 @@ class ClaimTable:
 
     @property
     def done_before(self) -> int:
-        """First step that is not done."""
         return min(self.open, default=self.top)
 
     @property
     def done(self) -> int:
-        """Number of steps that are done."""
         return self.top - len(self.open)
 
     def offer(self, step: int) -> None:
@@ -99,7 +97,6 @@ class ClaimTable:
 
     @property
     def has_free(self) -> bool:
-        """Whether any step is free."""
         return FREE in self.open.values()
 
     def take(self, rank: int) -> int | None:
@@ -171,13 +168,11 @@ class StepClaims:
         self._starts = 0
 
     def begin(self, table: ClaimTable) -> None:
-        """Reset the table. Only one worker may call this, while no other worker uses the table."""
         for word in range(_WORDS + len(self._updates) * _WORDS_EACH):
             self._words[word] = 0
         self._write(table)
 
     def await_begin(self) -> None:
-        """Wait until rank 0 has reset the table."""
         self._starts += 1
         if self._world.rank == 0:
             self._shared_memory.announce(self._flag, self._starts)
@@ -185,20 +180,16 @@ class StepClaims:
             self._shared_memory.wait(self._flag, self._starts, places=(0,))
 
     def arrive(self) -> None:
-        """See :class:`Claims`."""
         self._shared_memory.announce(self._flag + 1, self._starts)
 
     def missing(self) -> list[int]:
-        """See :class:`Claims`."""
         announced, arrived = self._shared_memory.announced, self._flag + 1
         return [rank for rank in range(self._world.size) if not announced(arrived, self._starts, [rank])]
 
     def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
-        """See :class:`Claims`."""
         self._shared_memory.wait_until(lambda: ready(self.read()), lambda: awaited(self.read()))
 
     def read(self) -> ClaimTable:
-        """Return the current table without taking the lock."""
         while True:
             changes = self._words[_CHANGES]
             table = self._read(changes)
@@ -207,11 +198,6 @@ class StepClaims:
 
     @contextmanager
     def change(self) -> Iterator[ClaimTable]:
-        """Change the table in a context. The table stays as it is if the body raises.
-
-        Raises:
-            WorkerLost: a worker was lost, and other workers have already closed the table.
-        """
         with self._lock:
             table = self._read(self._words[_CHANGES])
             yield table
@@ -254,7 +240,6 @@ class StepClaims:
             yield self._read(self._words[_CHANGES])
 
     def close(self) -> ClaimTable:
-        """Close the table to further changes and return it. For workers that re-form after a loss."""
         self._hasty = True
         try:
             with self._lock:
@@ -269,7 +254,6 @@ class StepClaims:
         return self.last()
 
     def last(self) -> ClaimTable:
-        """Return the table after :meth:`close`, including updates that were made but not written to it."""
         table = self.read()
         for word in self._updates:
             step = self._words[word + _MADE] - 1

@@ -39,7 +39,6 @@ class Store:
         self._token = self._world.gather(os.urandom(8).hex(), "step")[0]
 
     def key(self, *parts: object) -> str:
-        """Return a private key."""
         return "/".join(map(str, ("paceline", self._purpose, self._token, *parts)))
 
     def ask(self, question: Callable[[dist.distributed_c10d.Store], _T]) -> _T:

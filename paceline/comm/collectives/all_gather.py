@@ -75,7 +75,6 @@ class _SharedBlocks:
         self._written = 0
 
     def write(self, rank: int, own: torch.Tensor) -> int:
-        """Write a tensor and return its sequence number."""
         self._written += 1
         block = self._blocks[self._written % 2][rank]
         torch.frombuffer(block, dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))

@@ -27,15 +27,12 @@ class Subgroup:
         return self._world.device
 
     def awaiting(self, purpose: str) -> AbstractContextManager[None]:
-        """See :meth:`World.awaiting`."""
         return self._world.awaiting(purpose)
 
     def receiving(self) -> AbstractContextManager[None]:
-        """See :meth:`World.receiving`."""
         return self._world.receiving()
 
     def check(self) -> None:
-        """See :meth:`World.check`."""
         self._world.check()
 
     def start_transfers(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:

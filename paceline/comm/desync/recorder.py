@@ -226,7 +226,6 @@ class CallRecorder:
             self._refuse()
 
     def explain(self, lost: PacelineError) -> PacelineError:
-        """Return a DisagreementError in place of ``lost`` if the workers made different calls, otherwise ``lost``."""
         sentence = self._sentence(compare)
         return lost if sentence is None else DisagreementError(sentence)
 

@@ -237,7 +237,6 @@ class MpiBackend(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
-        """Gather several inputs from each rank. ``outputs`` has a list of tensors for each rank."""
         calls = [
             self._all_gather_call([of_rank[place] for of_rank in outputs], [one]) for place, one in enumerate(inputs)
         ]

@@ -124,7 +124,6 @@ class Reduction:
 
 
 def mpi_type(mpi: Any, dtype: torch.dtype) -> Any:
-    """Return the MPI type for a torch type."""
     return getattr(mpi, _NAMES[dtype])
 
 

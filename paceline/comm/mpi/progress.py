@@ -108,7 +108,6 @@ class MpiWork(Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """See :meth:`wait`."""
         self.wait()
 
     def source_rank(self) -> int:

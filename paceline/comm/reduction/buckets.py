@@ -96,7 +96,6 @@ class Bucket:
         return self.cuts[-1] * self.examples[0].element_size()
 
     def zeros(self) -> torch.Tensor:
-        """Return a new flat on the device of the tensors."""
         return torch.zeros(self.cuts[-1], dtype=self.examples[0].dtype, device=self.examples[0].device)
 
     def add_flat(self, flat: torch.Tensor | None = None) -> None:
@@ -107,7 +106,6 @@ class Bucket:
             self.put_means(self.flats[0])
 
     def put_means(self, flat: torch.Tensor) -> None:
-        """Set the flat of the means."""
         self.means, self.mean_views = flat, self._views_of(flat)
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -116,7 +114,6 @@ class Bucket:
 
 
 def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list[Bucket]:
-    """Pack tensors into buckets in the given order."""
     homes, buckets = layout.homes, []
     runs = split(tensors, bucket_bytes, layout.first_bytes, neighbors=layout.windowed)
     if homes:

@@ -127,14 +127,12 @@ class DirectExchange:
                 bucket.inbox.clear()
 
     def deliver(self, bucket: Bucket) -> Iterable[Messages]:
-        """Send the mean of this worker's chunk, and receive the means of the other chunks."""
         mean, tag = bucket.means, self._tags + bucket.index * TAGS + TAGS - 1
         mine = mean[bucket.chunk(self._rank)]
         receives = [Message(mean[bucket.chunk(peer)], peer, tag) for peer in self._givers]
         return [([Message(mine, peer, tag) for peer in self._takers], receives)]
 
     def spread(self, bucket: Bucket) -> Iterable[Messages]:
-        """See :class:`OwnerExchange`."""
         assert bucket.home is not None
         flat, tag = bucket.means, self._tags + bucket.index * TAGS + TAGS - 2
         if bucket.home == self._rank:
@@ -142,7 +140,6 @@ class DirectExchange:
         return [([], [Message(flat, bucket.home, tag)] if self._rank in self._spread_to[bucket.home] else [])]
 
     def await_spread(self, bucket: Bucket) -> bool:
-        """See :class:`OwnerExchange`."""
         return bucket.home is not None and self._rank in self._spread_to[bucket.home]
 
     def _received(self, bucket: Bucket, rank: int, index: int) -> torch.Tensor:

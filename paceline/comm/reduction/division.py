@@ -29,7 +29,6 @@ def divide(value: torch.Tensor, divisor: Divisor, out: torch.Tensor) -> torch.Te
 
 
 def divide_all(values: list[torch.Tensor], divisor: Divisor) -> None:
-    """Divide tensors in place."""
     if isinstance(divisor, torch.Tensor):
         for one in filter(_is_half, values):
             divide(one, divisor, out=one)

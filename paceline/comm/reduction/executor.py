@@ -183,7 +183,6 @@ class Reduction:
         return bucket.mean_views[at]
 
     def means(self) -> list[torch.Tensor]:
-        """Return the means of all tensors; see :meth:`mean`."""
         found = [self._at[member] for member in range(self.members)]
         return [bucket.mean_views[at] for bucket, at in found]
 
@@ -284,7 +283,6 @@ class Reduction:
 
 
 def _wait(transfers: list[Transfer]) -> None:
-    """Wait for transfers, and clear the list."""
     for transfer in transfers:
         transfer.wait()
     transfers.clear()

@@ -70,7 +70,6 @@ class HierarchicalExchange:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases before the sums."""
         return (self._shared.announce_parts, self._send_sums)
 
     @property

@@ -36,5 +36,4 @@ def add(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Ten
 
 
 def add_(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add ``right`` into ``left`` and return it."""
     return add(left, right, left)

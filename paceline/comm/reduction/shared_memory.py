@@ -167,6 +167,5 @@ class SharedMemoryExchange:
             self._shared.announce_means(bucket, spread=True)
 
     def await_spread(self, bucket: Bucket) -> bool:
-        """See :class:`OwnerExchange`."""
         self._shared.await_means(bucket, spread=True)
         return bucket.home != self._rank

@@ -184,7 +184,6 @@ class CoordinatorClient:
             self._link.send({"type": "heartbeat", "status": {**status, "line": line}})
 
     def receive(self, message: Message) -> None:
-        """Handle a message from the coordinator."""
         if message["type"] == "change":
             self.pending = max(self.pending, message["generation"])
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
@@ -223,7 +222,6 @@ class SocketLink:
         self._lock = threading.Lock()
 
     def start(self, client: CoordinatorClient) -> None:
-        """See :meth:`Link.start`."""
         name = "paceline-coordinator-client"
         threading.Thread(target=self._listen, args=(client,), name=name, daemon=True).start()
 

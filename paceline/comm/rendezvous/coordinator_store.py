@@ -83,11 +83,9 @@ class CoordinatorStore(Store):
         self._request("set", [key], None, value=b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for all keys and return their values."""
         values = [b64decode(value) for value in self._ask("take", keys)]
         self.read.update(zip(keys, values, strict=True))
         return values
@@ -97,11 +95,9 @@ class CoordinatorStore(Store):
         self._ask("wait", keys, None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
         return bool(self._ask("check", keys))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number and return the sum."""
         return int(self._ask("add", [key], value=str(value)))
 
     def append(self, key: str, value: bytes | str) -> None:
@@ -109,7 +105,6 @@ class CoordinatorStore(Store):
         self._request("append", [key], None, value=b64encode(_checked(value)).decode())
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Set a value if the current value is ``expected_value``, and return the value that the key then has."""
         expected, desired = (b64encode(_checked(value)).decode() for value in (expected_value, desired_value))
         return b64decode(self._ask("swap", [key], expected=expected, value=desired))
 
@@ -118,11 +113,9 @@ class CoordinatorStore(Store):
         return bool(self._ask("delete", [key]))
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        """Return all keys, sorted."""
         return [str(key) for key in self._ask("list", [])]
 
     deleteKey, getNumKeys = delete_key, num_keys  # names in torch's Store

@@ -35,7 +35,6 @@ def gloo_sockets(own: Iterable[bytes], others: Iterable[bytes]) -> Iterator[sock
 
 
 def listens(one: socket.socket) -> bool:
-    """Return whether a socket is a listening socket."""
     return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 

@@ -103,6 +103,5 @@ def _user(other: socket.socket) -> int:
 
 
 def _peer(other: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end."""
     process, user, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return process, user

@@ -80,8 +80,6 @@ class ProcessGroup:
             self._joined = True
 
     def join_soon(self) -> None:
-        """Join in a background thread."""
-
         def connecting() -> None:
             with contextlib.suppress(RuntimeError):  # a later use of the group fails with its own error
                 self.join()

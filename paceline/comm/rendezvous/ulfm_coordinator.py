@@ -42,7 +42,6 @@ class UlfmCoordinator(Coordinator):
             self.membership.started(number_of(rank))
 
     def disconnected(self, peer: Peer) -> None:
-        """Record the end of a worker."""
         number = peer.worker
         known = number is not None and self._workers.get(number) is peer
         super().disconnected(peer)
@@ -55,7 +54,6 @@ class UlfmCoordinator(Coordinator):
 
     @property
     def has_workers(self) -> bool:
-        """Whether any worker is connected."""
         return bool(self._workers)
 
 

@@ -71,7 +71,6 @@ class _Table:
         self._gone: set[int] = set()
 
     def begin(self, text: bytes) -> None:
-        """Reset the table."""
         with self._changed:
             self._owner, self._arrived = None, set()
             self._put(text)
@@ -122,7 +121,6 @@ class _Table:
         return None, ()
 
     def close(self, rank: int, words: Any, data: bytearray) -> Answer:
-        """Close the table to further changes and return it."""
         with self._changed:
             self._closed = True
             return self._text, ()
@@ -157,12 +155,10 @@ class LoggedCounts:
         self._counts = counts
 
     def add(self, number: int) -> None:
-        """Increment the count of a number."""
         counts = self._counts()
         counts[number] = counts.get(number, 0) + 1
 
     def total(self) -> Counter[int]:
-        """Return the counts of all workers in the table that was read last."""
         return Counter(self._counts())
 
 
@@ -202,11 +198,9 @@ class NetworkClaims:
         self._table.begin(encode((table, CommitLog([], self.log.delays, self.log.rounds))))
 
     def await_begin(self) -> None:
-        """Wait until rank 0 has reset the table."""
         self._world.gather(None, "step")
 
     def read(self) -> ClaimTable:
-        """Return the current table."""
         self._read(-1)
         return self._known
 
@@ -232,11 +226,6 @@ class NetworkClaims:
 
     @contextmanager
     def change(self) -> Iterator[ClaimTable]:
-        """Change the table in a context. The table stays as it is if the body raises.
-
-        Raises:
-            WorkerLost: a worker was lost, and other workers have already closed the table.
-        """
         first = self._peers.client(0)
         begin = time.monotonic()
         while True:
@@ -257,7 +246,6 @@ class NetworkClaims:
         self._known = table
 
     def arrive(self) -> None:
-        """Announce that this worker synchronizes."""
         self._peers.client(0).ask("table.arrive")
 
     def missing(self) -> list[int]:
@@ -265,11 +253,6 @@ class NetworkClaims:
         return [rank for rank in range(self._world.size) if rank not in self._arrived]
 
     def close(self) -> ClaimTable:
-        """Close the table to further changes and return it. For workers that re-form after a loss.
-
-        Raises:
-            WorkerLost: all holders of the table are lost.
-        """
         for rank in self._holders:
             if self._world.is_missing(rank):
                 continue
@@ -284,7 +267,6 @@ class NetworkClaims:
         raise WorkerLost(f"Rank {self._world.rank}: the workers that held the table of steps are lost.")
 
     def last(self) -> ClaimTable:
-        """Return the table after :meth:`close`."""
         return self._known
 
     def _check_alive(self, ranks: list[int]) -> None:

@@ -73,7 +73,6 @@ class RpcServer:
         self._ended.append(act)
 
     def handle(self, rank: int, what: str, words: Any, data: bytearray) -> Answer:
-        """Answer a request."""
         return self._handlers[what](rank, words, data)
 
     def close(self) -> None:

@@ -111,7 +111,6 @@ class Shard:
         self.check_states()
 
     def views(self, copy: int) -> list[torch.Tensor]:
-        """Return views of the parameters in a copy."""
         return self._fixed[copy][: len(self.parameters)]
 
     def write(self, copy: int) -> None:
@@ -132,7 +131,6 @@ class Shard:
         self._copy_buffers(self._fixed[copy][len(self.parameters) :], self._tensors()[len(self.parameters) :])
 
     def read_buffers(self, copy: int) -> None:
-        """Load only the buffers from a copy."""
         self._copy_buffers(self._tensors()[len(self.parameters) :], self._fixed[copy][len(self.parameters) :])
 
     def weights(self, copy: int) -> memoryview:

@@ -27,6 +27,5 @@ class Histogram:
         self._own[min(number, _LARGEST)] += 1
 
     def total(self) -> Counter[int]:
-        """Return the sum of the counts of all workers."""
         total = torch.stack(self._counts).sum(0)
         return Counter({number: int(total[number]) for number in total.nonzero().flatten().tolist()})

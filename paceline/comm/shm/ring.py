@@ -30,7 +30,6 @@ class Rings:
         self._rings: dict[tuple[int, int, int], Ring] = {}
 
     def ring(self, sender: int, receiver: int, number: int) -> Ring:
-        """Return a ring from the sender to the receiver, by its number."""
         key = sender, receiver, number
         if key not in self._rings:
             sent = number * self._size + receiver

@@ -20,7 +20,6 @@ def aligned(size: int) -> int:
 
 
 def view_of(block: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a view of the tensor at an offset of a block."""
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)

@@ -23,7 +23,6 @@ class HostCopy:
             self._host = value.to("cpu", copy=True)
 
     def wait(self) -> torch.Tensor:
-        """Wait for the copy and return the tensor in host memory."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._host

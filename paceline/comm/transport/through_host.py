@@ -28,7 +28,6 @@ class ThroughHost:
         self.capabilities = self._gloo.capabilities._replace(device=device, on_host=False)
 
     def open(self) -> None:
-        """See :class:`Gloo`."""
         self._gloo.open()
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
@@ -57,7 +56,6 @@ class ThroughHost:
         """Do nothing, because waits block the host."""
 
     def abort(self) -> None:
-        """See :class:`Gloo`."""
         self._gloo.abort()
 
 

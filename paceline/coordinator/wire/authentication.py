@@ -42,7 +42,6 @@ class Refused(NotAuthenticated):
 
 
 def worker(number: int) -> str:
-    """Return the role of a worker."""
     return f"worker {number}"
 
 

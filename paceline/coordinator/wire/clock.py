@@ -61,7 +61,6 @@ class ClockMeter:
         self._recorded: Comparison | None = None
 
     def ask(self) -> None:
-        """Ask the coordinator for its time."""
         self._send({"type": "clock", "sent": time.time()})
 
     def receive(self, message: Message) -> None:

@@ -122,11 +122,9 @@ class Connections:
         self._thread = threading.Thread(target=self._serve, name="paceline-coordinator", daemon=True)
 
     def start(self) -> None:
-        """Start serving."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and close all connections."""
         self._closed = True
         self._wake_up()
         self._thread.join(2 * TICK_SECONDS + 1)

@@ -84,13 +84,11 @@ class Connection:
         return lines
 
     def close(self) -> None:
-        """Close the connection."""
         self.broken = self.closed = True
         self.socket.close()
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as a line."""
     return json.dumps(message).encode() + b"\n"
 
 

@@ -21,11 +21,9 @@ class Finding:
     place: str = ""  # machine, or the two ends of a link. Empty if the finding is about all machines.
 
     def at(self, place: str) -> Finding:
-        """Return a copy of the finding with this place."""
         return replace(self, place=place)
 
     def line(self) -> str:
-        """Return the finding as a line of text."""
         place = f"{self.place}: " if self.place else ""
         return f"{place}{self.check}: {self.values}. {self.cure}".rstrip(" .") + "."
 

@@ -86,7 +86,6 @@ class Remote(Asked):
         self.peer, self._connections, self._lock = peer, connections, lock
 
     def start(self, question: str, **given: Any) -> None:
-        """Ask a question. The machine starts to work on the answer."""
         self._send({"type": "ask", "question": question, "given": given})
 
     def end(self, code: int) -> None:
@@ -109,7 +108,6 @@ class Gathering:
     came: threading.Condition = field(default_factory=threading.Condition)
 
     def open(self, listener: socket.socket, secret: Secret) -> None:
-        """Start to accept connections."""
         self.connections = Connections(listener, secret.key, self, self.lock, lambda *_, **__: None, DOCTOR_KINDS)
         self.connections.start()
 
@@ -128,7 +126,6 @@ class Gathering:
             self.connections.close()
 
     def handle(self, peer: Peer, message: Message) -> None:
-        """Handle a message of a machine."""
         machine = next((one for one in self.machines if one.peer is peer), None)
         if message["type"] == "machine" and machine is None:
             assert self.connections is not None
@@ -139,7 +136,6 @@ class Gathering:
             machine.answers.put(message["value"])
 
     def disconnected(self, peer: Peer) -> None:
-        """Record the loss of a machine."""
         for one in self.machines:
             if one.peer is peer:
                 one.answers.put(None)
@@ -206,7 +202,6 @@ def _try_to_join(where: Rendezvous, host: str, secret: Secret) -> Joined:
 
 
 def unreachable(where: Rendezvous, cause: str) -> Finding:
-    """Return a finding that the first machine cannot be reached."""
     address = "" if where.name == where.address else f" ({where.address})"
     return Finding(
         "rendezvous port",

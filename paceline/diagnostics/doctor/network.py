@@ -27,7 +27,6 @@ class Interface:
 
 
 def interface_at(address: str) -> Interface | None:
-    """Return the interface that has an address, or None."""
     name = interface_of(address)
     if name is None:
         return None
@@ -162,7 +161,6 @@ def interfaces() -> list[str]:
 
 
 def port_in_use(port: int, error: str) -> Finding:
-    """Return a finding that another program uses the port of the rendezvous."""
     holder = holder_of(port)
     return Finding(
         "rendezvous port",

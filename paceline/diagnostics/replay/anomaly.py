@@ -29,7 +29,6 @@ Finding = dict[str, object]
 
 
 def single(group: MicrobatchGroup, at: int) -> MicrobatchGroup:
-    """Return one sample of a microbatch as a group."""
     return MicrobatchGroup(group.microbatches, 1, rows(group.data, at, at + 1))
 
 

@@ -42,7 +42,6 @@ class RecordedStep:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and norm are finite."""
         return not {self.loss, self.norm} & {"nan", "inf", "-inf"}
 
     def difference(self, other: RecordedStep) -> str:
@@ -76,7 +75,6 @@ class RecordedRun:
 
     @property
     def script(self) -> Path:
-        """Script of the run."""
         return Path(self.launch["script"])
 
     @property
@@ -121,7 +119,6 @@ class RecordedRun:
         return 0, None
 
     def range_of_steps(self) -> str:
-        """Describe which steps are recorded."""
         return f"the steps {min(self.steps)} to {max(self.steps)}" if self.steps else "no steps with a digest"
 
     def check(self, step: int) -> None:

@@ -50,7 +50,6 @@ class RunTrace:
     batch: int | None = None
 
     def fingerprint(self) -> str:
-        """Return a short hash of the last state."""
         last = {name: tensor.hash for name, tensor in self.records[-1].state.items()}
         return hashlib.sha256(json.dumps(last, sort_keys=True).encode()).hexdigest()[:12]
 

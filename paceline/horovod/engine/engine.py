@@ -115,12 +115,10 @@ class Engine:
         self._plans.add(plan)
 
     def plans(self) -> list[Plan]:
-        """Return the open plans."""
         return [one for one in self._plans if one.open]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether operations are pending."""
         return bool(self._pending)
 
     def interrupt(self, why: str) -> None:

@@ -55,7 +55,6 @@ class Links:
         self._send(rank, encode(message), seconds)
 
     def send_all(self, message: Message, seconds: float) -> None:
-        """Send a message over all connections."""
         line = encode(message)
         for rank in self._connections:
             self._send(rank, line, seconds)
@@ -86,7 +85,6 @@ class Links:
         return messages, ended
 
     def close(self) -> None:
-        """Close all connections."""
         for one in self._connections.values():
             one.close()
         self._sleeping.close()

@@ -84,7 +84,6 @@ class Negotiation:
         self._next_set = 1
 
     def submit(self, rank: int, request: Request, now: float) -> None:
-        """Add a request of a rank."""
         self._blocked.pop(rank, None)
         if request.kind == JOIN:
             self._joined.append(rank)
@@ -289,7 +288,6 @@ class _Fusing:
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     def take(self, item: Item) -> bool:
-        """Add an item if it can be fused, and return whether it was added."""
         one = item.request
         if one.kind != "allreduce" or one.op == "Adasum" or len(set(one.dtypes)) != 1:
             return False
@@ -303,6 +301,5 @@ class _Fusing:
         return True
 
     def fused(self) -> Iterator[tuple[Item, ...]]:
-        """Yield all groups of items."""
         for groups in self._groups.values():
             yield from map(tuple, groups)

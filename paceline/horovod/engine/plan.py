@@ -164,6 +164,5 @@ class Plan:
             self.open = False
 
     def close(self) -> None:
-        """Close the plan and destroy its process group."""
         self.open = False
         dist.destroy_process_group(self._group)

@@ -55,7 +55,6 @@ class Request(NamedTuple):
 
 
 def from_json(values: list[Any]) -> Request:
-    """Return the request that was sent as a list."""
     one = Request(*values)
     return one._replace(dtypes=tuple(one.dtypes), shapes=tuple(map(tuple, one.shapes)), splits=tuple(one.splits))
 

@@ -177,7 +177,6 @@ def _end(number: int, frame: object) -> None:
 
 
 def _own_address(ray: Any) -> str:
-    """Return the address at which other nodes reach this node."""
     here = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
 

@@ -49,7 +49,6 @@ class LocalLauncher(Launcher):
 
     @classmethod
     def end_early(cls) -> None:
-        """End the early process unless a launch has taken it."""
         if cls._early is not None:
             cls._early.close()
         cls._early = None
@@ -83,13 +82,11 @@ class LocalLauncher(Launcher):
         return early
 
     def wait_until_ready(self, stop: Callable[[], bool]) -> None:
-        """Wait until torch is imported, or until `stop` returns true."""
         for cores, preload in list(self._preloads.items()):
             if not preload.wait(stop):
                 self._forget(cores)
 
     def starts_at_once(self) -> bool:
-        """Return whether workers are forked."""
         return bool(self._preloads)
 
     def _forget(self, cores: frozenset[int]) -> None:
@@ -114,7 +111,6 @@ class LocalLauncher(Launcher):
                 self._reaper.stdin.flush()
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
-        """Fork or start the worker's process."""
         if (preload := self._preloads.get(worker.cores)) is not None and preload.fits(worker):
             if (pid := preload.fork(worker, stdout, stderr)) is not None:
                 return Forked(pid)

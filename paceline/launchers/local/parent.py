@@ -121,7 +121,6 @@ class Parent:
 
 
 def import_modules() -> None:
-    """Import what workers import."""
     for name in MODULES:
         importlib.import_module(name)
     importlib.import_module("paceline.system.torch_internals").import_compiler()

@@ -195,7 +195,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _is_alone(run: Run, runs: Sequence[Run]) -> bool:
-    """Return whether no other run has this run's name."""
     return sum(one.folder.name == run.folder.name for one in runs) == 1
 
 

@@ -46,7 +46,6 @@ _LEGEND = {
 
 
 def html(comparison: Comparison) -> str:
-    """Render the page."""
     page = Element("html", {"lang": "en"})
     head, body = SubElement(page, "head"), SubElement(page, "body")
     SubElement(head, "meta", {"charset": "utf-8"})

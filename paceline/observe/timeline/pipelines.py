@@ -174,7 +174,6 @@ def span_of(record: Record) -> Span | None:
 
 
 def operations_of(records: Iterable[Record], pipeline: Pipeline) -> Iterator[RecordedOperation]:
-    """Yield the operations of the workers of a pipeline, in order for each worker."""
     for one in records:
         if one["generation"] == pipeline.generation and pipeline.begin <= one["time"] < pipeline.end:
             span, step = span_of(one), one.get("step")

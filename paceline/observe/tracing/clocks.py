@@ -133,7 +133,6 @@ class Clocks:
         self._clocks: dict[Key, Clock] = {}
 
     def add(self, record: Record) -> Key | None:
-        """Add a comparison, and return its clock. Return None if the record is not a comparison."""
         if (key := key_of(record)) is not None:
             point = Point(*(float(record[name]) for name in Point._fields))
             self._points.setdefault(key, []).append(point)

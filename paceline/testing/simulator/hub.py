@@ -86,7 +86,6 @@ class Hub:
         self._number = itertools.count()
 
     def clock(self) -> float:
-        """Return :attr:`now`."""
         return self.now
 
     def at(self, delay: float, act: Act) -> None:

@@ -93,7 +93,6 @@ class Slots:
 def first_machine(
     hub: Hub, processes: Supervised, coordinator: Coordinator, request: Request, slots: Slots | None
 ) -> Launcher:
-    """Start and return the launcher of the machine with the coordinator."""
     launch: Any = SimpleNamespace(workers=request.workers, grace_seconds=GRACE_SECONDS)
     agent = CoordinatorAgent(launch, request, coordinator, slots, hub.clock)  # type: ignore[arg-type]
     return Launcher(hub, processes, agent, 0, request.workers)
@@ -133,7 +132,6 @@ class RemoteLauncher:
         """Do nothing, because messages are handled on arrival."""
 
     def deliver(self, message: Message) -> None:
-        """Deliver a message of the coordinator to the machine."""
         self._network.carry(COORDINATOR, self.address, lambda: self._take(message))
 
     def _take(self, message: Message) -> None:

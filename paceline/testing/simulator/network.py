@@ -152,7 +152,6 @@ class Server:
         peer.connection.drain()  # type: ignore[attr-defined]
 
     def send(self, peers: list[Peer], message: Message) -> None:
-        """Send a message to some peers."""
         for peer in peers:
             peer.connection.deliver(message)  # type: ignore[attr-defined]
 

@@ -51,7 +51,6 @@ class Plan:
 
     @classmethod
     def of(cls, seed: int) -> Plan:
-        """Return the plan of a seed."""
         random = Random(seed)
         workers = random.choice([(1,), (2,), (3,), (4,), (2,), (3,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1)])
         count = sum(workers)

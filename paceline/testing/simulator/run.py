@@ -115,7 +115,6 @@ class Simulation:
     # Operations of launchers on processes.
 
     def begin(self, number: int) -> None:
-        """Start a worker."""
         self._say(f"worker {number} starts", {number: "+"})
         self._machines.processes[number] = self._hub.process(str(number), lambda: self._main(number))
 
@@ -131,7 +130,6 @@ class Simulation:
             self._workers[number].leave()
 
     def code_of(self, number: int) -> int | None:
-        """Return the exit code of a worker, or None while it runs."""
         return self._codes.get(number)
 
     def report_of(self, launch: object, number: int) -> dict[str, Any]:
@@ -316,7 +314,6 @@ class Simulation:
         return env.LaunchInfo("", int(running.name), False, self._most, 1, running.name, b"")
 
     def process_id(self) -> int:
-        """Return the simulated process id of the running worker, or 1 if none runs."""
         return 1 if self._hub.running is None else int(self._hub.running.name) + 1
 
     def machine(self) -> str:

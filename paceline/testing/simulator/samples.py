@@ -20,7 +20,6 @@ def data() -> Growing:
 
 
 def order_of(samples: Growing, microbatches: int) -> GrowingOrder:
-    """Return the order of the samples, one in each microbatch."""
     return GrowingOrder(samples, microbatches, microbatches, seed=0, drop_last=False)
 
 

@@ -26,7 +26,6 @@ _COPIED = 6
 
 
 def value_after(steps: int) -> int:
-    """Return the value of the model after a number of steps."""
     value = 1
     for step in range(steps):
         value = stepped(value, step)

@@ -55,7 +55,6 @@ class SimulatedWorld(World):
         return self._arena, "00"
 
     def join(self, generation: Generation) -> None:
-        """Join the members of a generation."""
         if generation.number <= self.generation:
             raise Broken(f"worker {self._number} entered {generation.number} after {self.generation}")
         self.was_dropped = self.was_dropped or 0 <= self.generation < generation.number - 1
@@ -86,7 +85,6 @@ class SimulatedWorld(World):
                     raise Broken(f"worker {other} was dropped, runs, and knows the memory of worker {self._number}")
 
     def leave(self) -> None:
-        """Close the connections of this generation."""
         self.waits_for(())
         generation, number = self.generation, self._number
         for other in self.membership.workers:
@@ -146,6 +144,5 @@ class _Receive:
         self._world, self._message = world, message
 
     def wait(self) -> None:
-        """Wait for the tensor."""
         tensor = self._world._receive(self._message.peer, f"tensor {self._message.tag}")
         self._message.tensor.copy_(tensor)

@@ -80,7 +80,6 @@ class Call:
 
     @cached_property
     def written(self) -> list[torch.Tensor]:
-        """Tensors that the call writes to."""
         args = [self.args[at] if at < len(self.args) else self.kwargs.get(key) for at, key in self.kind.written]
         return [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
@@ -98,7 +97,6 @@ class Call:
         return plain and self.kind.is_torchs
 
     def run(self) -> Any:
-        """Call the operator."""
         return self.function(*self.args, **self.kwargs)
 
     def random_states(self) -> tuple[RandomState | None, dict[int, RandomState]]:
@@ -119,7 +117,6 @@ class Call:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Return whether the values of a tensor are in a plain storage on its device."""
     return tensor.layout is torch.strided and tensor.device.type in _DEVICES and not tensor.is_quantized
 
 

@@ -20,13 +20,11 @@ class FreedMemory:
         self._bytes = 0
 
     def add(self, freed: int) -> None:
-        """Count freed bytes."""
         self._bytes += freed
         if self._bytes >= _LEAST:
             self.trim()
 
     def trim(self) -> None:
-        """Return the freed bytes now."""
         self._bytes = 0
         if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             trim(0)

@@ -26,7 +26,6 @@ class Memory:
     device: torch.device
 
     def allocate(self) -> torch.UntypedStorage:
-        """Return a new storage with undefined values."""
         return torch.UntypedStorage(self.nbytes, device=self.device)
 
 
@@ -41,11 +40,9 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """Return the layout of a tensor."""
         return cls(tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def view(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor with this layout."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
@@ -80,11 +77,9 @@ class RandomState:
 
     @classmethod
     def of(cls, generator: torch.Generator) -> RandomState:
-        """Return the state of a generator."""
         return cls(generator.device, generator.get_state())
 
     def generator(self) -> torch.Generator:
-        """Return a new generator in this state."""
         generator = torch.Generator(self.device)
         generator.set_state(self.state)
         return generator
@@ -120,7 +115,6 @@ class Conditions:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator from which operations on a device draw by default."""
     if device.type == "cpu":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -73,7 +73,6 @@ class Tracked:
     is_filled: bool = True
 
     def fill(self) -> None:
-        """Compute the values unless they are in memory."""
         if not self.is_filled:
             assert self.last is not None
             compute(self.last, self.memory, self.storage)
@@ -126,7 +125,6 @@ class Recorder(UncompiledMode):
             return self._run(Call(function, args, kwargs or {}))
 
     def find(self, tensor: torch.Tensor) -> Tracked | None:
-        """Return the storage of a tensor, if it is tracked."""
         return self._tracked.get(storage_id(tensor)) if has_storage(tensor) else None
 
     def keep(self, storages: Iterable[Tracked | None]) -> None:

@@ -59,7 +59,6 @@ class Deferred:
         return self._tracked.digest
 
     def is_only(self, tensor: torch.Tensor) -> bool:
-        """Return whether the values are not in memory, and no other tensor uses the storage, which this one covers."""
         alone = len(self.tensors()) == 1 and not self._tracked.is_filled
         return alone and not tensor.storage_offset() and covers(tensor, self._tracked.memory.nbytes)
 

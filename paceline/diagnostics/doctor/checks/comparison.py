@@ -19,7 +19,6 @@ Machines = Mapping[str, Facts]
 
 
 def compare(machines: Machines) -> list[Finding]:
-    """Return the findings of all comparisons."""
     return [
         *versions(machines),
         *(torch_loads(name, facts["torch"]) for name, facts in machines.items()),
@@ -42,7 +41,6 @@ def who(values: Mapping[str, object]) -> str:
 
 
 def same(check: str, values: Mapping[str, object], why: str, cure: str, label: str = "") -> Finding:
-    """Check that a value is the same on all machines."""
     if len({str(value) for value in values.values()}) < 2:
         return ok(check, f"{label or check} {next(iter(values.values()), None)}")
     return Finding(check, "failure", f"{label or check} differs: {who(values)}", why, cure)
@@ -56,7 +54,6 @@ def alike(check: str, values: Mapping[str, str], label: str, why: str, cure: str
 
 
 def versions(machines: Machines) -> list[Finding]:
-    """Compare Python, torch, NumPy and Paceline."""
     libraries = ("Python", "torch", "numpy", "paceline")
     return [
         same(
@@ -78,7 +75,6 @@ def _version(name: str, facts: Facts) -> object:
 
 
 def torch_loads(machine: str, facts: Facts) -> Finding:
-    """Check that torch can be imported."""
     check = "torch"
     if "error" not in facts:
         return ok(check, f"torch {facts.get('torch')} loads").at(machine)
@@ -229,7 +225,6 @@ def clock(offsets: Mapping[str, float]) -> Finding:
 
 
 def mtu(machines: Machines) -> Finding:
-    """Compare the MTUs of the interfaces."""
     values = {name: str(facts["interface"].get("mtu")) for name, facts in machines.items() if facts["interface"]}
     return alike(
         "MTU",

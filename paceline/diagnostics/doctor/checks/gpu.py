@@ -121,7 +121,6 @@ def throttling(gpus: Sequence[Gpu]) -> Finding:
 
 
 def other_processes(gpus: Sequence[Gpu], processes: Sequence[tuple[int, str, int]]) -> Finding:
-    """Check for other processes on the GPUs."""
     check = "GPU processes"
     if not processes:
         used = ", ".join(size(_bytes(gpu["memory.used"])) for gpu in gpus)

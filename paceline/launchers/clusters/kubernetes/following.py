@@ -61,7 +61,6 @@ class Following:
                 self.remove()
 
     def remove(self) -> None:
-        """Remove all objects of the run. Errors are ignored."""
         with contextlib.suppress(StartError):
             objects = self._kind.objects(self._pods.name)
             self._kubectl.run("delete", *objects, "--ignore-not-found", "--wait=false")

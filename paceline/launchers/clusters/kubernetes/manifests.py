@@ -42,7 +42,6 @@ class Pods:
     volume: str | None = None  # PersistentVolumeClaim for the run directories. Defaults to an emptyDir.
 
     def metadata(self) -> Manifest:
-        """Return the metadata with name and namespace."""
         return {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
 
 

@@ -42,7 +42,6 @@ class Kubernetes(Place):
     reads: ClassVar[frozenset[str]] = frozenset({"image", "namespace", "kind", "gpus", "volume", "detach"})
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Submission:
-        """Return the launch plan with the manifests."""
         kind = KINDS.get(options.kind or "job")
         if kind is None:
             raise ConfigError(f"--kind {quoted(options.kind)}: give one of {', '.join(KINDS)}.")

@@ -94,5 +94,4 @@ def failed_pod(pods: Sequence[Pod]) -> Pod | None:
 
 
 def exit_code(failed: Pod | None) -> int:
-    """Return the exit code of a failed run."""
     return failed.code if failed is not None and failed.code else _LOST

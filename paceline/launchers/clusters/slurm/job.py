@@ -69,7 +69,6 @@ def require(*programs: str) -> None:
 
 
 def scontrol(*words: str) -> str:
-    """Run scontrol and return its output."""
     done = subprocess.run(["scontrol", *words], capture_output=True, text=True, env=env.inherited())
     if done.returncode:
         raise StartError(f"scontrol {' '.join(words)}: {done.stderr.strip() or done.stdout.strip()}")

@@ -203,7 +203,6 @@ def _connect(master: str, request: Request) -> Any:
 
 
 def _master_of(session: Any) -> str:
-    """Return the master of a SparkSession."""
     context = getattr(session, "sparkContext", None)
     if context is None:
         connect = ".connect." in type(session).__module__
