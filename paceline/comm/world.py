@@ -34,13 +34,6 @@ class World(Waiting):
     ``training.recovery.formation`` forms memberships. Any :class:`Transport` carries a world, such as that between
     threads (``paceline.testing.threads``).
 
-    Args:
-        membership: workers, including this one.
-        transport: transport of tensors on this worker's device.
-        host_transport: transport of tensors on the CPU.
-        timeout: timeout in seconds of a wait for another worker.
-        group: torch's process group, if it may form in the background.
-
     Attributes:
         host_memory: memory shared by this machine's workers. None if any worker of the run is on a GPU or cannot share.
         link_shares: share of a reduction that each machine adds up by its link. None before the links are measured.
@@ -54,12 +47,12 @@ class World(Waiting):
 
     def __init__(
         self,
-        membership: Membership,
-        transport: Transport,
-        host_transport: Transport,
-        timeout: float,
+        membership: Membership,  # workers, including this one
+        transport: Transport,  # transport of tensors on this worker's device
+        host_transport: Transport,  # transport of tensors on the CPU
+        timeout: float,  # timeout in seconds of a wait for another worker
         coordinator: CoordinatorClient | None = None,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | None = None,  # torch's process group, if it may form in the background
     ) -> None:
         super().__init__(membership, timeout, coordinator)
         self.transport, self.host_transport = transport, host_transport

@@ -56,15 +56,11 @@ DROP TABLE wider;
 
 
 class Cells:
-    """Sums over ranges of steps in the tables of an index.
-
-    Attributes:
-        width: number of steps of a range.
-    """
+    """Sums over ranges of steps in the tables of an index."""
 
     def __init__(self, base: sqlite3.Connection) -> None:
         self._base = base
-        self.width = 1
+        self.width = 1  # number of steps of a range
 
     def update(self) -> None:
         """Add the records that were written since the last call."""

@@ -40,69 +40,40 @@ _GATHERED = ("membership", "gathered", "recovered")
 
 @dataclass(frozen=True)
 class AppliedStep:
-    """A step that a worker applied.
+    """A step that a worker applied."""
 
-    Attributes:
-        step: step number, from 0.
-        generation: membership generation of the workers.
-        rank: rank of the worker at that time.
-        process: the process, which stays the same when its rank changes.
-        time: completion time, in seconds since 1970.
-        samples: number of samples in the whole batch.
-        loss: loss of the whole batch.
-    """
-
-    step: int
-    generation: int
-    rank: int
-    process: str
-    time: float
-    samples: int
-    loss: float | None
+    step: int  # step number, from 0
+    generation: int  # membership generation of the workers
+    rank: int  # rank of the worker at that time
+    process: str  # the process, which stays the same when its rank changes
+    time: float  # completion time, in seconds since 1970
+    samples: int  # number of samples in the whole batch
+    loss: float | None  # loss of the whole batch
 
 
 @dataclass(frozen=True)
 class Update:
-    """A step that one worker applied for all workers.
+    """A step that one worker applied for all workers."""
 
-    Attributes:
-        step: step number, from 0.
-        generation: membership generation of the workers.
-        time: completion time, in seconds since 1970.
-        skipped: whether the step was skipped because its loss was not finite.
-        version: number of the update, from 1. 0 without an update, or if the worker was alone.
-    """
-
-    step: int
-    generation: int
-    time: float
-    skipped: bool = False
-    version: int = 0
+    step: int  # step number, from 0
+    generation: int  # membership generation of the workers
+    time: float  # completion time, in seconds since 1970
+    skipped: bool = False  # whether the step was skipped because its loss was not finite
+    version: int = 0  # number of the update, from 1. 0 without an update, or if the worker was alone.
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """A process that continued in a new generation.
+    """A process that continued in a new generation."""
 
-    Attributes:
-        time: time when it continued, in seconds since 1970.
-        generation: the new generation.
-        process: the process.
-        step: step at which the generation began.
-        seconds: duration of the recovery.
-        lost: numbers of the lost workers.
-        joined: numbers of the new workers, which may include this process.
-        all_new: whether all workers are new.
-    """
-
-    time: float
-    generation: int
-    process: str
-    step: int
-    seconds: float
-    lost: tuple[int, ...]
-    joined: tuple[int, ...]
-    all_new: bool = False
+    time: float  # time when it continued, in seconds since 1970
+    generation: int  # the new generation
+    process: str  # the process
+    step: int  # step at which the generation began
+    seconds: float  # duration of the recovery
+    lost: tuple[int, ...]  # numbers of the lost workers
+    joined: tuple[int, ...]  # numbers of the new workers, which may include this process
+    all_new: bool = False  # whether all workers are new
 
     @property
     def survived(self) -> bool:

@@ -22,22 +22,14 @@ _DEVICES = {"cpu", "cuda"}
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of an operator.
+    """Properties of an operator."""
 
-    Attributes:
-        written: position and name of the arguments that it writes to.
-        is_torchs: whether it is one of torch's own operators and does not resize storages.
-        is_view: whether it only returns views of its arguments.
-        is_uninitialized: whether its result has undefined values.
-        overwrites: whether its result does not depend on the values of the tensor that it writes to.
-    """
-
-    written: tuple[tuple[int, str], ...] = ()
-    is_torchs: bool = False
-    is_view: bool = False
+    written: tuple[tuple[int, str], ...] = ()  # position and name of the arguments that it writes to
+    is_torchs: bool = False  # whether it is one of torch's own operators and does not resize storages
+    is_view: bool = False  # whether it only returns views of its arguments
     is_random: bool = False
-    is_uninitialized: bool = False
-    overwrites: bool = False
+    is_uninitialized: bool = False  # whether its result has undefined values
+    overwrites: bool = False  # whether its result does not depend on the values of the tensor that it writes to
     reads_values: bool = True
 
 

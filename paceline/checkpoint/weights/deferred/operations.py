@@ -49,15 +49,11 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Tensor argument: a view of a recorded storage.
-
-    Attributes:
-        after: operation whose results the argument contains. None if the values do not matter.
-    """
+    """Tensor argument: a view of a recorded storage."""
 
     memory: Memory
     layout: Layout
-    after: Operation | None
+    after: Operation | None  # operation whose results the argument contains. None if the values do not matter.
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,15 +83,11 @@ class RandomState:
 
 @dataclass(frozen=True, eq=False)
 class Conditions:
-    """Torch settings, besides its arguments, on which the result of an operation depends.
-
-    Attributes:
-        drawn: state of the default generator, if the operation draws from it.
-    """
+    """Torch settings, besides its arguments, on which the result of an operation depends."""
 
     threads: int = field(default_factory=torch.get_num_threads)
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    drawn: RandomState | None = None
+    drawn: RandomState | None = None  # state of the default generator, if the operation draws from it
 
     @contextmanager
     def applied(self) -> Iterator[None]:

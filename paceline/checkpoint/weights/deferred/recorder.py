@@ -56,21 +56,14 @@ _BY_ADDRESS |= {"numpy", "share_memory_", "storage", "to_dlpack", "tolist", "unt
 
 @dataclass(eq=False)
 class Tracked:
-    """Storage of a tensor of the model, or of an intermediate result.
-
-    Attributes:
-        last: last operation that wrote to it. None if there is none, or if the storage is kept.
-        cost: approximate size of its record.
-        is_kept: whether it keeps its memory.
-        is_filled: whether its memory is allocated and holds its values.
-    """
+    """Storage of a tensor of the model, or of an intermediate result."""
 
     storage: torch.UntypedStorage
     memory: Memory
-    last: Operation | None = None
-    cost: int = 0
-    is_kept: bool = False
-    is_filled: bool = True
+    last: Operation | None = None  # last operation that wrote to it. None if there is none, or if the storage is kept.
+    cost: int = 0  # approximate size of its record
+    is_kept: bool = False  # whether it keeps its memory
+    is_filled: bool = True  # whether its memory is allocated and holds its values
 
     def fill(self) -> None:
         if not self.is_filled:
