@@ -15,8 +15,7 @@ import torch
 
 from paceline.checkpoint.manifest import dtype_of
 
-PREFIX = "state/"
-"""Prefix of the tensors' names."""
+PREFIX = "state/"  # prefix of the tensors' names
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque", torch.Size: "size"
 }  # fmt: skip

@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-FIRST = 10
-"""Number of steps before the first save, which measures the cost of a save."""
+FIRST = 10  # number of steps before the first save, which measures the cost of a save
 _SAVES = 5  # number of saves in a median
 _STEPS = 64  # number of steps in a median
 _NOTABLE = 1.2

@@ -33,8 +33,7 @@ from paceline.comm.world import World
 from paceline.errors import CheckpointError
 from paceline.schedule.slices import slice_name
 
-CHUNK_BYTES = 1 << 23
-"""Maximum bytes that a worker reads in a round, if a single block of a tensor is not larger."""
+CHUNK_BYTES = 1 << 23  # maximum bytes that a worker reads in a round, if a single block of a tensor is not larger
 _BLOCK = 64
 _TAG = (1 << 26) - 2
 

@@ -24,12 +24,10 @@ from paceline.errors import CheckpointError
 FORMAT, EARLIER = 5, 4
 """Current format, and the earlier format that can be read, too. It has no shards, and hashes of whole files."""
 FILE, TENSORS, METADATA = "manifest.json", "__0_0.distcp", ".metadata"
-LARGEST = 1 << 28
-"""Maximum size of a manifest in bytes. A tensor takes about 200."""
+LARGEST = 1 << 28  # Maximum size of a manifest in bytes. A tensor takes about 200.
 _MOST_STEPS = 10**11
 _DEEPEST = 100
-_OVERHEAD = 1 << 14
-"""Maximum bytes for each tensor besides its elements, in each file. About 2,000 are used."""
+_OVERHEAD = 1 << 14  # Maximum bytes for each tensor besides its elements, in each file. About 2,000 are used.
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[\]{}]')
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 

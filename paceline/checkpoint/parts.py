@@ -32,10 +32,8 @@ from paceline.checkpoint.tensors import in_order
 from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
-LEAST_BYTES = 1 << 22
-"""Minimum bytes per shard. For smaller shards, creating a file takes longer than writing it."""
-BEGIN_SECONDS = 10.0
-"""Timeout in seconds of the other ranks for rank 0 to begin a save."""
+LEAST_BYTES = 1 << 22  # Minimum bytes per shard. For smaller shards, creating a file takes longer than writing it.
+BEGIN_SECONDS = 10.0  # timeout in seconds of the other ranks for rank 0 to begin a save
 _POLL_SECONDS, _LONGEST_PAUSE = 0.01, 0.1
 _LARGEST = 1 << 28
 _SEAL = 64

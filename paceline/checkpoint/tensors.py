@@ -17,8 +17,7 @@ from paceline.system.torch_internals import tree_map_only
 
 Receive = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
 """Function that yields tensors of other workers in the given order. Each is valid until the next one."""
-REPLICA = "replica/"
-"""Prefix of the tensors of a replica of local training, before its number."""
+REPLICA = "replica/"  # prefix of the tensors of a replica of local training, before its number
 _SAVABLE = torch.Tensor, int, float, bool, type(None)
 
 

@@ -34,8 +34,7 @@ from paceline.checkpoint.tensors import (
 )
 from paceline.errors import CheckpointError, InputError, WorkerLost
 
-SHARES = "shares"
-"""Name of the tensors that the workers have in shares, for :meth:`TrainingState.snapshot`."""
+SHARES = "shares"  # name of the tensors that the workers have in shares, for :meth:`TrainingState.snapshot`
 _NOT_HASHED = (
     "session.fingerprint(): each worker has a share of the optimizer's state, and the workers have not hashed it since "
     "the last step. Call it after the last batch of session.batches(), or after session.save()."

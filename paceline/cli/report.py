@@ -30,8 +30,7 @@ _LOG_BYTES = 1 << 20
 _EVENT_BYTES = 64 << 20
 _MOST_RANKS = 4
 _MOST_WARNINGS = 3
-_WARNING_LENGTH = 300
-"""Maximum number of warnings after the cause of a failure, and of characters of each."""
+_WARNING_LENGTH = 300  # maximum number of warnings after the cause of a failure, and of characters of each
 _WARNING = b'"warning": true'
 
 

@@ -19,8 +19,7 @@ from paceline.comm.waiting import RecordedTransfer, Transfer, Waiting
 from paceline.coordinator.types import Membership
 from paceline.errors import DisagreementError, WorkerLost
 
-PENDING, LEAVING = 1, 2
-"""Notices in step headers: the membership is about to change; this worker is about to leave."""
+PENDING, LEAVING = 1, 2  # notices in step headers: the membership is about to change; this worker is about to leave
 
 _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 28) - 8  # the MPI back end reserves the tags above

@@ -19,8 +19,7 @@ from paceline.launchers.base import Launch, Request, WorkerExit
 from paceline.launchers.clusters.discovery import SlotsHere
 from paceline.launchers.workers import Supervisor
 
-_RESTARTS = 100
-"""Largest number of replacement workers that an agent starts in one run."""
+_RESTARTS = 100  # largest number of replacement workers that an agent starts in one run
 _RESTART_DELAY_SECONDS = 2.0
 """Delay before a replacement starts. It keeps a core busy for seconds, so survivors recover and take a step first."""
 _GRACE_BEFORE_TRAINING = 1.0, 3.0

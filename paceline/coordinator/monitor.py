@@ -24,10 +24,8 @@ from paceline.launchers.base import WorkerExit
 from paceline.launchers.local.kernel import STOPPED, state_of
 
 _START_SECONDS = 30.0
-_SILENT_SECONDS = 3.0
-"""Largest age of a heartbeat that still shows what a worker is doing."""
-_NAMED = 8
-"""Largest number of workers to name in one line."""
+_SILENT_SECONDS = 3.0  # largest age of a heartbeat that still shows what a worker is doing
+_NAMED = 8  # largest number of workers to name in one line
 
 
 @dataclass(frozen=True)

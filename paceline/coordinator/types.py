@@ -8,10 +8,8 @@ from typing import Any
 
 from paceline.system.secret import Secret
 
-Message = dict[str, Any]
-"""Message on a connection to the coordinator: a JSON object."""
-LONGEST_TEXT = 1 << 20
-"""Largest number of characters of a text in a message."""
+Message = dict[str, Any]  # message on a connection to the coordinator: a JSON object
+LONGEST_TEXT = 1 << 20  # largest number of characters of a text in a message
 
 
 @dataclass(frozen=True)

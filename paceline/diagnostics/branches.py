@@ -11,8 +11,7 @@ from paceline.errors import ConfigError, NonFiniteLoss
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.registry import capabilities
 
-_DIVERGED = 3.0
-"""The branch ends at a loss above the first one by this many times the first one, or the largest fall."""
+_DIVERGED = 3.0  # the branch ends at a loss above the first one by this many times the first one, or the largest fall
 
 
 class RunningBranch:

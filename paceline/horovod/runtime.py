@@ -27,8 +27,7 @@ from paceline.horovod.settings import HorovodSettings, read_settings
 from paceline.system.torch_internals import default_store
 from paceline.training.recovery.generations import Generations
 
-_LONGEST_TEXT = 1000
-"""Maximum number of characters of an error message that is sent to the other workers."""
+_LONGEST_TEXT = 1000  # maximum number of characters of an error message that is sent to the other workers
 _SHUTDOWN = "has called shutdown"
 _engine: Engine | None = None
 _left: list[Engine] = []

@@ -217,8 +217,7 @@ class Launcher(ABC):
     A new launcher must implement ``start``. Each launch creates one instance.
     """
 
-    note: Callable[[str], None] = staticmethod(lambda text: None)
-    """Callback that receives lines for the user."""
+    note: Callable[[str], None] = staticmethod(lambda text: None)  # callback that receives lines for the user
 
     @classmethod
     def decide(

@@ -32,8 +32,7 @@ from paceline.launchers.lease import Lease
 from paceline.system.masking import mask
 from paceline.system.regular_files import read_text
 
-_LONGEST_NAME = 200
-"""Maximum length in bytes. File systems allow 255, and names derived from it are longer."""
+_LONGEST_NAME = 200  # Maximum length in bytes. File systems allow 255, and names derived from it are longer.
 
 
 def choose(request: Request, now: float | None = None) -> Path:

@@ -36,11 +36,9 @@ from paceline.system.regular_files import open_regular
 
 FILE = "logs.sqlite"
 _VERSION = 3
-_CHUNK = 1 << 24
-"""Bytes read from a file at once."""
+_CHUNK = 1 << 24  # bytes read from a file at once
 _LARGEST_WHOLE = 2**63
-_TIMEOUT_SECONDS = 60.0
-"""Time to wait for another search that brings the index up to date."""
+_TIMEOUT_SECONDS = 60.0  # time to wait for another search that brings the index up to date
 _LAYOUT = f"""
 CREATE TABLE files(path TEXT PRIMARY KEY, size INTEGER, skipped INTEGER, clock INTEGER, inode INTEGER);
 CREATE TABLE written(

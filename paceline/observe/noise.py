@@ -22,10 +22,8 @@ from paceline.observe.records import Record, number
 
 EVENT = "microbatch-norm"
 """Event with the norm of the mean gradient of a microbatch; the norm of its batch is in the event ``step``."""
-_LEAST_STEPS = 8
-"""Fewest sampled steps from which a noise scale follows."""
-_QUANTILE = 2.0
-"""Half the width of the interval in standard errors: about 95 %."""
+_LEAST_STEPS = 8  # fewest sampled steps from which a noise scale follows
+_QUANTILE = 2.0  # half the width of the interval in standard errors: about 95 %
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from paceline.errors import ConfigError
 from paceline.observe.index import columns_of
 from paceline.observe.records import Record
 
-_GROUP = 100_000
-"""Records of a row group, which are in memory at once."""
+_GROUP = 100_000  # records of a row group, which are in memory at once
 
 
 def write(records: Iterable[tuple[int, Record]], path: Path) -> int:

@@ -39,12 +39,10 @@ from paceline.comm.transport import choice
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started
 from paceline.system.torch_internals import TorchDispatchMode, storage_id, tree_leaves
 
-_LATE_SECONDS = 2e-4
-"""Extra delay of each operation after its turn has come, so that a premature read sees garbage."""
+_LATE_SECONDS = 2e-4  # extra delay of each operation after its turn has come, so that a premature read sees garbage
 _POLL_SECONDS = 1e-3
 _END_SECONDS = 5.0
-_left: list[int] = []
-"""Number of operations that this process still runs, if :func:`stall` was called."""
+_left: list[int] = []  # number of operations that this process still runs, if :func:`stall` was called
 
 
 def use() -> None:

@@ -27,10 +27,8 @@ from paceline.launchers.local.child import end_with_parent
 
 CALL, ARGUMENTS = "call.json", "arguments.pickle"
 PARAMETER = "worker"
-FUNCTION = "_paceline_function"
-"""Attribute of the decorated function that holds the undecorated function."""
-_STACK_SECONDS = 1.0
-"""Seconds before the deadline at which a worker prints the stacks of its threads."""
+FUNCTION = "_paceline_function"  # attribute of the decorated function that holds the undecorated function
+_STACK_SECONDS = 1.0  # seconds before the deadline at which a worker prints the stacks of its threads
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings
 from paceline.system.torch_internals import foreach_lerp_
 
-KEY = "averaged"
-"""Name of the average in the state of a parameter."""
+KEY = "averaged"  # name of the average in the state of a parameter
 _HALF = torch.float16, torch.bfloat16
 
 

@@ -27,10 +27,8 @@ from paceline.checkpoint.weights.complete import dtype_of, on_host
 from paceline.errors import CheckpointError, ConfigError
 
 SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
-INDEX = ".index.json"
-"""End of the name of the file that tells which file has which tensor."""
-MAX_SHARD_SIZE = 5_000_000_000
-"""Number of bytes in a file of safetensors, as in ``save_pretrained`` of Hugging Face."""
+INDEX = ".index.json"  # end of the name of the file that tells which file has which tensor
+MAX_SHARD_SIZE = 5_000_000_000  # number of bytes in a file of safetensors, as in ``save_pretrained`` of Hugging Face
 
 
 def check_suffix(path: Path | str) -> None:

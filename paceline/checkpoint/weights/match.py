@@ -11,8 +11,7 @@ from torch import nn
 
 from paceline.errors import CheckpointError
 
-_MOST = 3
-"""Maximum number of names in a message."""
+_MOST = 3  # maximum number of names in a message
 
 
 @dataclass(frozen=True)

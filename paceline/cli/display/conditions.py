@@ -13,12 +13,9 @@ from typing import Any
 from paceline.config import quoted
 from paceline.errors import ConfigError
 
-TICK, ENDED = "tick", "ended"
-"""Events beside those of the records: time passes, and the run has ended with ``code``."""
-_WINDOW, _LEAST = 50, 10
-"""Steps of which the median is taken, and the least number of them."""
-_QUIET = 10
-"""Steps in a row that do not meet a condition on steps until it has passed. A duration may alternate."""
+TICK, ENDED = "tick", "ended"  # events beside those of the records: time passes, and the run has ended with ``code``
+_WINDOW, _LEAST = 50, 10  # steps of which the median is taken, and the least number of them
+_QUIET = 10  # Steps in a row that do not meet a condition on steps until it has passed. A duration may alternate.
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LIMIT = re.compile(r"(stalled|step|loss|checkpoint) > (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h|x|)")
 _RANGE = re.compile(r"step outside (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h) to (\d{1,9}(?:\.\d{1,9})?)\s?(ms|s|m|h)")

@@ -28,13 +28,10 @@ from paceline.comm.assignment.store import Store
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 
-_PAUSE = 0.05
-"""Sleep of a waiting worker, as a fraction of its seconds per microbatch."""
+_PAUSE = 0.05  # sleep of a waiting worker, as a fraction of its seconds per microbatch
 _LONGEST_PAUSE_SECONDS = 1e-3
-_OVERDUE = 1.5
-"""A microbatch is overdue after this multiple of its owner's seconds per microbatch."""
-_POLL_SECONDS = 0.02
-"""Interval at which a waiting worker checks whether the others are alive."""
+_OVERDUE = 1.5  # a microbatch is overdue after this multiple of its owner's seconds per microbatch
+_POLL_SECONDS = 0.02  # interval at which a waiting worker checks whether the others are alive
 _LATE = 0.9
 """A worker takes no microbatch if the others finish all free ones in this fraction of its seconds per microbatch."""
 

@@ -38,8 +38,7 @@ from paceline.comm.shm.futex import fence
 from paceline.comm.world import World
 from paceline.errors import InputError, WorkerLost
 
-FREE = -1
-"""Owner of a step that no worker computes."""
+FREE = -1  # owner of a step that no worker computes
 
 _HEAD = struct.Struct("<qqqqqqdddqq")
 _PAIR = struct.Struct("<qq")
@@ -47,8 +46,7 @@ _METRICS_BYTES = 1 << 13
 _CLOSED, _CHANGES, _WORDS = 0, 1, 2
 _BUSY, _MADE, _WORDS_EACH = 0, 1, 2
 """Words of each worker: whether it makes an update; 1 + the step of an update that is not yet in the table."""
-_PATIENCE_SECONDS = 1.0
-"""Time for a worker to complete a change of the table before it is closed."""
+_PATIENCE_SECONDS = 1.0  # time for a worker to complete a change of the table before it is closed
 _UPDATE_SECONDS = 3.0
 """Time for a worker to complete an update, which is slower. The coordinator waits 5 s before a last save."""
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 ALL, SOME = 0, 1
 """Kinds of records: calls in the group of all workers, which have the same number on every worker, and others."""
 
-KEPT = (64, 32)
-"""Number of kept calls of each kind."""
+KEPT = (64, 32)  # number of kept calls of each kind
 
 _BYTES = 512
 _HASH_BITS = 44
@@ -37,8 +36,7 @@ _READ_SECONDS = 2.0
 class Board(Protocol):
     """Interface to the latest calls of all workers."""
 
-    immediate: bool
-    """Whether published calls are visible immediately, so that :meth:`differs` can compare them."""
+    immediate: bool  # whether published calls are visible immediately, so that :meth:`differs` can compare them
 
     def publish(self, number: int, mark: int, text: bytes) -> bool:
         """Publish a call in the group of all workers and return whether it differs, as :meth:`differs` does."""

@@ -24,11 +24,9 @@ from paceline.comm.desync.compare import SYMMETRIC
 from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
 from paceline.system import user_code
 
-Place = tuple[int, str]
-"""Position and name of an argument."""
+Place = tuple[int, str]  # position and name of an argument
 
-_KINDS = 4096
-"""Maximum number of cached kinds of calls. The text of a cached kind is built once."""
+_KINDS = 4096  # Maximum number of cached kinds of calls. The text of a cached kind is built once.
 _SHOWN = 4
 
 

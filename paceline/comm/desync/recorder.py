@@ -26,20 +26,16 @@ from paceline.comm.desync.compare import Record, compare, swapped
 from paceline.errors import DisagreementError, PacelineError
 
 _FACTOR = 0x5DEECE66D
-_BITS = 52
-"""Bits of a fingerprint. A float64 holds it exactly."""
+_BITS = 52  # Bits of a fingerprint. A float64 holds it exactly.
 _HALF = _BITS // 2
 _ALL_BITS, _HALF_BITS = (1 << _BITS) - 1, (1 << _HALF) - 1
-_MET = 256
-"""Maximum number of kinds of calls whose first call waits for a comparison, on boards that are not immediate."""
-_BARRIER_SECONDS = 2.0
-"""Timeout of that wait. The call itself detects a lost worker."""
+_MET = 256  # maximum number of kinds of calls whose first call waits for a comparison, on boards that are not immediate
+_BARRIER_SECONDS = 2.0  # Timeout of that wait. The call itself detects a lost worker.
 _CACHED = 4096
 _LATE_SECONDS = 0.5
 _GROUP_CHECKS = 50
 """Number of :meth:`CallRecorder.check` calls, about a second, between comparisons of the calls in smaller groups."""
-_LINES = 3
-"""Number of lines of the script that identify a call: the innermost line and its callers."""
+_LINES = 3  # number of lines of the script that identify a call: the innermost line and its callers
 _NOT_THE_SCRIPT = ("torch", "paceline")
 _FAILED = ("onnection", "imed out", "gloo/transport", "roken pipe", "NCCL", "closed by peer")
 """Parts of torch's messages for errors that do not come from the arguments of the call."""
@@ -51,10 +47,8 @@ class What:
 
     text: str
     hash: int
-    symmetric: bool = False
-    """Whether all members have the same role, so that two swapped calls mix up values."""
-    meets: bool = False
-    """Whether no member can continue before every member has made the call."""
+    symmetric: bool = False  # whether all members have the same role, so that two swapped calls mix up values
+    meets: bool = False  # whether no member can continue before every member has made the call
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,9 @@ from paceline.comm.waiting import Transfer
 from paceline.comm.world import World
 from paceline.errors import InputError
 
-TAGS = 1 << 8
-"""Number of tags per channel: two for the messages that are sent once, and one for each tensor."""
+TAGS = 1 << 8  # number of tags per channel: two for the messages that are sent once, and one for each tensor
 
-_MOST_IN_FLIGHT = 8
-"""Maximum number of lists in flight before the sender waits for the oldest list."""
+_MOST_IN_FLIGHT = 8  # maximum number of lists in flight before the sender waits for the oldest list
 
 
 @sendable
@@ -34,11 +32,9 @@ class Form(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    trained: bool
-    """Whether the tensor needs a gradient."""
+    trained: bool  # whether the tensor needs a gradient
     strides: Strides
-    host: bool
-    """Whether the tensor is on the CPU for the host to read, as states of generators are."""
+    host: bool  # whether the tensor is on the CPU for the host to read, as states of generators are
 
 
 Forms: TypeAlias = "tuple[Form | None, ...]"

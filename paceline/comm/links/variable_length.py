@@ -11,8 +11,7 @@ from paceline.comm.links.channel import Receiver, Sender
 from paceline.comm.transport.base import Communicator
 from paceline.comm.world import World
 
-TAGS = 2 * channel.TAGS
-"""Number of tags per pair of sender and receiver."""
+TAGS = 2 * channel.TAGS  # number of tags per pair of sender and receiver
 
 
 def communicator_of(tag: int, sender: int, receiver: int) -> Communicator:

@@ -24,8 +24,7 @@ from paceline.comm.mpi.presence import TAGS, Presence
 from paceline.comm.mpi.progress import MpiWork, progress
 from paceline.system.torch_internals import called_by_torch, set_mpi_backend
 
-REGISTERED = "mpi4py"
-"""Name of the back end for groups that have a store."""
+REGISTERED = "mpi4py"  # name of the back end for groups that have a store
 
 _groups: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 

@@ -17,8 +17,7 @@ import numpy as np
 from paceline.comm.mpi.library import initialized
 from paceline.errors import name_ranks
 
-TAGS = 3
-"""Number of the largest tags, which only this module uses."""
+TAGS = 3  # number of the largest tags, which only this module uses
 _END_SECONDS = 5.0
 _NEWS_SECONDS = 2.0
 _POLL_SECONDS = 0.001

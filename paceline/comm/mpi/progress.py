@@ -23,8 +23,7 @@ from paceline.comm.mpi.library import initialized, leave_open
 from paceline.comm.mpi.presence import Presence
 from paceline.system.torch_internals import called_by_torch
 
-_EAGER_LOOKS = 200
-"""Number of polls without a pause, after which the thread leaves the core to others."""
+_EAGER_LOOKS = 200  # number of polls without a pause, after which the thread leaves the core to others
 _PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 _END_SECONDS = 5.0

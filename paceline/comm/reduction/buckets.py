@@ -21,8 +21,7 @@ from paceline.comm.shm.tensors import CACHE_LINE, aligned
 from paceline.comm.waiting import Transfer
 from paceline.schedule.link_shares import WINDOW_BUCKETS
 
-_LINE = CACHE_LINE // 4
-"""Number of float32 elements in a cache line."""
+_LINE = CACHE_LINE // 4  # number of float32 elements in a cache line
 
 
 class Layout(NamedTuple):

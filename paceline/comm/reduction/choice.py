@@ -18,8 +18,7 @@ from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.link_shares import SMALLEST_BUCKET, bucket_bytes, of_links
 
-_WORTH_MEASURING = 2**23
-"""Number of reduced bytes per step from which on links are measured."""
+_WORTH_MEASURING = 2**23  # number of reduced bytes per step from which on links are measured
 _MEASUREMENTS = 3
 """Maximum number of measurements, because a link of a busy machine may seem slow in some of them by chance."""
 

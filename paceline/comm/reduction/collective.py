@@ -26,8 +26,7 @@ from paceline.schedule.tree import Node
 FIRST_BUCKET = 2**20
 """Size of the first bucket in bytes. It is small because the wire is idle until the first bucket is sent."""
 
-_ALL = Node(0, 0)
-"""Placeholder for the node of a sum over all workers, to which nothing is added."""
+_ALL = Node(0, 0)  # placeholder for the node of a sum over all workers, to which nothing is added
 
 
 class CollectiveExchange:

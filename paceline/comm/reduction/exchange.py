@@ -16,11 +16,9 @@ from paceline.comm.reduction.narrow import NARROW, wide
 from paceline.comm.transport.base import Message
 from paceline.schedule.tree import Node, first_of
 
-TAGS = 1 << 12
-"""Number of tags per bucket: one for each node that a worker can hold, and the last ones for the means."""
+TAGS = 1 << 12  # number of tags per bucket: one for each node that a worker can hold, and the last ones for the means
 
-Messages: TypeAlias = tuple[list[Message], list[Message]]
-"""Sends and receives to start together."""
+Messages: TypeAlias = tuple[list[Message], list[Message]]  # sends and receives to start together
 Phase: TypeAlias = Callable[[Bucket], Iterable[Messages] | None]
 """Function that processes a bucket. The executor starts the messages that it yields, if any, in their order."""
 Parts: TypeAlias = list[tuple[Node, torch.Tensor]]

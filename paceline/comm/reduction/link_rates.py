@@ -10,8 +10,7 @@ from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 
 TAG = (1 << 28) - 10  # below the tags of the MPI back end
-_BYTES = 2**21
-"""Size of a message: larger than the network's buffers, small compared to the gradients of a step."""
+_BYTES = 2**21  # size of a message: larger than the network's buffers, small compared to the gradients of a step
 _ROUNDS = (1, 2, 1, 2)
 """Distance in machines between sender and receiver, by round. A neighbor of a slow link is fast in other rounds."""
 

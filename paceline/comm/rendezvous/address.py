@@ -19,8 +19,7 @@ from paceline.environments import env
 from paceline.environments.start import LOOPBACK, Start
 from paceline.errors import ConfigError, StartError
 
-_GRACE_SECONDS = 1.0
-"""Extra time for torch to raise its own timeout error."""
+_GRACE_SECONDS = 1.0  # extra time for torch to raise its own timeout error
 _COMMAND_SECONDS = 30.0
 _Found = TypeVar("_Found")
 

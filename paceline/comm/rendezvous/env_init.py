@@ -19,8 +19,7 @@ from paceline.environments.start import Identity, Start
 from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
-_LOOKS_PER_SECOND = 5000
-"""Store polls per second, summed over all workers. A blocking wait would not handle signals."""
+_LOOKS_PER_SECOND = 5000  # Store polls per second, summed over all workers. A blocking wait would not handle signals.
 _NO_ANSWER = "what listens there does not answer as rank 0 would; is the port used by another program?"
 
 

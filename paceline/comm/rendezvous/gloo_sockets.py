@@ -15,8 +15,7 @@ import struct
 from collections.abc import Container, Iterable, Iterator
 
 _SOCKETS = "/proc/self/fd"
-_NAME_BYTES = {socket.AF_INET: 8, socket.AF_INET6: 24}
-"""Bytes of a socket address that hold its family, port and host."""
+_NAME_BYTES = {socket.AF_INET: 8, socket.AF_INET6: 24}  # bytes of a socket address that hold its family, port and host
 _LENGTH = struct.Struct("=Q")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 

@@ -16,8 +16,7 @@ from paceline.comm.rendezvous.networks import networks, shared_address
 from paceline.environments.start import Start
 from paceline.errors import StartError
 
-_BYTES = 4096
-"""Size of the message with a machine's list of addresses."""
+_BYTES = 4096  # size of the message with a machine's list of addresses
 
 
 def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:

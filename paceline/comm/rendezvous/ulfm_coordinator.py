@@ -23,8 +23,7 @@ from paceline.coordinator.wire.connections import TICK_SECONDS, Peer
 from paceline.coordinator.wire.validation import BLOCK
 from paceline.system.secret import Secret
 
-_LAST_SECONDS = 5.0
-"""Time without any worker before the process exits, because a worker may be about to connect."""
+_LAST_SECONDS = 5.0  # time without any worker before the process exits, because a worker may be about to connect
 
 
 def number_of(rank: int) -> int:

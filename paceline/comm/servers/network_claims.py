@@ -30,10 +30,8 @@ from paceline.comm.values import decode, encode, sendable
 from paceline.errors import WorkerLost, name_ranks
 
 sendable(ClaimTable)
-_SLICE_SECONDS = 0.1
-"""Time after which the server answers a waiting request with "nothing has changed"."""
-_PART_SECONDS = 5.0
-"""Timeout for an answer from a holder while the survivors re-form."""
+_SLICE_SECONDS = 0.1  # time after which the server answers a waiting request with "nothing has changed"
+_PART_SECONDS = 5.0  # timeout for an answer from a holder while the survivors re-form
 
 
 @sendable

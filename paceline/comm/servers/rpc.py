@@ -36,12 +36,10 @@ from paceline.errors import WorkerLost, WorkerSilent
 _FRAME = struct.Struct("<QQ")
 _LONGEST_WORDS = 1 << 26
 _PROOF_SECONDS = 10.0
-_MOST_UNPROVEN = 64
-"""Maximum number of simultaneous connections that are not authenticated yet."""
+_MOST_UNPROVEN = 64  # maximum number of simultaneous connections that are not authenticated yet
 _PIECE = 1 << 20
 """Bytes passed to the kernel in a call. A worker that must wait between calls checks that the others are alive."""
-_SLICE_SECONDS = 0.05
-"""Interval at which a worker that waits for an answer checks that the others are alive."""
+_SLICE_SECONDS = 0.05  # interval at which a worker that waits for an answer checks that the others are alive
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 Answer: TypeAlias = "tuple[Any, Sequence[Bytes]]"

@@ -34,8 +34,7 @@ _HEADER = struct.Struct("<qq")
 _NOTES_AT = 64
 _NOTES_BYTES = 1 << 20
 _NOTES_BYTES_EACH = 1 << 10
-_STATES = 8
-"""Space for optimizer states, as a multiple of the parameters' size. Unwritten pages take no memory."""
+_STATES = 8  # Space for optimizer states, as a multiple of the parameters' size. Unwritten pages take no memory.
 
 
 @sendable

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 FIRST_BACKOFF_SECONDS = 5e-5
 _LONGEST_SECONDS, _PART_OF_WAIT = 1e-3, 0.02
-POLL_SECONDS = 0.02
-"""Interval in seconds at which a waiting worker checks that the others are alive."""
+POLL_SECONDS = 0.02  # interval in seconds at which a waiting worker checks that the others are alive
 
 
 def backoff_seconds(waited: float) -> float:

@@ -12,8 +12,7 @@ import torch
 
 from paceline.comm.shm.arena import SharedMemory
 
-_SLOTS = 8
-"""Number of lists in flight before the sender waits."""
+_SLOTS = 8  # number of lists in flight before the sender waits
 LARGEST_BYTES = 1 << 20
 """Largest size of a list. Larger lists go through sockets, so that copies overlap computation and slots stay small."""
 _MOST_FLAGS = 1 << 13

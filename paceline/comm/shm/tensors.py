@@ -7,11 +7,9 @@ from typing import TypeAlias
 
 import torch
 
-Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
-"""Types and shapes of tensors by name."""
+Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"  # types and shapes of tensors by name
 
-CACHE_LINE = 64
-"""Size of a cache line in bytes."""
+CACHE_LINE = 64  # size of a cache line in bytes
 
 
 def aligned(size: int) -> int:

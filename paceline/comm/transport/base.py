@@ -51,8 +51,7 @@ class Work(Protocol):
         """Wait until the operation is done. See :attr:`Capabilities.blocking_wait`."""
 
 
-Started: TypeAlias = "list[tuple[Work, list[int]]]"
-"""Started operations, each with the ranks of its peers."""
+Started: TypeAlias = "list[tuple[Work, list[int]]]"  # started operations, each with the ranks of its peers
 
 
 class TransportError(RuntimeError):

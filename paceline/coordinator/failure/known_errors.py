@@ -15,8 +15,7 @@ _TRANSPORT = re.compile(
     re.IGNORECASE,
 )
 """Matches messages of torch's transports, as opposed to other connections of a script."""
-_WARNING = re.compile(r"^(\[rank\d+\]:)?\[W")
-"""Matches warnings in torch's log, after which the process has continued."""
+_WARNING = re.compile(r"^(\[rank\d+\]:)?\[W")  # matches warnings in torch's log, after which the process has continued
 
 LESS_TO_HOLD = (
     "give each worker less to hold: more microbatches, recompute, fewer processes in workers_per_loader, or fewer "

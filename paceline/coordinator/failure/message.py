@@ -14,10 +14,8 @@ from paceline.coordinator.failure.root_cause import Failure
 from paceline.coordinator.failure.worker_report import WorkerReport
 from paceline.errors import name_ranks
 
-_LONGEST = 400
-"""Maximum number of characters in the first line."""
-_WORTH_TELLING = 1.0
-"""Shortest wait of other ranks that the message reports, in seconds."""
+_LONGEST = 400  # maximum number of characters in the first line
+_WORTH_TELLING = 1.0  # shortest wait of other ranks that the message reports, in seconds
 _CURES = {
     "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
     "out-of-memory": LESS_TO_HOLD,

@@ -37,8 +37,7 @@ _KINDS = {
 }
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+)')
-_RANK = re.compile(r"^\[rank\d+\]: ")
-"""Prefix of torch for each line of a traceback."""
+_RANK = re.compile(r"^\[rank\d+\]: ")  # prefix of torch for each line of a traceback
 _NUMBER = r"-?(?:0x[0-9a-fA-F]+|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _NUMBERS = re.compile(rf"{_NUMBER}(?:, ?{_NUMBER})*")
 _HEADER = "Traceback (most recent call last):"

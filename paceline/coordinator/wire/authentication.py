@@ -20,8 +20,7 @@ import socket
 import time
 from collections.abc import Callable
 
-LONGEST_LINE = 256
-"""Largest length of a line before authentication, in bytes."""
+LONGEST_LINE = 256  # largest length of a line before authentication, in bytes
 AGENT = "agent"
 _PROTOCOL = "paceline 1"
 _CHALLENGE = re.compile(rb"paceline 1 ([0-9a-f]{64})")
@@ -29,8 +28,7 @@ _ANSWER = re.compile(rb"(agent|worker (?:0|[1-9][0-9]{0,8})) ([0-9a-f]{64}) ([0-
 _WELCOME = re.compile(rb"welcome ([0-9a-f]{64})")
 _REFUSED = b"refused"
 
-Keys = Callable[[str], bytes]
-"""Function from a role to its key."""
+Keys = Callable[[str], bytes]  # function from a role to its key
 
 
 class NotAuthenticated(ConnectionError):
@@ -48,8 +46,7 @@ def worker(number: int) -> str:
 class Challenge:
     """Coordinator's side of the authentication of one connection."""
 
-    refusal = _REFUSED + b"\n"
-    """Line to send to a refused client."""
+    refusal = _REFUSED + b"\n"  # line to send to a refused client
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(32)

@@ -18,10 +18,8 @@ from typing import NamedTuple
 from paceline.coordinator.types import Message
 from paceline.coordinator.wire.validation import BLOCK
 
-_FIRST_EXCHANGES = 8
-"""Exchanges in a row at the start, so that short runs have a good one."""
-_EXCHANGES = 5
-"""Exchanges, one with each heartbeat, of which the best is recorded."""
+_FIRST_EXCHANGES = 8  # exchanges in a row at the start, so that short runs have a good one
+_EXCHANGES = 5  # exchanges, one with each heartbeat, of which the best is recorded
 
 
 def answer(message: Message, launch: str, at: float) -> Message:

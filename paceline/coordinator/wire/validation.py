@@ -15,8 +15,7 @@ from typing import Any
 from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
 from paceline.coordinator.types import LONGEST_TEXT, Message
 
-BLOCK = 1000
-"""Size of the range of worker numbers of each agent."""
+BLOCK = 1000  # size of the range of worker numbers of each agent
 _MOST_WORKERS = 10**9
 _LARGEST = 2**63
 _HEX = re.compile(r"[0-9a-f]{0,128}")

@@ -11,14 +11,12 @@ from typing import Literal
 
 Kind = Literal["connected", "refused", "rejected", "no answer", "no machine", "no route", "failed"]
 
-CONNECT_SECONDS = 4.0
-"""Long enough for two retransmissions of a lost SYN."""
+CONNECT_SECONDS = 4.0  # long enough for two retransmissions of a lost SYN
 _NEIGHBOURS = Path("/proc/net/arp")
 _IP_RECVERR = 11
 _FROM_ICMP = 2
 _UNREACHABLE = 3
-_PROHIBITED = {9, 10, 13}
-"""ICMP codes by which a firewall prohibits a connection."""
+_PROHIBITED = {9, 10, 13}  # ICMP codes by which a firewall prohibits a connection
 CAUSES = {
     "refused": "connection refused: the machine answers, but no program listens on this port",
     "rejected": "connection rejected by a firewall (it answers with ICMP)",

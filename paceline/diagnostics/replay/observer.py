@@ -27,8 +27,7 @@ from paceline.step.loss import loss_given, pair_of, sum_and_count
 from paceline.step.probes.probe import warn, without_trace
 from paceline.strategies.base import Strategy
 
-_ROWS = 25
-"""Lines of the profile that are printed, by their own time."""
+_ROWS = 25  # lines of the profile that are printed, by their own time
 
 
 def observed(

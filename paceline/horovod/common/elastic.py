@@ -22,8 +22,7 @@ from typing import Any
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.horovod.runtime import generations
 
-_MOST_RESETS = 10
-"""Maximum number of resets after failures without a commit in between."""
+_MOST_RESETS = 10  # maximum number of resets after failures without a commit in between
 ADDED, REMOVED = 2, 1
 
 

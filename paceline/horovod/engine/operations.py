@@ -23,8 +23,7 @@ REDUCTIONS = {
     "Max": dist.ReduceOp.MAX,
     "Product": dist.ReduceOp.PRODUCT,
 }
-_WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}
-"""Wider types for dtypes that gloo cannot reduce."""
+_WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}  # wider types for dtypes that gloo cannot reduce
 
 
 class Members(NamedTuple):

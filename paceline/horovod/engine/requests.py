@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 from paceline.errors import name_ranks
 
-GLOBAL = 0
-"""ID of the process set of all workers."""
+GLOBAL = 0  # ID of the process set of all workers
 
-Key = tuple[int, str]
-"""Process set ID and operation name, by which requests of different workers are matched."""
+Key = tuple[int, str]  # process set ID and operation name, by which requests of different workers are matched
 Shape = tuple[int, ...]
 
 
@@ -59,8 +57,7 @@ def from_json(values: list[Any]) -> Request:
     return one._replace(dtypes=tuple(one.dtypes), shapes=tuple(map(tuple, one.shapes)), splits=tuple(one.splits))
 
 
-REFUSED = "refused"
-"""Kind of a request that its own worker has found invalid."""
+REFUSED = "refused"  # kind of a request that its own worker has found invalid
 _COMPARED = ("kind", "op", "dtypes", "root", "prescale", "postscale", "detail")
 _WORDS = {"dtypes": "type", "op": "reduction", "root": "root rank", "shapes": "shape", "detail": "arguments"}
 _FIRST_DIFFERS = ("allgather", "alltoall")

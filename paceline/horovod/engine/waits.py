@@ -18,10 +18,8 @@ from paceline.horovod.settings import HorovodSettings
 
 EXPLAIN_SECONDS = 2.0
 """Time to wait for rank 0 to report which worker left, after which an error is raised without that cause."""
-BLOCKED_SECONDS = 1.0
-"""Time for which the script must have waited for an operation before rank 0 is notified."""
-ANSWER_SECONDS = 10.0
-"""Time after the deadline for which rank 0 may be silent before it is considered stopped."""
+BLOCKED_SECONDS = 1.0  # time for which the script must have waited for an operation before rank 0 is notified
+ANSWER_SECONDS = 10.0  # time after the deadline for which rank 0 may be silent before it is considered stopped
 _POLL_SECONDS = 0.01
 
 

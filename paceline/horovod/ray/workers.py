@@ -21,8 +21,7 @@ from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.ray.ray_logger import Callback, call
 from paceline.horovod.ray.worker import BaseHorovodWorker
 
-_START_SECONDS = 600.0
-"""Timeout for the start of an actor, whose environment may have to be installed."""
+_START_SECONDS = 600.0  # timeout for the start of an actor, whose environment may have to be installed
 _CAUSE_SECONDS = 5.0
 """Time for the other actors to end after a failure: one may know the cause, and the rest would keep waiting."""
 _POLL_SECONDS = 0.1

@@ -22,15 +22,13 @@ INSTEAD = {
     "blacklist-cooldown-range": "lost workers are replaced on the same machine",
 }
 """Replacements of unsupported options, by their names on the command line."""
-_OPTIONS = {"use_mpi": "mpi", "extra_mpi_args": "mpi-args"}
-"""Function arguments whose names differ from the option."""
+_OPTIONS = {"use_mpi": "mpi", "extra_mpi_args": "mpi-args"}  # function arguments whose names differ from the option
 _REFUSED = {"ssh_port", "ssh_identity_file", "use_mpi", "mpi_args", "extra_mpi_args"}
 _WITHOUT_EFFECT = {
     *("output_filename", "disable_cache", "reset_limit", "cooldown_range", "stdout", "stderr"),
     *("prefix_output_with_timestamp", "ssh_str"),
 }
-_TRUE_HERE = {"use_gloo", "verbose"}
-"""Arguments that request what Paceline does in any case."""
+_TRUE_HERE = {"use_gloo", "verbose"}  # arguments that request what Paceline does in any case
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 

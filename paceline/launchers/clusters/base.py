@@ -87,10 +87,8 @@ class Placement:
 class Place(ABC):
     """Base class of clusters. Each cluster is a module of this package and an entry in ``registry.py``."""
 
-    reads: ClassVar[frozenset[str]] = frozenset()
-    """Names of the options that this cluster reads."""
-    examines: ClassVar[bool] = True
-    """Whether this cluster supports ``paceline doctor``."""
+    reads: ClassVar[frozenset[str]] = frozenset()  # names of the options that this cluster reads
+    examines: ClassVar[bool] = True  # whether this cluster supports ``paceline doctor``
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> str | None:

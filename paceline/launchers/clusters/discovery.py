@@ -19,8 +19,7 @@ from paceline.errors import ConfigError
 _EVERY_SECONDS = 1.0
 _LONGEST_SECONDS = 60.0
 
-Slots = dict[str, int]
-"""Number of workers of each host, in the order of the script."""
+Slots = dict[str, int]  # number of workers of each host, in the order of the script
 
 
 class Discovery:

@@ -32,8 +32,7 @@ from paceline.launchers.clusters.clients import Client, follow, run_here, say
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.machine import choose_port, listens
 
-_HERE = "HERE:PORT"
-"""Placeholder for the rendezvous in a placement, which is known once the cluster is connected."""
+_HERE = "HERE:PORT"  # placeholder for the rendezvous in a placement, which is known once the cluster is connected
 _POLL_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 10.0

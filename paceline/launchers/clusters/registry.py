@@ -8,8 +8,7 @@ from importlib import import_module
 from paceline.errors import ConfigError
 from paceline.launchers.clusters.base import Place
 
-LOCAL = "local"
-"""Name for this machine, and others that run the same command. It has no module in this package."""
+LOCAL = "local"  # Name for this machine, and others that run the same command. It has no module in this package.
 PLACES: dict[str, str] = {
     "ssh": "ssh.place:Ssh",
     "ray": "ray:RayPlace",

@@ -24,8 +24,7 @@ from paceline.launchers.local.child import current_directory, end_with_parent
 _SPECIAL = "__name__", "__doc__", "__package__", "__loader__", "__spec__", "__annotations__", "__builtins__"
 _own_main = sys.modules["__main__"]
 
-began_with: dict[str, str] | None = None
-"""Environment at the start of this worker, if it is a fork."""
+began_with: dict[str, str] | None = None  # environment at the start of this worker, if it is a fork
 
 
 def follow(launcher: int, go: int) -> None:

@@ -16,8 +16,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_CANNOT_START = 127
-"""Exit code of a shell for a command that it cannot start."""
+_CANNOT_START = 127  # exit code of a shell for a command that it cannot start
 
 
 def end_with_parent() -> None:

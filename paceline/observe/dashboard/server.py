@@ -51,8 +51,7 @@ _HEADERS = {
 }
 _LOCAL = ("127.0.0.1", "localhost")
 _FRESH_SECONDS = 1.0
-_QUIET_SECONDS = 30.0
-"""Time after which a connection without a request is closed."""
+_QUIET_SECONDS = 30.0  # time after which a connection without a request is closed
 
 
 class Run:

@@ -29,16 +29,13 @@ from paceline.observe.why import Findings, sentences
 
 Data: TypeAlias = dict[str, Any]
 
-MOST_RANKS = 256
-"""Most rows of the heat map. More ranks share a row, which shows the slowest of them."""
+MOST_RANKS = 256  # Most rows of the heat map. More ranks share a row, which shows the slowest of them.
 _MOST_POINTS = 2000
 _MOST_RECORDS = 200
 _MOST_PAIRS = 40
 _MOST_EVENTS = 500
-_SILENT_SECONDS = 30.0
-"""Age of the newest step from which on the page tells the age."""
-_STEP = ("load", "compute", "wait", "between")
-"""Parts of a step that every synchronous run records."""
+_SILENT_SECONDS = 30.0  # age of the newest step from which on the page tells the age
+_STEP = ("load", "compute", "wait", "between")  # parts of a step that every synchronous run records
 _OPERATIONS = (
     "forward", "backward", "input", "weight", "encode", "exchange", "spread", "send", "receive", "update", "outer-step",
     "evaluate", "checkpoint", "map",

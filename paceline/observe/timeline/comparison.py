@@ -18,10 +18,8 @@ from paceline.schedule.pipeline.clock import TRANSFERS, Timeline, Times
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.proof import prove
 
-_WARM = 3
-"""Number of initial steps that are not chosen by default."""
-_NEAR = 20
-"""Number of steps before and after a step that count in the median times."""
+_WARM = 3  # number of initial steps that are not chosen by default
+_NEAR = 20  # number of steps before and after a step that count in the median times
 _ON_MICROBATCHES = KINDS.keys() - {"reduce", "update"}
 
 

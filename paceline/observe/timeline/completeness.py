@@ -18,10 +18,8 @@ from paceline.schedule.pipeline.choice import async_pipeline_for, synchronous_sc
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.pipedream import async_schedule
 
-_Action: TypeAlias = tuple[int, Kind, int, int, int]
-"""Operation of a worker: rank, kind, stage, microbatch, peer."""
-_ENTERS: _Action = (0, Kind.FORWARD, 0, 0, -1)
-"""First microbatch of a step entering the pipeline."""
+_Action: TypeAlias = tuple[int, Kind, int, int, int]  # operation of a worker: rank, kind, stage, microbatch, peer
+_ENTERS: _Action = (0, Kind.FORWARD, 0, 0, -1)  # first microbatch of a step entering the pipeline
 
 
 def complete_steps(done: Iterable[RecordedOperation], pipeline: Pipeline) -> list[int]:

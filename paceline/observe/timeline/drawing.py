@@ -22,11 +22,9 @@ NAMES = {
 }
 _LEFT, _RIGHT, _HEAD, _AXIS = 110, 60, 30, 30
 _ROW, _GAP = 26, 6
-_MARK = 3
-"""Height of a transfer."""
+_MARK = 3  # height of a transfer
 _LETTER = 6.5
-_BOX = 26
-"""Width of an operation of median length, within the limits of the page."""
+_BOX = 26  # width of an operation of median length, within the limits of the page
 _NARROW, _WIDE = 900, 12_000
 
 

@@ -19,8 +19,7 @@ from paceline.schedule.pipeline.clock import Span
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.settings import PipelineSettings
 
-KINDS = {kind.name.lower(): kind for kind in Kind}
-"""Kinds of operations by the names of their events."""
+KINDS = {kind.name.lower(): kind for kind in Kind}  # kinds of operations by the names of their events
 
 
 @dataclass(frozen=True)

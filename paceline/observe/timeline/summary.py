@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from paceline.observe.timeline.comparison import Comparison
 
-Rows = list[tuple[str, ...]]
-"""Table rows. The first row names the columns."""
+Rows = list[tuple[str, ...]]  # Table rows. The first row names the columns.
 
 
 def milliseconds(seconds: float) -> str:

@@ -18,8 +18,7 @@ from paceline.schedule.pipeline.clock import Span, Timeline, Times, simulate
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.pipeline.pipedream import async_schedule
 
-_FILLED = 2
-"""Minimum number of batches, and of rounds of all workers, that enter before the predicted batch."""
+_FILLED = 2  # minimum number of batches, and of rounds of all workers, that enter before the predicted batch
 
 
 def measured(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Timeline:

@@ -21,13 +21,10 @@ from typing import Any, NamedTuple
 
 from paceline.observe.records import Record, number
 
-_DRIFT = 1e-4
-"""Largest rate at which clocks drift apart: 100 ppm. Quartz clocks stay within half of it."""
-_LEAST_DISTANCE = 2.5
-"""Least distance of comparisons in seconds. Closer ones would make a rate of their errors."""
+_DRIFT = 1e-4  # Largest rate at which clocks drift apart: 100 ppm. Quartz clocks stay within half of it.
+_LEAST_DISTANCE = 2.5  # Least distance of comparisons in seconds. Closer ones would make a rate of their errors.
 
-Key = tuple[str, int]
-"""Clock of a machine: identifier of the launch of the run, and number of the machine."""
+Key = tuple[str, int]  # clock of a machine: identifier of the launch of the run, and number of the machine
 
 
 class Point(NamedTuple):

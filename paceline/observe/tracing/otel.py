@@ -24,8 +24,7 @@ from paceline.observe.records import encodable
 from paceline.observe.tracing.slices import Slice, Worker
 
 _BATCH = 500
-_SECONDS = 10
-"""Spans or points of a request, and its deadline with all attempts."""
+_SECONDS = 10  # spans or points of a request, and its deadline with all attempts
 
 
 def send(workers: Mapping[str, Worker], run: Path, endpoint: str) -> tuple[int, int]:

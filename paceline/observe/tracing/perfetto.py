@@ -12,8 +12,7 @@ from paceline.errors import ConfigError
 from paceline.observe.records import encodable
 from paceline.observe.tracing.slices import Instant, Slice, Worker
 
-_SEQUENCE = 1
-"""All packets are of one sequence, because one program writes them."""
+_SEQUENCE = 1  # all packets are of one sequence, because one program writes them
 
 
 def write(workers: Mapping[str, Worker], path: Path) -> None:

@@ -25,16 +25,12 @@ from statistics import fmean, stdev
 
 from paceline.observe.records import Record, number
 
-TOLERANCE = 0.01
-"""Largest part of the loss by which that of the critical batch may be above that of the smallest."""
+TOLERANCE = 0.01  # largest part of the loss by which that of the critical batch may be above that of the smallest
 _BELOW_LOWEST = 10.0
-_WINDOW = 1 / 25
-"""Half the width of the window over which losses are smoothed, as a part of the branch."""
+_WINDOW = 1 / 25  # half the width of the window over which losses are smoothed, as a part of the branch
 _LEAST_POINTS = 8
-_LAST_PART = 1 / 4
-"""Part of the samples of a branch whose mean loss counts as that of its end."""
-_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Quantiles for 2, 3, ... branches."""
+_LAST_PART = 1 / 4  # part of the samples of a branch whose mean loss counts as that of its end
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Quantiles for 2, 3, ... branches.
 
 
 @dataclass(frozen=True)

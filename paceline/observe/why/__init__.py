@@ -24,18 +24,15 @@ from paceline.observe import noise
 from paceline.observe.records import Record, number
 from paceline.observe.why.links import Links, SlowLink, slow_link
 
-_FIRST_STEPS = 3
-"""Steps at the start of longer runs that are looked at by themselves, because they probe and warm up."""
-_LEAST_SHARE = 0.02
-"""Smallest share of the time that is worth a sentence."""
+_FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
+_LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
 _LEAST_COMPUTE = 1e-9
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
 _MOST_LOADERS = 8
 _PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
-EVENTS = ("start", "step", "cut", noise.EVENT, *_PAUSES)
-"""Events from which the findings follow."""
+EVENTS = ("start", "step", "cut", noise.EVENT, *_PAUSES)  # events from which the findings follow
 STAGES = """
 SELECT rank, min(json_extract(record, '$.stage')) FROM records
 WHERE event = 'forward' AND typeof(rank) = 'integer' GROUP BY rank

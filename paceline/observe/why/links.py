@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 _ALIKE, _OF_ONE_SENDER = 0.5, 0.75
 """Share of the longest wait from which another receiver waits as long; share of a wait that makes it one sender's."""
-Links = dict[tuple[int, int], float]
-"""Seconds for which each receiver waited for a sender, by (sender, receiver)."""
+Links = dict[tuple[int, int], float]  # seconds for which each receiver waited for a sender, by (sender, receiver)
 
 
 class SlowLink(NamedTuple):

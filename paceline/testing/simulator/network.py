@@ -16,8 +16,7 @@ from paceline.coordinator.wire.validation import BLOCK, check
 from paceline.testing.simulator.hub import Hub, Process
 
 _HEARTBEAT_SECONDS = 1.0
-COORDINATOR = -1
-"""Number that stands for the coordinator in place of a worker."""
+COORDINATOR = -1  # number that stands for the coordinator in place of a worker
 
 
 class Network:

@@ -27,10 +27,8 @@ from paceline.testing.simulator.strategy import gather_parts
 from paceline.testing.simulator.worker import EVALUATES, STEPS, Disk, Worker
 from paceline.testing.simulator.world import Broken, Machines
 
-_LONGEST = 1500.0
-"""Virtual seconds after which a run that is not over will never end."""
-_LATE = 10.0
-"""Seconds of a stop or network cut after which a worker may be dropped without a replacement."""
+_LONGEST = 1500.0  # virtual seconds after which a run that is not over will never end
+_LATE = 10.0  # seconds of a stop or network cut after which a worker may be dropped without a replacement
 _STEPS_TO_LEAVE = 2
 _SIGNS = {"stop": "~", "cut": "/"}
 
@@ -321,8 +319,7 @@ class Simulation:
         return "first" if self._hub.running is None else f"machine {int(self._hub.running.name) // BLOCK}"
 
 
-_EXIT = 3
-"""Exit code of a script that ends itself."""
+_EXIT = 3  # exit code of a script that ends itself
 
 
 class _Failure(RuntimeError):

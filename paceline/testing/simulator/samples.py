@@ -10,8 +10,7 @@ from paceline.data.growing.samples import Growing
 from paceline.testing.simulator.world import Broken
 from paceline.training.progress import EXTEND
 
-EXTENDS = (1, 2, 5)
-"""Steps after which the script adds samples: at the end of the first epoch, and within others."""
+EXTENDS = (1, 2, 5)  # steps after which the script adds samples: at the end of the first epoch, and within others
 
 
 def data() -> Growing:

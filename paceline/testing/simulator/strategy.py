@@ -21,8 +21,7 @@ from paceline.training.script_state import ScriptState
 
 MICROBATCHES = 8
 _MODULUS = (1 << 61) - 1
-_COPIED = 6
-"""Number of parts of which each has a copy."""
+_COPIED = 6  # number of parts of which each has a copy
 
 
 def value_after(steps: int) -> int:

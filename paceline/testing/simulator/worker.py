@@ -34,8 +34,7 @@ from paceline.training.recovery.beginning import Beginning
 from paceline.training.script_state import ScriptState
 
 STEPS = 8
-SAVES, EVALUATES = 2, 4
-"""Number of steps between checkpoints, and step after which the script evaluates."""
+SAVES, EVALUATES = 2, 4  # number of steps between checkpoints, and step after which the script evaluates
 _TIMEOUT = 30.0
 SETTINGS = config.resolve({"batch": MICROBATCHES, "timeout_seconds": _TIMEOUT, "checkpoint.every": SAVES}).settings
 

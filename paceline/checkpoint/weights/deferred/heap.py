@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_LEAST = 32 << 20
-"""Number of freed bytes that justify a call of ``malloc_trim``, which takes about a millisecond."""
+_LEAST = 32 << 20  # number of freed bytes that justify a call of ``malloc_trim``, which takes about a millisecond
 
 
 class FreedMemory:

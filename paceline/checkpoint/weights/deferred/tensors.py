@@ -20,8 +20,7 @@ _OF_SHAPE |= {"is_floating_point", "is_shared", "is_signed", "ndimension", "nele
 _OF_SHAPE |= {"register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride"}
 _OF_SHAPE |= {"untyped_storage", CONVERSION_CHECK}
 _CONVERSIONS = {"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"}
-_VALUES = {"H", "T", "data", "imag", "mH", "mT", "real"}
-"""Attributes that depend on the values."""
+_VALUES = {"H", "T", "data", "imag", "mH", "mT", "real"}  # attributes that depend on the values
 
 
 class Deferred:

@@ -12,10 +12,8 @@ from paceline.diagnostics.doctor.finding import Finding, ok, size, skipped
 _CLOCK_OFF, _CLOCK_FAR_OFF = 1.0, 60.0
 _MEMORY_DIFFERS = 2.0
 
-Facts = Mapping[str, Any]
-"""Facts about a machine (:mod:`paceline.diagnostics.doctor.examine`)."""
-Machines = Mapping[str, Facts]
-"""Facts by machine name."""
+Facts = Mapping[str, Any]  # facts about a machine (:mod:`paceline.diagnostics.doctor.examine`)
+Machines = Mapping[str, Facts]  # facts by machine name
 
 
 def compare(machines: Machines) -> list[Finding]:

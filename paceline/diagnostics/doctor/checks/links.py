@@ -14,8 +14,7 @@ _UNLIKE, _ASYMMETRIC = 4.0, 4.0
 _HIGH_LATENCY = 5e-3
 _LOSS = 0.004
 
-Links = Mapping[tuple[str, str], Link]
-"""Links by the names of the sending and the receiving machine."""
+Links = Mapping[tuple[str, str], Link]  # links by the names of the sending and the receiving machine
 
 
 def check_links(links: Links) -> list[Finding]:

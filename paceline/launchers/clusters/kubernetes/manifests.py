@@ -18,8 +18,7 @@ from paceline.errors import PREEMPTED
 
 PORT = 29500
 RUNS = "runs"
-_AFTER_GRACE_SECONDS = 15
-"""Seconds for the processes of a pod to end after its workers have ended."""
+_AFTER_GRACE_SECONDS = 15  # seconds for the processes of a pod to end after its workers have ended
 _REPLACED = 6
 _USER = 1000
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"

@@ -54,8 +54,7 @@ _ENDED = {
 """Final states of a job, with the exit code for jobs without their own exit code."""
 _STATE_SECONDS = 1.0
 _OUTPUT_SECONDS = 0.1
-_END_SECONDS = 60.0
-"""Timeout in seconds after the last signal. Slurm's own KillWait is 30."""
+_END_SECONDS = 60.0  # Timeout in seconds after the last signal. Slurm's own KillWait is 30.
 
 
 def require(*programs: str) -> None:

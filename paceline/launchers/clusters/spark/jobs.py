@@ -20,8 +20,7 @@ from paceline.launchers.machine import listens
 
 _ATTEMPTS = 4
 """Maximum number of attempts for an agent of an elastic run. Spark itself also retries lost tasks a few times."""
-_SLOT_SECONDS = 120.0
-"""Timeout for executors to register."""
+_SLOT_SECONDS = 120.0  # timeout for executors to register
 _POLL_SECONDS = 0.1
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 5.0

@@ -36,8 +36,7 @@ from paceline.launchers.clusters.spark.tasks import MEETING, Driver
 from paceline.launchers.machine import choose_port
 from paceline.launchers.workers import stop_signals
 
-_ATTEMPTS = 4
-"""Same as the default of spark.stage.maxConsecutiveAttempts."""
+_ATTEMPTS = 4  # same as the default of spark.stage.maxConsecutiveAttempts
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _LAST_SECONDS = 10.0

@@ -28,8 +28,7 @@ from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.machine import choose_port
 from paceline.system import secret
 
-MEETING = "HOST:PORT"
-"""Placeholder in an agent's command for the rendezvous address."""
+MEETING = "HOST:PORT"  # placeholder in an agent's command for the rendezvous address
 _LISTENS = "listens"
 _PURPOSE = "spark driver"
 _LONGEST_HELLO = 1024

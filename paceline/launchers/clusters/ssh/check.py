@@ -29,11 +29,9 @@ from paceline.errors import StartError
 from paceline.launchers import runs
 from paceline.launchers.clusters.ssh import remote as ssh_remote
 
-CONNECTION_FAILED = 255
-"""Exit code of ssh itself. Any other exit code is that of the remote command."""
+CONNECTION_FAILED = 255  # Exit code of ssh itself. Any other exit code is that of the remote command.
 _ANSWER_SECONDS = 60.0
-_PORTS = range(10_000, 32_768)
-"""Ports below Linux's ephemeral range."""
+_PORTS = range(10_000, 32_768)  # ports below Linux's ephemeral range
 _OF_SSH = (
     ("could not resolve", "there is no host of this name; check the spelling, and ~/.ssh/config"),
     (

@@ -31,8 +31,7 @@ from typing import IO, Any
 
 BOOT = 'exec(__import__("json").loads(open(0,"rb",0,closefd=False).readline()))'
 """Runs this file. Contains no single quote, so any shell can quote it, and reads exactly one line of the input."""
-MARK = "paceline-check "
-"""Prefix of each answer, because a shell's startup file may print too."""
+MARK = "paceline-check "  # prefix of each answer, because a shell's startup file may print too
 SILENT_SECONDS = 20.0
 _LAST_SECONDS = 10.0
 _CONNECT_SECONDS = 3.0
