@@ -71,12 +71,10 @@ class Interval:
         self._totals.append(total)
 
     def due(self, step: int) -> bool:
-        """Return whether to save after this step."""
         return step - self._saved_at >= self.steps
 
     @property
     def steps(self) -> int:
-        """Number of steps from a save to the next."""
         if not self._stalls or not self._step_times:
             return FIRST
         return max(1, math.ceil(self._seconds() / max(median(self._step_times), 1e-9)))

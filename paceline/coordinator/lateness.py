@@ -39,7 +39,6 @@ class LatenessPolicy:
         self._heartbeats.clear()
 
     def statuses(self, now: float) -> list[WorkerStatus]:
-        """Return the known statuses of the members."""
         membership = self._membership
         heard = {
             number: replace(status, rank=membership.rank_of(number) or 0, silent=max(0.0, now - at))

@@ -105,7 +105,6 @@ def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
 
 
 def is_here(address: str) -> bool:
-    """Return whether an address belongs to this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))

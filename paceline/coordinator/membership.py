@@ -56,7 +56,6 @@ class MembershipProtocol:
         self._facts: Mapping[str, Any] | None = None
 
     def rank_of(self, number: int) -> int | None:
-        """Return the rank of a worker, or None if it is not a member."""
         return self._ranks.get(number)
 
     def name(self, number: int) -> str:

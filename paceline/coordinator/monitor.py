@@ -143,7 +143,6 @@ class RunMonitor:
     def report(
         self, membership: MembershipProtocol, statuses: Sequence[WorkerStatus], elastic: bool
     ) -> CoordinatorReport:
-        """Return the report of the run after its end."""
         over = membership.over or {}
         steps = [one.step for one in statuses]
         steps += [one.progress[0] for one in membership.workers.values() if one.progress is not None]

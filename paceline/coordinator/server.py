@@ -160,7 +160,6 @@ class Coordinator:
         return True
 
     def want(self, workers: int) -> None:
-        """Change the wanted number of workers on this machine."""
         with self._lock:
             self._local_workers = workers
             self._count_machines()

@@ -82,7 +82,6 @@ class Request:
 
     @property
     def largest(self) -> int:
-        """Maximum number of workers of the run."""
         return self.most or self.workers * (self.nodes[1] if self.nodes else 1)
 
     @property
@@ -142,7 +141,6 @@ class Launch:
     preload: bool = False
 
     def command(self) -> tuple[str, ...]:
-        """Return the command that each worker executes."""
         return (sys.executable, "-u", str(self.script), *self.arguments)
 
     def worker(self, number: int, local_rank: int) -> WorkerSpec:

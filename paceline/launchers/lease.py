@@ -49,7 +49,6 @@ class Lease:
         self._file.flush()
 
     def close(self) -> None:
-        """Release the lock."""
         self._file.close()
 
 

@@ -46,7 +46,6 @@ class Supervisor:
         return 0
 
     def shown(self) -> int:
-        """Return the number of the worker whose output is shown."""
         return 0
 
     def over(self) -> bool:

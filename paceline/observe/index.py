@@ -69,7 +69,6 @@ class Search:
     text: str = ""  # words that the strings of a record contain; the last may be the beginning of a word
 
     def where(self) -> tuple[str, list[Any]]:
-        """Return the SQL condition and its values."""
         terms: list[str] = []
         values: list[Any] = []
         for column, allowed in (("CAST(rank AS TEXT)", self.ranks), ("event", self.events)):

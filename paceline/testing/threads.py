@@ -41,7 +41,6 @@ class Wires:
     ended: set[int] = field(default_factory=set)
 
     def between(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[torch.Tensor]:
-        """Return the queue of a tag from one worker to another."""
         return self.queues.setdefault((sender, receiver, tag), queue.SimpleQueue())
 
 

@@ -55,7 +55,6 @@ class Call:
         return json.dumps(asdict(self))
 
     def report(self, rank: int) -> Path:
-        """Return the path of the file in which a worker reports a failure."""
         return Path(self.directory) / f"rank-{rank}.json"
 
 

@@ -23,7 +23,6 @@ class Subgroup:
 
     @property
     def device(self) -> torch.device:
-        """Device on which this worker computes."""
         return self._world.device
 
     def awaiting(self, purpose: str) -> AbstractContextManager[None]:

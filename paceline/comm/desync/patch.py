@@ -195,7 +195,6 @@ def _root(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> int:
 
 
 def _group(given: Any) -> Group | None:
-    """Return the group of a call, or None if it is the group of all workers."""
     if given is dist.group.WORLD:
         return None
     name = given.group_name

@@ -78,7 +78,6 @@ class Call:
     note: str
 
     def record(self) -> Record:
-        """Return the call as plain data."""
         return Record(
             number=self.number,
             group=self.group.name if self.group else "",

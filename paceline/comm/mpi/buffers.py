@@ -103,7 +103,6 @@ class Reduction:
         return [self.flat.numpy(), mpi_type(mpi, self._dtype)]
 
     def op(self, mpi: Any) -> Any:
-        """Return the operation of MPI."""
         name = _OF_TRUTH.get(self.operation) if self._truth else None
         return getattr(mpi, name or _OPERATIONS[self.operation])
 

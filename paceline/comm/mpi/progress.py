@@ -91,11 +91,9 @@ class MpiWork(Work):
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether the operation is done or has failed."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Return whether the operation is done and has not failed."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Exception | None:
@@ -103,7 +101,6 @@ class MpiWork(Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the operation writes."""
         return self._outputs
 
     def synchronize(self) -> None:

@@ -86,12 +86,10 @@ class Bucket:
     started: float = 0.0
 
     def chunk(self, index: int) -> slice:
-        """Return the slice of a chunk's elements."""
         return slice(*self.cuts[index : index + 2])
 
     @property
     def nbytes(self) -> int:
-        """Size of a flat in bytes."""
         return self.cuts[-1] * self.examples[0].element_size()
 
     def zeros(self) -> torch.Tensor:

@@ -49,12 +49,10 @@ class CollectiveExchange:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases before the sums."""
         return (self._start,)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Phases after the sums."""
         return ()
 
     def open(self, buckets: list[Bucket]) -> None:

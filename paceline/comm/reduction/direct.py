@@ -69,12 +69,10 @@ class DirectExchange:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases before the sums."""
         return (self._scatter,)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Phases after the sums."""
         return (nothing,)
 
     def open(self, buckets: list[Bucket]) -> None:

@@ -81,7 +81,6 @@ class Reduction:
 
     @property
     def bucket_members(self) -> list[list[int]]:
-        """Indices of the tensors of each bucket."""
         return [bucket.members for bucket in self._buckets]
 
     def describe(self) -> dict[str, str | int]:

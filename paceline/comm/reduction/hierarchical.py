@@ -74,7 +74,6 @@ class HierarchicalExchange:
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Phases after the sums."""
         return (self._spread, self._shared.await_means)
 
     def open(self, buckets: list[Bucket]) -> None:

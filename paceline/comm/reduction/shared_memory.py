@@ -116,12 +116,10 @@ class SharedMemoryExchange:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Phases before the sums."""
         return (self._shared.announce_parts,)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Phases after the sums."""
         return (self._shared.await_means,)
 
     def begin(self, nodes: list[list[Node]]) -> None:

@@ -91,7 +91,6 @@ class CoordinatorStore(Store):
         return values
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
         self._ask("wait", keys, None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:

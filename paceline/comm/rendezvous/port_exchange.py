@@ -40,7 +40,6 @@ class PortServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop answering."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()

@@ -43,7 +43,6 @@ class Futex:
         return self._count.value
 
     def wake(self) -> None:
-        """Wake all waiting processes."""
         self._count.value += 1
         _libc.syscall(_SYSCALL, self._address, _WAKE, _ALL, None, None, 0)
 

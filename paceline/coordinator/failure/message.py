@@ -65,7 +65,6 @@ def details(failure: Failure) -> list[str]:
 
 
 def record(failure: Failure, context: Context) -> dict[str, Any]:
-    """Return the failure as plain data."""
     cause, last_seen = failure.cause, failure.last_seen
     exception = cause.exception if cause else None
     found = context.checkpoint

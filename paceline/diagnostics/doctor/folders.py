@@ -91,7 +91,6 @@ def marks_seen(folder: Path, token: str, count: int) -> list[int]:
 
 
 def remove_mark(folder: Path, token: str, number: int) -> None:
-    """Remove this machine's mark."""
     with contextlib.suppress(OSError):
         _mark(folder, token, number).unlink()
 

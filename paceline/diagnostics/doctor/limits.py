@@ -41,7 +41,6 @@ class Limits:
 
 
 def measure() -> Limits:
-    """Read the limits of this process."""
     here = machine.measure()
     memory = dict(_memory())
     limit, used = _memory_limit()

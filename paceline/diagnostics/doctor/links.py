@@ -66,7 +66,6 @@ class Listener:
         threading.Thread(target=self._accept, name="paceline-doctor", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._socket.close()

@@ -110,7 +110,6 @@ class Negotiation:
         return any(rank not in ranks and set(ranks) - self._gone.keys() for ranks in self.sets.values())
 
     def leave(self, rank: int, why: str) -> None:
-        """Record that a rank has left, and why."""
         self._gone[rank] = why
         self._complete += list(self._entries)
 
@@ -203,7 +202,6 @@ class Negotiation:
         entry.requests[rank] = Request(set_, name, "allreduce")
 
     def end_wait(self, rank: int, name: str) -> None:
-        """Record that the wait of a rank is over."""
         entry = self._waits.get(name)
         if entry is not None:
             entry.requests.pop(rank, None)

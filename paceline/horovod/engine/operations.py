@@ -148,7 +148,6 @@ def _bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def broadcast(members: Members, item: Item, task: Task) -> None:
-    """Copy the root's tensors to all members."""
     for place, tensor in enumerate(task.tensors):
         flat = tensor.detach().cpu().reshape(-1).clone()
         if members.group is not None and flat.numel():

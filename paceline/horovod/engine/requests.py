@@ -45,7 +45,6 @@ class Request(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Kind and name of the operation, for messages."""
         called, _, name = self.name.partition(".")
         if name and called.removeprefix("grouped_") == self.kind:
             return f"{called} {name!r}"

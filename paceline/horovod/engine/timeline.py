@@ -46,7 +46,6 @@ class Timeline:
             self._write({"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"})
 
     def asked(self, request: Request, rank: int) -> None:
-        """Record that a rank has requested an operation."""
         row = self._row(request)
         if row not in self._negotiated:
             self._negotiated.add(row)
@@ -63,7 +62,6 @@ class Timeline:
             self._event("B", row, one.kind.upper())
 
     def end(self, requests: Iterable[Request]) -> None:
-        """Record the end of operations, with their dtypes and shapes."""
         for one in requests:
             self._event("E", self._row(one), args={"dtype": list(one.dtypes), "shape": list(one.shapes)})
 

@@ -47,7 +47,6 @@ class Options:
     detach: bool = False  # submit without waiting for the end
 
     def given(self) -> list[str]:
-        """Return the names of the options that are set."""
         return [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
 
     def words(self) -> list[str]:

@@ -154,7 +154,6 @@ def _module_folders(script: Path) -> list[str]:
 
 
 def kill_group(leader: int) -> None:
-    """Kill a process group if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

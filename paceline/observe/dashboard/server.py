@@ -148,7 +148,6 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _QUIET_SECONDS
 
     def do_GET(self) -> None:
-        """Answer a request."""
         if not self.server.knows(self.headers.get("Host", "")):
             self._send(HTTPStatus.FORBIDDEN, b"This server answers at its own address only.\n")
             return

@@ -301,7 +301,6 @@ def _newest(index: RecordIndex, event: str) -> Record | None:
 
 
 def _settings(start: Record) -> dict[str, str]:
-    """Return the settings of a start as text, by their names."""
     given = start.get("settings")
     return {str(key): str(value) for key, value in given.items()} if isinstance(given, dict) else {}
 

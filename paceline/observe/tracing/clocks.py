@@ -61,7 +61,6 @@ class Clock:
 
     @property
     def offset(self) -> float:
-        """Offset at the first comparison."""
         return self._points[0].offset
 
     @property
@@ -145,7 +144,6 @@ class Clocks:
         return self._clocks[key]
 
     def all(self) -> dict[Key, Clock]:
-        """Return all clocks that were compared."""
         return {key: clock for key in self._points if (clock := self.of(key)) is not None}
 
 

@@ -155,7 +155,6 @@ class Server:
             peer.connection.deliver(message)  # type: ignore[attr-defined]
 
     def refuse(self, peer: Peer, reason: str) -> None:
-        """Record that a worker was refused."""
         self.refused.append(f"{peer.role}: {reason}")
 
 

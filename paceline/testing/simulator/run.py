@@ -306,7 +306,6 @@ class Simulation:
             raise Broken(f"the script of worker {number} got {worker.evaluated} from its evaluation")
 
     def launched(self) -> env.LaunchInfo:
-        """Return the launch information of the running worker."""
         running = self._hub.running
         assert running is not None
         return env.LaunchInfo("", int(running.name), False, self._most, 1, running.name, b"")
@@ -315,7 +314,6 @@ class Simulation:
         return 1 if self._hub.running is None else int(self._hub.running.name) + 1
 
     def machine(self) -> str:
-        """Return the name of the running worker's machine."""
         return "first" if self._hub.running is None else f"machine {int(self._hub.running.name) // BLOCK}"
 
 

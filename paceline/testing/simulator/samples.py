@@ -23,7 +23,6 @@ def order_of(samples: Growing, microbatches: int) -> GrowingOrder:
 
 
 def made_after(step: int) -> list[str]:
-    """Return the samples that the script adds after a step."""
     return [f"step {step}: {number}" for number in range(3 + step)]
 
 

@@ -51,7 +51,6 @@ class SimulatedWorld(World):
         coordinator.on_alarm = machines.processes[self._number].wake
 
     def arena_handle(self) -> tuple[int, str]:
-        """Return the handle by which other workers find the arena of this worker."""
         return self._arena, "00"
 
     def join(self, generation: Generation) -> None:

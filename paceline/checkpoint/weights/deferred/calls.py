@@ -62,12 +62,10 @@ class Call:
 
     @cached_property
     def kind(self) -> Kind:
-        """Properties of the operator."""
         return kind_of(self.function)
 
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
 
     @cached_property

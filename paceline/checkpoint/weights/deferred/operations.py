@@ -133,7 +133,6 @@ class Operation:
 
     @property
     def memories(self) -> list[Memory]:
-        """Storages that the operation needs."""
         return [*(one.memory for one in self.reads), *(one for one in self.outputs if one is not None)]
 
     def run(self, storages: dict[Memory, torch.UntypedStorage]) -> None:
@@ -158,7 +157,6 @@ class Operation:
 
 
 def results_of(result: Any) -> list[Any]:
-    """Return the results of an operator as a flat list."""
     if isinstance(result, list | tuple):
         return [leaf for one in result for leaf in results_of(one)]
     return [result]

@@ -95,7 +95,6 @@ class Tracked:
 
     @property
     def is_used(self) -> bool:
-        """Whether any tensor uses the storage."""
         return count_users(self.storage) > 1
 
 

@@ -42,7 +42,6 @@ class Deferred:
         tracked.free()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that use the storage."""
         return [one for one in (reference() for reference in self._tensors) if one is not None]
 
     def fill(self) -> None:

@@ -58,7 +58,6 @@ class Kind:
         return [f"{one}/{name}" for one in (self.resource, *(["service"] if self.resource == "job" else []), "secret")]
 
     def rendezvous(self, name: str) -> str:
-        """Return the rendezvous address of a run."""
         return f"{name}{self.first}.{name}:{PORT}"
 
 

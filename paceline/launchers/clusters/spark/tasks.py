@@ -69,7 +69,6 @@ class Driver:
         self._listener.close()
 
     def task(self, command: tuple[str, ...]) -> Task:
-        """Return the specification of a task with this agent command."""
         file = self._request.secret_file
         address = self._host, int(self._listener.getsockname()[1])
         return Task(command, Path.cwd(), address, self._environment, file, None if file else self._key)

@@ -267,6 +267,5 @@ def _client(agent: Agent, meeting: str, grace_seconds: float) -> Client:
 
 
 def _shown(agent: Agent) -> str:
-    """Return the command of an agent in readable form."""
     command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(agent.command)}"
     return command if is_here(agent.machine) else shlex.join([*_ssh(agent.machine), command])
