@@ -71,9 +71,10 @@ class Condition:
     """Condition that causes an alert when it becomes true, and again after it has passed."""
 
     text: str
-    events: frozenset[str]  # events after which it is tested
-    test: Callable[[Seen, Mapping[str, Any]], str]  # returns a sentence, empty if the condition is not met
-    quiet: int = 1  # tests in a row that must fail until the condition has passed. 0: each record is a cause
+    events: tuple[str, ...]  # events after which it is tested
+    test: Callable[[Seen, Mapping[str, Any], float], str]  # returns a sentence, empty if the condition is not met
+    quiet: int  # tests in a row that must fail until the condition has passed. 0: each record is a cause
+    limit: float  # number in the condition
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Conditions:
         for one, quiet in self._quiet.items():
             if event not in one.events:
                 continue
-            if not (text := one.test(seen, record)):
+            if not (text := one.test(seen, record, one.limit)):
                 self._quiet[one] = min(quiet + 1, one.quiet)
                 continue
             if quiet == one.quiet:
@@ -135,37 +136,30 @@ def parse(text: str) -> Condition:
             f"--alert {quoted(text)} is no condition. Write one of these, with a number of yours: "
             f"{', '.join(map(repr, FORMS))}. A time has the unit ms, s, m or h; x means times the median."
         )
-    events, make, quiet = build
-    return Condition(
-        f"{found[1]} > {found[2]}{found[3]}",
-        frozenset(events),
-        make(float(found[2]) * _UNITS.get(found[3], 1.0)),
-        quiet,
-    )
+    return Condition(f"{subject} > {number}{unit}" if found else words, *known, float(number) * _UNITS.get(unit, 1.0))
 
 
-def _kind(unit: str) -> str:
-    return "time" if unit in _UNITS else unit
+def _stalled(seen: Seen, record: Mapping[str, Any], limit: float) -> str:
+    waited = seen.now - (seen.begin if seen.stepped is None else seen.stepped)
+    last = "the run has made none" if seen.step is None else f"the last was step {seen.step}"
+    return f"no step has ended for {waited:.0f} s; {last}" if seen.trains and waited > limit else ""
 
 
-_Test = Callable[[Seen, Mapping[str, Any]], str]
+def _slow(seen: Seen, record: Mapping[str, Any], limit: float) -> str:
+    seconds = _number(record.get("seconds")) or 0.0
+    return f"step {seen.step} took {seconds:.3g} s" if seconds > limit else ""
 
 
-def _stalled(limit: float) -> _Test:
-    def test(seen: Seen, record: Mapping[str, Any]) -> str:
-        waited = seen.now - (seen.begin if seen.stepped is None else seen.stepped)
-        last = "the run has made none" if seen.step is None else f"the last was step {seen.step}"
-        return f"no step has ended for {waited:.0f} s; {last}" if seen.trains and waited > limit else ""
-
-    return test
+def _slower(seen: Seen, record: Mapping[str, Any], factor: float) -> str:
+    seconds = _number(record.get("seconds")) or 0.0
+    if seen.usual is None or not seconds > factor * seen.usual:
+        return ""
+    return f"step {seen.step} took {seconds:.3g} s, and the median of those before is {seen.usual:.3g} s"
 
 
-def _slow(limit: float) -> _Test:
-    def test(seen: Seen, record: Mapping[str, Any]) -> str:
-        seconds = _number(record.get("seconds")) or 0.0
-        return f"step {seen.step} took {seconds:.3g} s" if seconds > limit else ""
-
-    return test
+def _loss_above(seen: Seen, record: Mapping[str, Any], limit: float) -> str:
+    loss = _number(record.get("loss"))
+    return f"the loss of step {seen.step} is {loss:.4g}" if loss is not None and loss > limit else ""
 
 
 def _slower(factor: float) -> _Test:
@@ -200,45 +194,36 @@ def _loss_is_nan(seen: Seen, record: Mapping[str, Any]) -> str:
     return "" if loss is None or math.isfinite(loss) else f"the loss of step {seen.step} is {loss}"
 
 
-def _unsaved(limit: float) -> _Test:
-    def test(seen: Seen, record: Mapping[str, Any]) -> str:
-        age = seen.now - (seen.begin if seen.saved is None else seen.saved)
-        return f"no checkpoint has been written for {age:.0f} s" if seen.trains and age > limit else ""
-
-    return test
+def _unsaved(seen: Seen, record: Mapping[str, Any], limit: float) -> str:
+    age = seen.now - (seen.begin if seen.saved is None else seen.saved)
+    return f"no checkpoint has been written for {age:.0f} s" if seen.trains and age > limit else ""
 
 
-def _checkpoint_failed(seen: Seen, record: Mapping[str, Any]) -> str:
+def _checkpoint_failed(seen: Seen, record: Mapping[str, Any], _: float) -> str:
     if record.get("event") == "checkpoint":
         return ""
     return f"the checkpoint of step {record.get('step')} could not be written: {record.get('reason')}"
 
 
-def _lost(seen: Seen, record: Mapping[str, Any]) -> str:
+def _lost(seen: Seen, record: Mapping[str, Any], _: float) -> str:
     return f"worker {record.get('worker')} is lost: {record.get('reason')}"
 
 
-def _failed(seen: Seen, record: Mapping[str, Any]) -> str:
-    return _ended(seen, record) if record.get("code") else ""
-
-
-def _ended(seen: Seen, record: Mapping[str, Any]) -> str:
+def _ended(seen: Seen, record: Mapping[str, Any], _: float) -> str:
     return f"the run has ended with exit code {record.get('code')}"
 
 
-_PLAIN: dict[str, tuple[tuple[str, ...], _Test, int]] = {
-    "loss is nan": (("step",), _loss_is_nan, _QUIET),
-    "checkpoint failed": (("checkpoint-failed", "checkpoint"), _checkpoint_failed, 1),
-    "worker lost": (("lost",), _lost, 0),
-    "run failed": ((ENDED,), _failed, 0),
-    "run ended": ((ENDED,), _ended, 0),
-}
-_LIMITED: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[float], _Test], int]] = {
+_KNOWN: dict[tuple[str, str], tuple[tuple[str, ...], Callable[[Seen, Mapping[str, Any], float], str], int]] = {
     ("stalled", "time"): ((TICK, "step"), _stalled, 1),
     ("step", "time"): (("step",), _slow, _QUIET),
     ("step", "x"): (("step",), _slower, _QUIET),
     ("loss", ""): (("step",), _loss_above, _QUIET),
+    ("loss is nan", ""): (("step",), _loss_is_nan, _QUIET),
     ("checkpoint", "time"): ((TICK, "checkpoint"), _unsaved, 1),
+    ("checkpoint failed", ""): (("checkpoint-failed", "checkpoint"), _checkpoint_failed, 1),
+    ("worker lost", ""): (("lost",), _lost, 0),
+    ("run failed", ""): ((ENDED,), lambda seen, record, _: _ended(seen, record, _) if record.get("code") else "", 0),
+    ("run ended", ""): ((ENDED,), _ended, 0),
 }
 
 
