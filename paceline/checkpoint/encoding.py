@@ -79,9 +79,6 @@ def decode(written: Any, tensors: Mapping[str, torch.Tensor], now: Any, where: s
 
     Args:
         now: value that the script has at this position, or None.
-
-    Raises:
-        EncodingError: :func:`encode` did not write the value, or the script has another function at its position.
     """
     if isinstance(written, list):
         return [decode(one, tensors, _at(now, place), f"{where}/{place}") for place, one in enumerate(written)]

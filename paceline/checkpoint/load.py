@@ -141,7 +141,6 @@ class SharedRead:
     """Read of a checkpoint in shares. In each round, all workers call :meth:`read`, then :meth:`exchange`.
 
     Attributes:
-        rounds: number of rounds.
         tensors: this worker's parts by name (``schedule.slices``), complete after the last round.
     """
 
@@ -162,11 +161,7 @@ class SharedRead:
                 self._flat.setdefault(name, []).append((part, value.view(-1).view(torch.uint8)))
 
     def read(self, number: int) -> None:
-        """Read this worker's chunks of a round. May be repeated if the storage fails.
-
-        Raises:
-            DamagedError: a tensor has another hash than in the manifest, or a file another size.
-        """
+        """Read this worker's chunks of a round. May be repeated if the storage fails."""
         manifest = self._manifest
         digests: dict[str, hashlib._Hash] = {}
         self._chunks = {}

@@ -114,11 +114,7 @@ _SCHEMA = TypeAdapter(Manifest)
 
 
 def parse(text: str, where: object) -> Manifest:
-    """Parse a result of :meth:`Manifest.to_json`. ``where`` names it in errors.
-
-    Raises:
-        DamagedError: the text is not what was written, or has an unknown format.
-    """
+    """Parse a result of :meth:`Manifest.to_json`. ``where`` names it in errors."""
     try:
         _check_depth(text)
         values = json.loads(text)

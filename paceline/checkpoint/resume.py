@@ -77,11 +77,7 @@ def read_newest(world: World, storage: Storage, check: Check, seconds: float, sh
 def read_named(
     world: World, resume: str, check: Check, seconds: float, shares: Shares | None = None
 ) -> tuple[Path | str, Content]:
-    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content.
-
-    Args:
-        shares: see :func:`read_newest`.
-    """
+    """Read the checkpoint at a path or URL, or the newest checkpoint in a folder. Return its location and content."""
     location = locations.place(ask(world, lambda _: str(load.find(resume)), resume, seconds))
     content, _, reason = _read_together(world, location, check, seconds, None, shares)
     if content is None:

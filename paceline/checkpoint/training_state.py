@@ -256,11 +256,7 @@ class TrainingState:
             divided.end()
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of all tensors.
-
-        Raises:
-            InputError: the workers have the state in shares and have not hashed them since the last step.
-        """
+        """Return the fingerprint of all tensors."""
         divided, tensors = self.divided(), self.tensors()
         if divided is None:
             return fingerprint(tensors)

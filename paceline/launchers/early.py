@@ -31,11 +31,7 @@ def begin(launcher: str, script: Path, arguments: Sequence[str], workers: int, s
 
 
 def guess_threads(settings: Sequence[str], environment: Mapping[str, str], usual: int) -> tuple[int, bool]:
-    """Guess the number of threads per worker. Return it and whether the user has set it.
-
-    Args:
-        usual: number of threads without a setting.
-    """
+    """Guess the number of threads per worker. Return it and whether the user has set it."""
     given = dict(one.partition("=")[::2] for one in settings)
     threads = given.get("threads", environment.get("PACELINE_THREADS", ""))
     if threads.isdecimal():

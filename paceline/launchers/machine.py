@@ -49,10 +49,6 @@ def files_needed(here: int, largest: int) -> int:
 
     A worker has a connection to every other worker (gloo's full mesh). During a change of generation it also has two
     files for each worker of its machine.
-
-    Args:
-        here: number of workers on this machine.
-        largest: maximum number of workers in the run.
     """
     return _FILES + largest + max(2 * here, _FILES_OF_CHILD * here)
 
@@ -66,7 +62,6 @@ def check_allowed(here: int, largest: int, given: Allowed | None = None) -> None
     """Raise StartError if the system's limits are too low for this many workers.
 
     Args:
-        here: number of workers on this machine.
         largest: maximum number of workers in the run.
         given: limits to check against. Defaults to the limits of this process.
     """

@@ -98,7 +98,6 @@ class RecordIndex:
     """Index of the records of a run.
 
     Args:
-        run: directory of the run.
         more: directories with event files of the same run that other machines have written.
 
     Raises:
@@ -229,11 +228,7 @@ class RecordIndex:
         return [{**json.loads(text), "time": time} for time, text in self._base.execute(query, [*values, count])]
 
     def query(self, statement: str) -> Table:
-        """Run an SQL query, which can only read.
-
-        Raises:
-            ConfigError: the statement is not a query, or is wrong.
-        """
+        """Run an SQL query, which can only read."""
         self._base.set_authorizer(lambda what, *_: sqlite3.SQLITE_OK if what in _READS else sqlite3.SQLITE_DENY)
         try:
             cursor = self._base.execute(statement)

@@ -16,11 +16,7 @@ _GROUP = 100_000  # records of a row group, which are in memory at once
 
 
 def write(records: Iterable[tuple[int, Record]], path: Path) -> int:
-    """Write records with the columns of the index. Return their number.
-
-    Raises:
-        ConfigError: pyarrow is not installed, or the file cannot be written.
-    """
+    """Write records with the columns of the index. Return their number."""
     try:
         import pyarrow
         from pyarrow.parquet import ParquetWriter

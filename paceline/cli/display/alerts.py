@@ -38,7 +38,6 @@ class Watch:
     """Thread that evaluates conditions beside a run. Without conditions, nothing happens.
 
     Args:
-        run: directory of the run.
         alerts: conditions as the user wrote them.
         notify: command or URL that receives the alerts. Defaults to the terminal alone.
         log: log of the launcher, whose records are read, and which records the alerts.

@@ -117,9 +117,6 @@ def parse(text: str) -> Condition:
 
     >>> parse("step>1.5 s").text
     'step > 1.5s'
-
-    Raises:
-        ConfigError: there is no such condition.
     """
     words = re.sub(r"\s*>\s*", " > ", " ".join(text.lower().split()))
     if words in _PLAIN:

@@ -50,11 +50,7 @@ def code_hashes() -> dict[str, str]:
 
 
 def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
-    """Compare the facts of all workers. The first word of a key, as in ``version of torch``, selects the advice.
-
-    Raises:
-        DisagreementError: a fact differs. The message has the first such fact, each rank's value, and advice.
-    """
+    """Compare the facts of all workers. The first word of a key, as in ``version of torch``, selects the advice."""
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:
         values = [own.get(key, "nothing") for own in everyone]

@@ -39,8 +39,6 @@ class Headers:
         groups: maximum number of microbatch groups that a worker computes in a step.
 
     Attributes:
-        metrics: names of the metrics that headers have room for.
-        own: names of the metrics that this worker computes. None before its first microbatch group.
         audited: whether this worker considers the next step an audited step.
         set_by_loop: values that this worker's loop has set, by name.
     """
@@ -102,7 +100,6 @@ class StepHeader:
     device to check that all workers are at the same step.
 
     Args:
-        headers: sender for the values that the hosts know.
         starts: first microbatch of each group that this worker has computed.
         pairs: float64 tensor for each of these groups: [sum, count, then sum and count of each metric].
         seconds: seconds that this worker has spent computing.
@@ -112,12 +109,7 @@ class StepHeader:
     Attributes:
         notice: highest notice of any worker: the membership is about to change, or a worker leaves. Known after
             :meth:`check`, as are the next six.
-        seconds: seconds that each worker has spent computing.
-        missing: whether a microbatch group of any worker gave no gradient to a parameter.
-        starts: first microbatch of each group that each worker has computed.
-        audited: whether any worker considers the step an audited step.
         apart: two ranks whose loops have set different values; empty if there are none.
-        set_by_loop: hash of the values that the loop of each rank has set.
     """
 
     def __init__(

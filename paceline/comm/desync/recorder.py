@@ -118,7 +118,6 @@ class CallRecorder:
 
         Args:
             what: the operation with its shapes and types.
-            group: group of the call. None for all workers.
             waits: whether the call returns only when the operation is complete.
 
         Raises:

@@ -72,7 +72,6 @@ class Sender:
         """Start sending a list of tensors, and return its size in bytes.
 
         Args:
-            samples: number of samples that the tensors belong to.
             values: tensors to send. They must not change until :meth:`finish`.
             host: indices of the tensors that the receiver reads on its host, which must be on the CPU. They go over
                 the transport of the host, whose waits block, also where the workers compute on the CPU.

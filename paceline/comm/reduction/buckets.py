@@ -152,7 +152,6 @@ def split(tensors: list[torch.Tensor], most: int, first: int | None = None, neig
 
     Args:
         tensors: tensors in the order in which they become ready.
-        most: number of bytes at which a bucket is full.
         first: number of bytes at which the first bucket is full, if that is less.
         neighbors: whether a tensor of another type ends a bucket. Otherwise it may lie between tensors of a bucket, as
             a bias does between weights that are sent in fewer bytes.

@@ -33,9 +33,6 @@ class CollectiveExchange:
     """Exchange by the back end's all-reduce. Each worker holds one running sum or none.
 
     There is no phase after the sums, because the all-reduce leaves its result in each worker's bucket.
-
-    Args:
-        world: all workers.
     """
 
     kind = "collective"

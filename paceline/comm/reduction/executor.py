@@ -48,8 +48,6 @@ class Reduction:
         widen: whether sums in half precision are added in float32, with a rounded result.
 
     Attributes:
-        kind: kind of the exchange, for the records.
-        members: number of tensors.
         divisor: divisor of the sums of the current step. None while it is unknown.
         needs_divisor: whether the step is held up until :meth:`divide_by`, because the next phase of a bucket needs the
             divisor, or must not wait for others before all workers are known to be in the same step.

@@ -81,11 +81,7 @@ class HierarchicalExchange:
         self._shared.open(buckets)
 
     def begin(self, nodes: list[list[Node]]) -> None:
-        """See :meth:`Exchange.begin`.
-
-        Raises:
-            ConfigError: a machine would need more tags than a bucket has, because its ranks are not consecutive.
-        """
+        """See :meth:`Exchange.begin`."""
         ranks = self._hosts[self._host]
         self._order = [(node, ranks.index(rank), index) for node, rank, index in in_order(nodes, ranks)]
         self._host_nodes = [

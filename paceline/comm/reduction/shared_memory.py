@@ -17,9 +17,6 @@ from paceline.schedule.tree import Node
 class SharedBuckets:
     """Buckets in shared memory of one machine's workers, with two flags each: sums are written, means are written.
 
-    Args:
-        memory: memory shared by the workers of this machine.
-
         windowed: whether servers keep their means outside of the flats, see :class:`Layout`.
 
     Attributes:
@@ -71,7 +68,6 @@ class SharedBuckets:
         """Announce that this worker has read the parts that it adds up, and has written its means for the others.
 
         Args:
-            bucket: the bucket.
             spread: whether the server has spread other values after the means.
         """
         self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps + spread)
@@ -93,7 +89,6 @@ class SharedMemoryExchange:
     announced the mean. With parameter servers, a bucket is a single chunk of its server, which keeps the mean.
 
     Args:
-        memory: memory shared by all workers.
         homes: rank of the server of each tensor. Defaults to no servers.
         windowed: see :class:`Layout`.
         copies: ranks that also get the means of each server that has copies.

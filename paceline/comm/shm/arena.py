@@ -115,7 +115,6 @@ def attach_hosts(waiting: Waiting, arena: Arena | None, gather: Callable[[Any, s
     """Open the arenas of this machine's workers, found by ``gather``. Return None if a worker of any machine cannot.
 
     Args:
-        arena: arena of this worker. None if it cannot share memory.
         gather: function like ``World.gather``. All workers of all machines must call this function together.
     """
     if arena is not None:
@@ -138,8 +137,6 @@ class SharedMemory:
     ``ranks``, and equals the rank if all workers of the run are on this machine.
 
     Attributes:
-        ranks: ranks of the workers that share memory.
-        place: index of this worker in ``ranks``.
         reached: flag value of a worker that has reached this generation. Before, its flags are from an earlier one.
     """
 

@@ -82,7 +82,6 @@ class Transport(Protocol):
         """Start sends and receives. Return the works of the receives, then of the sends, or one work for all of them.
 
         Args:
-            sends: messages to send.
             receives: messages to receive. Between two workers, their order is the order of the sends.
             over: communicator to use. Defaults to that of all workers, which must submit transfers in matching order.
 

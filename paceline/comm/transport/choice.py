@@ -22,7 +22,6 @@ def transport_for(device: torch.device, same_host: bool, shared: bool = False, w
     Args:
         same_host: whether workers of one machine can share host memory.
         shared: whether some workers have the same device, which NCCL does not allow.
-        wanted: ``mpi`` or ``auto``.
     """
     if wanted == "mpi" and device.type == "cpu":
         return Mpi()

@@ -57,11 +57,7 @@ class Challenge:
         return f"{_PROTOCOL} {self._nonce}\n".encode()
 
     def check(self, answer: bytes, keys: Keys) -> tuple[str, bytes]:
-        """Check a client's answer, and return its role and the welcome line to send.
-
-        Raises:
-            NotAuthenticated: the answer is malformed, or the client does not have the key of the role it claims.
-        """
+        """Check a client's answer, and return its role and the welcome line to send."""
         found = _ANSWER.fullmatch(answer)
         if found is None:
             raise NotAuthenticated("no answer to the challenge")
@@ -81,7 +77,6 @@ def authenticate(connection: socket.socket, role: str, key: bytes, seconds: floa
 
     Raises:
         Refused: the coordinator does not accept the key.
-        NotAuthenticated: the other end is not the coordinator of this run, or does not answer in time.
         OSError: the connection has ended.
     """
     try:

@@ -46,7 +46,6 @@ class ClockMeter:
     """Comparisons of this worker's clock with the coordinator's.
 
     Args:
-        worker: number of this worker.
         send: sends a message to the coordinator.
         mark: records a comparison as an event.
     """

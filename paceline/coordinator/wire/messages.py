@@ -25,7 +25,6 @@ class Connection:
     Attributes:
         longest: largest length of a received line, in bytes.
         broken: whether the connection has ended, or too much data is unsent because the other end does not read.
-        closed: whether this end has closed the connection.
     """
 
     def __init__(self, connection: socket.socket, longest: int = LONGEST_MESSAGE) -> None:

@@ -60,11 +60,7 @@ class Asked:
         ).start()
 
     def finish(self, what: str, seconds: float = _ANSWER_SECONDS) -> Answer:
-        """Wait for the answer and return it.
-
-        Raises:
-            GoneError: the connection to the machine has ended, or the answer took longer than ``seconds``.
-        """
+        """Wait for the answer and return it."""
         try:
             answer = self.answers.get(timeout=seconds)
         except queue.Empty:

@@ -117,7 +117,6 @@ class _Watch:
     Attributes:
         layer: module that has computed the value, or that gets the data first. None before any was seen.
         phase: parameters, data, forward or backward.
-        value: the value.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -38,11 +38,7 @@ def observed(
     step: int,
     groups: list[MicrobatchGroup],
 ) -> StepResult:
-    """Take the step to replay with a strategy, and observe it.
-
-    Raises:
-        ConfigError: the observer needs the whole model, of which this worker has a stage only.
-    """
+    """Take the step to replay with a strategy, and observe it."""
     take = partial(strategy.step, step, groups)
     if asked.observe in _OF_MICROBATCHES:
         if strategy.held is not None:

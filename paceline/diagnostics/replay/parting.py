@@ -24,9 +24,7 @@ def first_of(last_equal: int, first_different: int, differs: Callable[[int], boo
     """Return the first step after which the runs differ, by bisection that begins with the last steps.
 
     Args:
-        last_equal: step after which they are known to be equal.
         first_different: later step after which they are known to differ.
-        differs: returns whether they differ after a step.
 
     >>> first_of(-1, 8, lambda step: step >= 3)
     3

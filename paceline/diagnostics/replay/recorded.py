@@ -88,11 +88,7 @@ class RecordedRun:
         return next((one for one in reversed(self.starts) if one["time"] <= until), self.starts[0])
 
     def settings_of(self, step: int) -> dict[str, str]:
-        """Return the settings of a step that the script has not set itself, and the formats that the run has chosen.
-
-        Raises:
-            ConfigError: a setting was a secret.
-        """
+        """Return the settings of a step that the script has not set itself, and the formats that the run has chosen."""
         settings = dict(self.start_of(step).get("settings", {}))
         if any(MASK in value for value in settings.values()):
             raise ConfigError(_SECRET.format(run=self.folder.name))
@@ -140,7 +136,6 @@ def load(folder: Path) -> RecordedRun:
     """Read a run directory.
 
     Raises:
-        InputError: it is not the directory of a run, or its steps cannot be replayed.
         ConfigError: a newer version has recorded it, or an argument was a secret and is not in the record.
     """
     launch = _launch(folder)

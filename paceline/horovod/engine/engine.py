@@ -79,10 +79,6 @@ class Engine:
         """Submit an operation. An empty name is replaced by a counter that is the same on all members of the set.
 
         Barriers have a counter of their own, so that ranks meet in a barrier again after an error on some of them.
-
-        Raises:
-            InvalidRequest: an operation of this name is pending, or this worker is not in the process set.
-            HorovodInternalError: the engine has stopped.
         """
         members = self.sets.get(request.set)
         if members is None or (self.rank not in members.ranks):

@@ -37,11 +37,7 @@ class Handle:
         self._done.wait(seconds)
 
     def wait(self) -> list[Any]:
-        """Wait until the operation has ended and return its results.
-
-        Raises:
-            HorovodInternalError: the operation failed.
-        """
+        """Wait until the operation has ended and return its results."""
         if not self._done.is_set():
             self._on_wait(self)
             self._done.wait()

@@ -76,9 +76,6 @@ class Waits:
         Args:
             quiet_since: time of the last message to or from rank 0.
             looked: time of the last read of messages. If this process was suspended since, a message may be unread.
-
-        Raises:
-            HorovodInternalError: rank 0 has let an operation's deadline pass, so it or its machine has stopped.
         """
         limit = looked - self._settings.deadline_seconds - ANSWER_SECONDS
         if quiet_since < limit and any(one.since < limit and one.request.kind != JOIN for one in pending):

@@ -194,14 +194,7 @@ def secret_environment(request: Request) -> dict[str, str]:
 
 
 def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
-    """Parse ``-H host1:4,host2:2``. Return hosts with their numbers of workers.
-
-    Args:
-        slots: number of workers for a host without a number.
-
-    Raises:
-        ConfigError: a host or number is invalid, or a host is named twice.
-    """
+    """Parse ``-H host1:4,host2:2``. Return hosts with their numbers of workers."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, colon, count = part.strip().partition(":")
@@ -221,11 +214,7 @@ def listed_hosts(options: Options, slots: int) -> list[tuple[str, int]] | None:
 
 
 def read_hostfile(path: Path, slots: int) -> list[tuple[str, int]]:
-    """Read a host file with lines ``host slots=4`` (Open MPI, Horovod), ``host:4`` (MPICH, Intel), or ``host``.
-
-    Raises:
-        ConfigError: the file cannot be read, a line has a different form, or the file names no host.
-    """
+    """Read a host file with lines ``host slots=4`` (Open MPI, Horovod), ``host:4`` (MPICH, Intel), or ``host``."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -65,10 +65,8 @@ def follow(
     with this process, even if it is killed.
 
     Args:
-        clients: clients to start. The client with the coordinator is first.
         ended: decides whether the other clients continue.
         again: decides whether a client that ended before the first client is restarted.
-        more: returns clients to start later.
 
     Raises:
         StartError: a client could not be started. Clients that were started before are ended.

@@ -194,11 +194,7 @@ class _Nodes:
         self._watcher: threading.Thread | None = None
 
     def place(self, fewest: int, seconds: float) -> None:
-        """Reserve resources for the minimum number of nodes, and wait until the cluster grants them.
-
-        Raises:
-            StartError: the resources were not available within `seconds`.
-        """
+        """Reserve resources for the minimum number of nodes, and wait until the cluster grants them."""
         group = self._reserve(fewest)
         begin, said = time.monotonic(), False
         while not group.wait(_POLL_SECONDS):

@@ -59,7 +59,6 @@ def check_script(path: str) -> None:
     """Raise Unsafe if the script is not plain source code, or may set variables that libraries read at load time.
 
     Raises:
-        Unsafe: see above, or the script cannot be parsed.
         OSError: the script cannot be read.
     """
     with open(path, "rb") as file:

@@ -69,7 +69,6 @@ class Run:
         """Return the data of a view.
 
         Raises:
-            ConfigError: there is no such view, or an option is wrong.
             InputError: the run has no records.
         """
         with self._used() as index:

@@ -143,11 +143,7 @@ def _pauses(cells: Cells) -> list[tuple[float, float]]:
 
 
 def _per_step(cells: Cells, column: str, events: Sequence[str], counts: Mapping[int, int]) -> Data:
-    """Return the sum of a column over the records of each event, divided by the steps in each range.
-
-    Args:
-        counts: number of steps of all ranks in each range.
-    """
+    """Return the sum of a column over the records of each event, divided by the steps in each range."""
     marks = ", ".join("?" * len(events))
     query = f"SELECT event, range, SUM({column}) FROM cells WHERE event IN ({marks}) AND {column} > 0 GROUP BY 1, 2"
     found: dict[str, dict[int, float]] = {}
@@ -162,9 +158,6 @@ def heat(index: RecordIndex, what: str = "own") -> Data:
 
     Args:
         what: ``own`` time (without waits for others), ``load`` (waiting for data), ``wait`` (for others), ``step``.
-
-    Raises:
-        ConfigError: there is no such quantity.
     """
     if what not in _HEATS:
         raise ConfigError(f"what = {what!r} is none of {', '.join(_HEATS)}.")

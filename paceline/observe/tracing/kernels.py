@@ -38,9 +38,6 @@ def profiled_slices(folders: Iterable[Path], records: Iterable[Record]) -> Itera
     Args:
         folders: directories of the run on all machines.
         records: records of the event ``profile``, with times of the coordinator's clock.
-
-    Raises:
-        InputError: a profile cannot be read.
     """
     flows = itertools.count(_FIRST_FLOW)
     known = {(record.get("step"), record["rank"]): record for record in records}  # the last time that a step was taken

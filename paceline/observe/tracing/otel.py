@@ -34,7 +34,6 @@ def send(workers: Mapping[str, Worker], run: Path, endpoint: str) -> tuple[int, 
         endpoint: base URL of the collector, such as ``http://localhost:4318``.
 
     Raises:
-        ConfigError: the SDK is not installed, or the endpoint is no URL.
         InputError: the collector did not take the data.
     """
     try:

@@ -16,11 +16,7 @@ _SEQUENCE = 1  # all packets are of one sequence, because one program writes the
 
 
 def write(workers: Mapping[str, Worker], path: Path) -> None:
-    """Write a trace.
-
-    Raises:
-        ConfigError: the package of Perfetto is not installed, or the file cannot be written.
-    """
+    """Write a trace."""
     try:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
         from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder

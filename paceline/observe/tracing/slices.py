@@ -76,7 +76,6 @@ def workers_of(records: Iterable[Record], profiled: Iterable[tuple[int, str, Sli
     """Return the tracks of each worker, by its rank or by the name of the process.
 
     Args:
-        records: records of all workers, in any order.
         profiled: rank, track and slice of operators and kernels. Defaults to none.
     """
     known = list(records)
