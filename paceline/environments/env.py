@@ -139,7 +139,6 @@ def choose_mpi() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback address or ``localhost``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

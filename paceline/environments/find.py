@@ -18,12 +18,10 @@ from dataclasses import replace
 from paceline.environments.start import LOOPBACK, Identity, Start, number, read_identity
 from paceline.errors import ConfigError
 
-_LOWEST_PORT, _PORTS = 10_000, 20_000
-"""Port range below the system's ephemeral ports."""
+_LOWEST_PORT, _PORTS = 10_000, 20_000  # port range below the system's ephemeral ports
 
 
 def slurm_step(environment: Mapping[str, str]) -> Start | None:
-    """Return the start by srun, or None."""
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     if not {"SLURM_STEP_ID", "SLURM_JOB_ID", *names} <= environment.keys():
         return None

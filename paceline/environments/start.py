@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 
-MOST_WORKERS = 65_536
-"""Maximum number of workers of a run, on all machines together."""
+MOST_WORKERS = 65_536  # maximum number of workers of a run, on all machines together
 LOOPBACK = "127.0.0.1"
 
 

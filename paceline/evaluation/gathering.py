@@ -20,8 +20,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.replicas import difference, digests, frozen
 from paceline.system import fault_points
 
-_PARCEL_BYTES = 64 << 20
-"""Maximum size of a message. A larger contribution is a message of its own."""
+_PARCEL_BYTES = 64 << 20  # Maximum size of a message. A larger contribution is a message of its own.
 
 _T = TypeVar("_T")
 

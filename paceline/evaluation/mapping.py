@@ -93,5 +93,4 @@ def _shown(item: Any) -> str:
 
 
 def _facts(items: Sequence[Any]) -> dict[str, object]:
-    """Return the number of the items and a digest of their visible values."""
     return {"items": f"{len(items)} ({digest(list(items))[:8]})"}

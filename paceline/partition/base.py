@@ -12,8 +12,7 @@ from torch import nn
 
 from paceline.system.torch_internals import tree_leaves
 
-Activations = tuple[torch.Tensor, ...]
-"""Tensors that one stage passes to the next."""
+Activations = tuple[torch.Tensor, ...]  # tensors that one stage passes to the next
 
 
 class Stage(ABC):
@@ -75,7 +74,6 @@ def dataclass_remedy(values: Any) -> str | None:
 
 
 def tensor_names(model: nn.Module) -> dict[int, str]:
-    """Return the first name of each parameter and buffer, by the id of the tensor."""
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)

@@ -20,11 +20,9 @@ class Flags:
         self.saved = self.current()  # values when the model was last run
 
     def current(self) -> FlagValues:
-        """Return the current values, in the order of the objects."""
         return tuple([getattr(one, self._attribute) for one in self._objects])
 
     def save(self) -> None:
-        """Save the current values."""
         self.saved = self.current()
 
     @property
@@ -48,10 +46,8 @@ class Flags:
 
 
 def training_flags(model: nn.Module) -> Flags:
-    """Return the ``training`` flags of the modules, in the order of ``modules()``."""
     return Flags(model.modules(), "training")
 
 
 def requires_grad_flags(parameters: Iterable[nn.Parameter]) -> Flags:
-    """Return the ``requires_grad`` flags of the parameters."""
     return Flags(parameters, "requires_grad")

@@ -109,8 +109,6 @@ def _changed_by(compute: ForwardRunner, run: Callable[[], Any]) -> list[str]:
 def _check_reads(
     layers: Layers, model: nn.Module, gradients: Callable[[_Others], tuple[torch.Tensor, Gradients]], known: Any
 ) -> None:
-    """Raise if a layer reads a parameter or buffer of another layer."""
-
     def reads(names: Collection[str]) -> bool:
         before, cut = known
         try:

@@ -32,7 +32,6 @@ def only_uses(model: nn.Module, allowed: Collection[str], what: str) -> Iterator
     """Raise InputError at the end of the context if a function in it has used other parameters or buffers.
 
     Args:
-        allowed: names of the parameters and buffers that the function may use.
         what: name of the function, for the message.
     """
     uses = _Uses(model)

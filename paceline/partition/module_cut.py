@@ -57,7 +57,6 @@ class ModuleCut(Layers):
         self.recorded()
 
     def recorded(self) -> Recorded:
-        """Return the recording of the model in its current mode."""
         mode = self._training.current()
         if mode not in self._records:
             self._records[mode] = recorded = Recorded(self.model, self.modules, self._example)

@@ -104,7 +104,6 @@ class Record:
 
     Attributes:
         inputs: input of the model, with references to values in place of tensors.
-        values, calls, operations: in order.
         draws: functions that drew random numbers without a value as an argument.
         uses: for each layer call, the names of the parameters and buffers that it uses.
         mutated: for each storage, the last layer call that changes it.
@@ -159,7 +158,6 @@ class Recorder(Watch):
         self._drew = False
 
     def run(self, example: Any) -> Record:
-        """Run the model on an example, and return the record."""
         record = self.record
         record.inputs = map_leaves(self._input, example)
         before, drawn = _python_values(self._model), _drawn()

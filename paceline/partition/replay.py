@@ -25,8 +25,7 @@ from paceline.partition.recording import Argument, Kind, Own, Record, Ref
 from paceline.partition.watch import Watch
 from paceline.system.torch_internals import no_torch_function, own_buffers, tree_leaves, wrapper_tensor
 
-_VALUE = "_paceline_value"
-"""Attribute that marks a tensor as a value, or as computed from a value."""
+_VALUE = "_paceline_value"  # attribute that marks a tensor as a value, or as computed from a value
 
 
 class Placeholder(torch.Tensor):
@@ -104,7 +103,6 @@ class Replay(Watch):
         self._note(example, self._record.inputs)
 
     def run(self, values: Any) -> Any:
-        """Return the output of the model, or the values that the next stage needs."""
         try:
             with self.watching(self._section.layers):
                 output = self._section.model(values)

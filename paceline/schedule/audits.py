@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
-_MOST_VALUES = 4
-"""Number of values of a name that are audited, including the value of the first steps."""
+_MOST_VALUES = 4  # number of values of a name that are audited, including the value of the first steps
 _MOST_LATE, _STEPS = 5, 1000
 """Number of audits that changes by the loop may cause in the first steps, and number of steps for one more."""
 
@@ -83,7 +82,6 @@ class AuditSchedule:
 
     @property
     def enabled(self) -> bool:
-        """Whether steps are audited at all."""
         return not self._off
 
     def look_at(self, step: int, ranks: Sequence[int]) -> None:

@@ -92,9 +92,6 @@ def step_shares(progress: EpochProgress, length: EpochLength, workers: int, spar
 
     The last microbatch of an epoch is reserved for the last step, which could otherwise be empty.
 
-    Args:
-        spare: number of backup workers.
-
     >>> step_shares(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members
     ((0, 1), (2, 3), (4, 5))
     """

@@ -21,8 +21,7 @@ from itertools import accumulate, pairwise
 
 from paceline.errors import ConfigError
 
-COPIES = 4
-"""Values that a worker holds per weight: the weight, its gradient, and up to two optimizer states (Adam)."""
+COPIES = 4  # values that a worker holds per weight: the weight, its gradient, and up to two optimizer states (Adam)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,6 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
 
 
 def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]], cluster: Cluster) -> None:
-    """Check that each stage of a cut fits into the memory of a worker."""
     costs_of, limit = StageCosts(layers, cluster), cluster.memory_bytes
     for place, (begin, end) in enumerate(bounds):
         needs = costs_of.memory(begin, end, 1, len(bounds) - place - 1)

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-CLOSE = 1.15
-"""A way is tried if its price is at most this multiple of the lowest."""
+CLOSE = 1.15  # a way is tried if its price is at most this multiple of the lowest
 _TRIALS = 4
-_WORTH = 0.98
-"""A way that rounds more is taken if a step takes at most this fraction of the time."""
+_WORTH = 0.98  # a way that rounds more is taken if a step takes at most this fraction of the time
 
 
 class Way(NamedTuple):

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-_AS_FAST = 0.75
-"""Links whose rate is at least this fraction of the median count as equal, because measurements vary."""
+_AS_FAST = 0.75  # links whose rate is at least this fraction of the median count as equal, because measurements vary
 _BUCKETS = 16
 _LEAST_MESSAGE = 2**16
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20

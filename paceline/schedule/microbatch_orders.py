@@ -47,9 +47,6 @@ def by_length(lengths: Values) -> MicrobatchOrder:
 def by_tokens(lengths: Values) -> MicrobatchOrder:
     """Return a microbatch order that gives all microbatches about the same sum of lengths, such as tokens.
 
-    Args:
-        lengths: see :func:`by_length`.
-
     >>> by_tokens([5, 2, 9, 1, 5])([0, 1, 2, 3, 4], 2)
     [[1, 2], [0, 3, 4]]
     """

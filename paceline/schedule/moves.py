@@ -50,7 +50,6 @@ def plan_moves(
 
     Args:
         held: parts of each tensor. Together they cover what is needed.
-        needed: parts of each tensor.
         item_bytes: size of an element of each tensor.
 
     >>> plan_moves({"a": [Part(0, 0, 128), Part(1, 128, 192)]}, {"a": [Part(0, 0, 64), Part(1, 64, 192)]}, {"a": 4})

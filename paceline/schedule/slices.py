@@ -21,8 +21,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-BLOCK = 64
-"""Number of elements in a block. With torch 2.13, slices of 32 gave the same bits, shorter ones did not."""
+BLOCK = 64  # Number of elements in a block. With torch 2.13, slices of 32 gave the same bits, shorter ones did not.
 STAGES = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Stage of ZeRO for each value of the setting ``shard`` (Rajbhandari et al. 2020, arXiv 1910.02054)."""
 
@@ -56,9 +55,7 @@ def even(sizes: Sequence[int], runs: Sequence[Sequence[int]], workers: int) -> l
     """Cut each run of parameters into one part for each worker, of equal size up to a block.
 
     Args:
-        sizes: number of elements of each parameter.
         runs: indices of the parameters that are reduced together, in the order in which their gradients are computed.
-        workers: number of workers.
 
     Returns:
         slices in the order of the runs.
@@ -138,7 +135,6 @@ def not_owned(sizes: Mapping[str, int], owned: Iterable[str]) -> list[str]:
     """Return the sorted names of parameters and buffers that are not owned, or not in all their elements.
 
     Args:
-        sizes: number of elements by name.
         owned: names and slices owned by any worker.
     """
     ranges: dict[str, list[tuple[int, int]]] = defaultdict(list)

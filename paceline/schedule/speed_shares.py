@@ -13,12 +13,9 @@ from statistics import median
 
 from paceline.schedule.shares import even
 
-WINDOW = 7
-"""Number of steps in the median."""
-_LEAST = 4
-"""Number of measured steps before the first change."""
-_WORTH = 1.03
-"""Minimum speedup of the step for a change of the shares."""
+WINDOW = 7  # number of steps in the median
+_LEAST = 4  # number of measured steps before the first change
+_WORTH = 1.03  # minimum speedup of the step for a change of the shares
 
 
 class SpeedShares:

@@ -38,7 +38,6 @@ def sibling_of(node: Node) -> Node:
 
 
 def parent_of(node: Node) -> Node:
-    """Return the parent of a node."""
     return Node(node.level + 1, node.place >> 1)
 
 

@@ -216,7 +216,6 @@ class Buffers:
 
     @property
     def every(self) -> list[str]:
-        """Names of all buffers."""
         return list(self._all)
 
     def at_start(self, name: str) -> torch.Tensor:

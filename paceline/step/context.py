@@ -61,7 +61,6 @@ class HeldShare:
         self.tensors.update(tensors)
 
     def clear(self) -> None:
-        """Drop the share."""
         self.names.clear()
         self.tensors.clear()
         self.is_handed_on = self.has_weights = False
@@ -125,25 +124,15 @@ _NO_VALUES = (
 
 @dataclass(frozen=True)
 class Batch:
-    """This worker's microbatch groups in the batch of one step.
+    """This worker's microbatch groups in the batch of one step."""
 
-    Attributes:
-        step: step number, from 0.
-        epoch: epoch of the step, from 0.
-        samples: number of samples in the whole batch, over all workers.
-        last: whether it is the last batch of its epoch.
-        groups: microbatch groups that this worker computes.
-        waited: seconds spent loading them.
-        generation: membership generation for which they were loaded.
-    """
-
-    step: int
-    epoch: int
-    samples: int
-    last: bool
-    groups: list[MicrobatchGroup]
-    waited: float
-    generation: int
+    step: int  # step number, from 0
+    epoch: int  # epoch of the step, from 0
+    samples: int  # number of samples in the whole batch, over all workers
+    last: bool  # whether it is the last batch of its epoch
+    groups: list[MicrobatchGroup]  # microbatch groups that this worker computes
+    waited: float  # seconds spent loading them
+    generation: int  # membership generation for which they were loaded
 
     def __len__(self) -> int:
         return self.samples
@@ -153,7 +142,6 @@ class Batch:
         raise InputError(_NO_VALUES.format(values="values to unpack"))
 
     def __getitem__(self, place: Any) -> NoReturn:
-        """Refuse to read a value of a batch, as in ``batch[0]``."""
         raise InputError(_NO_VALUES.format(values="values to read"))
 
     def __getattr__(self, name: str) -> NoReturn:

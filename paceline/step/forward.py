@@ -40,8 +40,7 @@ NO_GRADIENT = (
     "parameters that are all frozen."
 )
 
-_SMALL = "more than 1 value per channel"
-"""Part of torch's error message for a batch norm that gets a single sample."""
+_SMALL = "more than 1 value per channel"  # part of torch's error message for a batch norm that gets a single sample
 
 
 class ForwardResult(NamedTuple):

@@ -72,11 +72,7 @@ def loss_of_result(value: Any, samples: int) -> Loss:
 
 
 def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Convert a loss to a sum and its divisor.
-
-    Raises:
-        InputError: see :func:`loss_of_result`.
-    """
+    """Convert a loss to a sum and its divisor."""
     value = without_metrics(value)
     is_pair = _is_pair(value)
     total, count = value if is_pair else (_loss_in(value), samples)
@@ -169,11 +165,7 @@ def described(value: Any) -> str:
 
 
 def check_function(argument: str, value: Any, example: str, *takes: str) -> None:
-    """Raise if an argument of ``start`` is not a function, or takes other arguments than ``takes``.
-
-    Raises:
-        InputError: says what the argument is, and what to write.
-    """
+    """Raise if an argument of ``start`` is not a function, or takes other arguments than ``takes``."""
     if value is not None and not callable(value):
         raise InputError(f"{argument} must be a function, but it is {described(value)}. Write, for example, {example}.")
     if value is not None and not isinstance(value, type) and (why := does_not_take(value, *takes)):
@@ -202,11 +194,7 @@ class StandIn:
         return call(values[0])
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Refuse to use a part of the model.
-
-        Raises:
-            InputError: always.
-        """
+        """Refuse to use a part of the model."""
         raise InputError(_ONE_CALL.format(does=f"uses {name!r} of the model"))
 
     def __getitem__(self, _: object) -> NoReturn:

@@ -44,7 +44,6 @@ class Scaling:
     reason: str = ""
 
     def at(self, step: int) -> float:
-        """Return the factor for a step, counted from 0."""
         if step >= self.warmup_steps:
             return self.factor
         return 1.0 + (self.factor - 1.0) * (step + 1) / self.warmup_steps
@@ -228,7 +227,6 @@ class OptimizerStep:
 
         Args:
             step: number of earlier updates, which decides the warm-up factor.
-            factor: multiplies the learning rate of this update.
             norm: global norm before clipping, if ``.grad`` holds only a part of the gradients.
             here: whether this worker takes part in the update. If not, only the schedule advances.
             made: called as soon as the parameters are updated.
@@ -344,7 +342,6 @@ class OptimizerStep:
         return total
 
     def advance(self) -> None:
-        """Advance the schedule by a step."""
         if self.schedule is not None:
             self.schedule.step()
 
@@ -359,5 +356,4 @@ class OptimizerStep:
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements that may be nonzero."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

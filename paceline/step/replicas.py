@@ -31,8 +31,7 @@ from paceline.step.numerics import numerics
 from paceline.system.torch_internals import COMPILED
 
 _log = logging.getLogger("paceline")
-_SHARE = 0.003
-"""Fraction of the step time that may be spent on digests."""
+_SHARE = 0.003  # fraction of the step time that may be spent on digests
 _SECONDS, _SECONDS_PER_BYTE = 7e-6, 0.15e-9
 """Estimated cost of a tensor's digest, which runs at 20 GB/s if the tensor is in the cache."""
 _WORD = 1 << 64

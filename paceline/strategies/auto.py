@@ -26,12 +26,9 @@ from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
 _log = logging.getLogger("paceline")
-WINDOW = 12
-"""Number of measured steps before each decision. An additional first step is not counted."""
-_UNEVEN = 1.1
-"""Try stealing if the slowest worker's compute time is at least this multiple of the mean."""
-_WORTH = 0.97
-"""Keep stealing if its step time is at most this fraction of the step time of all-reduce."""
+WINDOW = 12  # Number of measured steps before each decision. An additional first step is not counted.
+_UNEVEN = 1.1  # try stealing if the slowest worker's compute time is at least this multiple of the mean
+_WORTH = 0.97  # keep stealing if its step time is at most this fraction of the step time of all-reduce
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

@@ -183,7 +183,6 @@ class _Own:
         self._sums = Accumulator(context.settings.exact)
 
     def add(self, microbatch: int, outputs: Outputs) -> None:
-        """Add the outputs of a microbatch, without their graph."""
         if self.rows:
             known, found = (f"microbatch {one}" for one in (next(iter(self.rows)), microbatch))
             check_forms(self.forms, outputs.forms, known, found)

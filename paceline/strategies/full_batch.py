@@ -138,7 +138,6 @@ class FullBatch:
             self._codec.accept(applied)
 
     def take_gradients(self) -> Values:
-        """Return the gradients and clear ``.grad``."""
         values: Values = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

@@ -107,7 +107,6 @@ def register(name: str, entry: Entry) -> None:
 
 
 def names() -> list[str]:
-    """Return the names of all strategies."""
     return sorted(_ENTRIES)
 
 
@@ -152,7 +151,6 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities of the configured strategy."""
     return entry_of(settings.strategy).capabilities(settings, workers)
 
 
@@ -224,7 +222,6 @@ def check_loop_changes(settings: Settings, workers: int, parameter: str, step: i
 
     Args:
         parameter: name of a parameter that the loop has changed. Empty if it changed none.
-        step: step before which the loop changed it.
     """
     if parameter and not capabilities(settings, workers).loop_weights:
         raise InputError(

@@ -16,8 +16,7 @@ from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import Capabilities
 from paceline.system.wires import PARTIAL_WIRES, formats_in
 
-_EXACT = ("allreduce", "stealing")
-"""Exact strategies to recommend in error messages."""
+_EXACT = ("allreduce", "stealing")  # exact strategies to recommend in error messages
 
 
 def check(
@@ -27,7 +26,6 @@ def check(
 
     Args:
         forward: ``forward`` argument of the script. None if the script gave a loss instead.
-        batch_loss: ``batch_loss`` argument of the script, or None.
     """
     if batch_loss is not None and not capabilities.batch_losses:
         raise ConfigError(

@@ -17,10 +17,8 @@ from paceline.environments import env
 from paceline.errors import PacelineError, RunFailed, WorkerLost
 from paceline.system.user_code import locations_in_message, user_frames, without_own_frames
 
-_LONGEST = 20_000
-"""Largest number of characters of a message or traceback to keep."""
-_installed = False
-"""Whether a hook of this module is installed, possibly wrapped by another library's hook."""
+_LONGEST = 20_000  # largest number of characters of a message or traceback to keep
+_installed = False  # whether a hook of this module is installed, possibly wrapped by another library's hook
 
 
 def install_early() -> None:

@@ -50,8 +50,7 @@ class OrderedFaults(Protocol):
 _ordered: OrderedFaults | None = None
 _rank: Callable[[], int] = lambda: -1  # noqa: E731
 """Returns the current rank of this process, or -1 while it has none."""
-_step = 0
-"""Step that was begun last, for callers that do not know the step."""
+_step = 0  # step that was begun last, for callers that do not know the step
 
 
 def reach(point: Point, step: int | None = None) -> None:

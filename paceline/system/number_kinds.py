@@ -40,8 +40,7 @@ def _named_steps(value: object) -> str:
     return str(value)
 
 
-_COUNT = 2**31 - 1
-"""Largest number of steps, samples or workers."""
+_COUNT = 2**31 - 1  # largest number of steps, samples or workers
 LONGEST_SECONDS = 1_000_000
 """Largest timeout, about 11 days, which sockets, locks and torch can all represent in milliseconds."""
 

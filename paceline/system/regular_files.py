@@ -27,7 +27,6 @@ def open_regular(path: Path | str, folder: int | None = None, *, links: bool = T
     """Open a regular file for reading.
 
     Args:
-        path: path of the file, relative to ``folder`` if that is given.
         folder: file descriptor of a directory. Defaults to the current directory.
         links: whether to follow a symbolic link in the last component of the path. Defaults to True.
 

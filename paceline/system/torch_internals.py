@@ -59,7 +59,6 @@ def count_users(storage: torch.UntypedStorage) -> int:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
-    """Return the hooks on the gradient of a tensor."""
     both = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return [hook for hooks in both for hook in (hooks or {}).values()]
 
@@ -119,7 +118,6 @@ AnyNorm = batchnorm._NormBase  # the base of these and of instance norms
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks on its gradients."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 

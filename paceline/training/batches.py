@@ -15,8 +15,7 @@ from paceline.step.context import Batch
 from paceline.step.probes.probe import warn
 from paceline.training.loop import TrainingLoop
 
-_NOT_LOADED = -1
-"""Generation of a batch without loaded microbatches."""
+_NOT_LOADED = -1  # generation of a batch without loaded microbatches
 _UNUSED = (
     "None of the {count} batches of this loop was given to session.step, so nothing was trained: call "
     "session.step(batch) for each. Weights that the script updates with an optimizer of its own are not synchronized "

@@ -10,8 +10,7 @@ from paceline.environments import env
 from paceline.environments.start import Identity, threads_of
 from paceline.settings import Settings
 
-_LARGE = 1 << 19
-"""Number of bytes of a tensor that has its own mapping if large tensors are not kept."""
+_LARGE = 1 << 19  # number of bytes of a tensor that has its own mapping if large tensors are not kept
 
 
 def threads(settings: Settings, who: Identity) -> int:

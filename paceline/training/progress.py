@@ -14,8 +14,7 @@ from paceline.comm.world import LEAVING
 from paceline.data.nested import map_tensors
 from paceline.step.context import StepResult
 
-_MOST_CALLS = 1 << 32
-"""Upper bound on the number of collective calls of a run."""
+_MOST_CALLS = 1 << 32  # upper bound on the number of collective calls of a run
 EVALUATE, ONCE, MAP, PREDICT, WEIGHTS, EXTEND = "evaluate", "once", "map", "predict", "weights", "extend"
 """Kinds of collective calls. Checkpoints store the results of the first three."""
 Call = tuple[int, int, int]

@@ -22,10 +22,8 @@ from paceline.errors import CheckpointError
 from paceline.settings import Settings
 
 _log = logging.getLogger("paceline")
-PART = "settings"
-"""Name under which the settings are stored in the state."""
-_Saved = dict[str, list[object]]
-"""Stored settings by dotted key: the value, and whether the script has set it."""
+PART = "settings"  # name under which the settings are stored in the state
+_Saved = dict[str, list[object]]  # stored settings by dotted key: the value, and whether the script has set it
 _NOTHING: tuple[int, _Saved] = 0, {}
 
 

@@ -50,10 +50,8 @@ from paceline.training.script_state import ScriptState
 
 _log = logging.getLogger("paceline")
 _LAST_SAVE_SECONDS = 5.0
-_current: TrainingLoop | None = None
-"""Loop of the newest session. Earlier sessions are closed."""
-_count = 0
-"""Number of runs set up in this process."""
+_current: TrainingLoop | None = None  # Loop of the newest session. Earlier sessions are closed.
+_count = 0  # number of runs set up in this process
 
 
 class Arguments(TypedDict, total=False):

@@ -87,10 +87,8 @@ class EveryUpdates(LRScheduler):
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates and the state of the scheduler."""
         return {"updates": self.updates, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the number of updates and the state of the scheduler."""
         self.updates = state_dict["updates"]
         self.scheduler.load_state_dict(state_dict["scheduler"])

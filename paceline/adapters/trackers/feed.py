@@ -18,8 +18,7 @@ from paceline.adapters.trackers.sender import Sender
 from paceline.adapters.trackers.values import WITH_VALUES, recorded, values_of
 
 _RECENT = 2048
-_CLOSING_SECONDS = 30.0
-"""Timeout for all trackers together at the end of the script."""
+_CLOSING_SECONDS = 30.0  # timeout for all trackers together at the end of the script
 
 
 class Feed:

@@ -98,7 +98,6 @@ class Tracking:
 
 
 def script() -> Path:
-    """Return the path of the script, or ``session`` in a notebook."""
     return Path(getattr(sys.modules.get("__main__"), "__file__", None) or "session")
 
 

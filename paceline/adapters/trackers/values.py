@@ -11,8 +11,7 @@ from paceline.adapters.trackers.base import Values
 
 STEP_VALUES = ("loss", "learning_rate", "gradient_norm", "samples_per_second")
 """Fields of the event ``step`` that are recorded."""
-WITH_VALUES = frozenset({"step", "evaluation", "metrics"})
-"""Events that contain values."""
+WITH_VALUES = frozenset({"step", "evaluation", "metrics"})  # events that contain values
 _TAIL_BYTES = 1 << 20
 
 

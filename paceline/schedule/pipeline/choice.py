@@ -15,8 +15,7 @@ from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from paceline.settings import PipelineSettings
 
 _UNEVEN = "gpipe", "1f1b", "pipedream", "2bw"
-ASYNC_SCHEDULES = "pipedream", "2bw"
-"""Schedules that do not flush the pipeline after each step."""
+ASYNC_SCHEDULES = "pipedream", "2bw"  # schedules that do not flush the pipeline after each step
 
 
 class Shape(NamedTuple):
@@ -28,7 +27,6 @@ class Shape(NamedTuple):
 
 
 def shape_of(settings: PipelineSettings, workers: int) -> Shape:
-    """Return the layout of a pipeline on ``workers`` workers."""
     chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
     if settings.schedule == "interleaved" and chunks < 2:
         raise ConfigError(

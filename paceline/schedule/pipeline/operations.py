@@ -17,16 +17,12 @@ class Kind(StrEnum):
     """Kind of an operation, with its letter in drawings."""
 
     FORWARD = "F"
-    BACKWARD = "B"
-    """The whole backward pass: gradients for the input and the weights."""
-    INPUT = "I"
-    """First half of a split backward pass: the gradient for the input, for which another stage waits."""
-    WEIGHT = "W"
-    """Second half of a split backward pass: the gradients for the weights."""
+    BACKWARD = "B"  # the whole backward pass: gradients for the input and the weights
+    INPUT = "I"  # first half of a split backward pass: the gradient for the input, for which another stage waits
+    WEIGHT = "W"  # second half of a split backward pass: the gradients for the weights
     SEND = "s"
     RECEIVE = "r"
-    REDUCE = "+"
-    """Reduce the gradients over the workers of a stage."""
+    REDUCE = "+"  # reduce the gradients over the workers of a stage
     UPDATE = "U"
 
 
@@ -56,7 +52,6 @@ class Schedule:
     workers: tuple[tuple[Operation, ...], ...]
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
-        """Return the stages that a worker holds, sorted."""
         return tuple(sorted({operation.stage for operation in self.workers[worker]}))
 
     def workers_of(self, stage: int) -> tuple[int, ...]:

@@ -45,7 +45,6 @@ class AsyncPipeline:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.replicas)
 
     def lag(self, stage: int) -> int:
@@ -63,7 +62,6 @@ class AsyncPipeline:
         return max(0, microbatch - self.lag(0 if self.vertical_sync else stage)) // self.every
 
     def worker(self, stage: int, microbatch: int) -> int:
-        """Return the worker that computes a stage for a microbatch."""
         return sum(self.replicas[:stage]) + microbatch % self.replicas[stage]
 
 
@@ -90,9 +88,6 @@ def pipedream_2bw_pipeline(stages: int, every: int, replicas: int | tuple[int, .
     Args:
         every: number of microbatches of a group, at least one per worker.
         replicas: workers per stage, or of each stage.
-
-    Raises:
-        ConfigError: as for ``pipedream_pipeline``, or groups of fewer microbatches than the pipeline has workers.
     """
     stream = _checked(AsyncPipeline("2bw", replica_counts(stages, replicas), every, two_buffers=True))
     if every < sum(stream.replicas):

@@ -25,11 +25,7 @@ from paceline.schedule.shares import even
 
 
 def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the number of workers of each stage.
-
-    Raises:
-        ConfigError: no stages, no workers, or replicas for another number of stages.
-    """
+    """Return the number of workers of each stage."""
     check_at_least(1, stages=stages)
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != stages:
@@ -42,9 +38,6 @@ def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...
 
 def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
     """Return the longest ranges of microbatches that have the same worker in every stage. Each is computed in order.
-
-    Args:
-        counts: number of workers of each stage.
 
     >>> runs((2, 3), 6)
     (range(0, 2), range(2, 3), range(3, 4), range(4, 6))
@@ -85,7 +78,6 @@ class _Worker:
         return [run[done] for done, run in sorted(runs, key=lambda one: one[0] / len(one[1]))]
 
     def begun(self, kind: Kind) -> int:
-        """Return the number of passes of a kind that the worker has begun."""
         return sum(self.done[kind])
 
     def begin(self, kind: Kind, microbatch: int, end: int) -> None:
@@ -122,7 +114,6 @@ class _Simulation:
         self.units = max(self._ends.values())
 
     def orders(self) -> list[Order]:
-        """Return the order of each worker."""
         return [worker.order for worker in self._workers]
 
     def _advance(self, worker: _Worker, now: int) -> None:

@@ -19,11 +19,9 @@ from paceline.errors import ConfigError
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.shares import even
 
-Order = list[Operation]
-"""Operations of a worker, in order."""
+Order = list[Operation]  # operations of a worker, in order
 
-GRADIENT = (Kind.BACKWARD, Kind.INPUT)
-"""Operations that produce the gradient for the input of their stage."""
+GRADIENT = (Kind.BACKWARD, Kind.INPUT)  # operations that produce the gradient for the input of their stage
 
 
 def check_at_least(least: int, **values: int) -> None:

@@ -16,7 +16,6 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
     """Give every worker the whole state. All workers call this together.
 
     Args:
-        context: training context.
         owned: for each worker, the parameters and buffers of which it has the newest values, or slices of parameters
             (``schedule.slices``). None means all. Together the workers must have all of them. If several workers have a
             tensor or the same slice of it, the lowest rank sends it.

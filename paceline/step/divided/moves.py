@@ -24,8 +24,7 @@ from paceline.schedule.moves import Move, Part, plan_moves, rounds_of
 from paceline.schedule.slices import slice_name, split_name
 from paceline.system import fault_points
 
-ROUND_BYTES = 1 << 22
-"""Bytes that a worker sends, or receives, in a round."""
+ROUND_BYTES = 1 << 22  # bytes that a worker sends, or receives, in a round
 _TAG = (1 << 26) - 3
 
 
@@ -99,7 +98,6 @@ class _Ranges:
             self._of.setdefault(name, []).append((cut.start if cut else 0, value.detach().contiguous().view(-1)))
 
     def find(self, move: Move) -> torch.Tensor:
-        """Return the elements of a move, which are in one of the tensors."""
         return next(
             value[move.start - first : move.stop - first]
             for first, value in self._of[move.name]

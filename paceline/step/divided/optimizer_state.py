@@ -53,7 +53,6 @@ class DividedOptimizerState:
         self.hashes = {name: text for one in everyone for name, text in one.items()}
 
     def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
-        """See ``DividedState``."""
         self._collecting = True
         division = self._division(_SAVING)
         return StreamedTensors(local, division.kinds, partial(self._receive, division))
@@ -70,7 +69,6 @@ class DividedOptimizerState:
             pass
 
     def send(self) -> None:
-        """See ``DividedState``."""
         division = self._division(_SAVING)
         while (names := self._world.gather(None, _SAVING)[0]) is not None:
             for _ in division.put_together(names, _to_rank_0):

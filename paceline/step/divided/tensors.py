@@ -20,8 +20,7 @@ from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 from paceline.schedule.slices import split_name
 
-ROUND_BYTES = 1 << 23
-"""Bytes that a round moves at most, unless a single tensor has more."""
+ROUND_BYTES = 1 << 23  # bytes that a round moves at most, unless a single tensor has more
 _TAG = (1 << 26) - 1
 
 
@@ -78,7 +77,6 @@ class Division:
         A tensor that this worker has whole is yielded itself, and others are valid until the next one.
 
         Args:
-            names: names of whole tensors.
             targets: function that returns the ranks that are to have a tensor.
 
         Raises:

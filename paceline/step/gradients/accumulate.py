@@ -67,7 +67,6 @@ class ScatteredAccumulator:
         self._held: dict[Node, Values] = {}
 
     def push(self, microbatch: int, values: Values) -> None:
-        """Add the values of a microbatch."""
         if not self._exact:
             (before,) = self._held.values() or (None,)
             self._held = {Node(0, 0): values if before is None else add(before, values)}
@@ -95,7 +94,6 @@ class Accumulator:
         self._stack: list[tuple[Node, Values]] = []
 
     def push(self, microbatch: int, values: Values) -> None:
-        """Add the values of the next microbatch."""
         if self._exact:
             push(self._stack, Node(0, microbatch), values, add)
         elif self._stack:

@@ -61,8 +61,7 @@ _OUTSIDE = (
     "it. Register it in the model, as self.value = torch.nn.Parameter(...), and use it from there."
 )
 
-_CHUNK = 1 << 16
-"""Number of values of which a digest is computed at once, so that it needs little memory."""
+_CHUNK = 1 << 16  # number of values of which a digest is computed at once, so that it needs little memory
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of the bits of a value, by its size in bytes."""
 
@@ -90,11 +89,7 @@ class BatchLoss:
 
     Args:
         forward: ``forward(model, microbatch)`` returns outputs (:func:`outputs_of`).
-        loss: ``batch_loss(outputs, batch)`` returns a loss as ``forward`` does without it.
         exact: whether outputs must repeat bit by bit. Otherwise they may differ by rounding.
-
-    Attributes:
-        compares: whether outputs of the second pass are compared with those of the first.
     """
 
     def __init__(self, forward: Forward, loss: Callable[[Any, Batch], Any], *, exact: bool) -> None:
@@ -102,7 +97,7 @@ class BatchLoss:
         self._exact = exact
         self._plan: Plan | None = None
         self._collect: Callable[[int, Outputs], None] | None = None
-        self.compares = True
+        self.compares = True  # whether outputs of the second pass are compared with those of the first
 
     def alone(self, model: nn.Module, data: Any) -> torch.Tensor:
         """Run the forward pass outside of a step. Returns zero, which depends on the outputs."""
@@ -194,10 +189,6 @@ class BatchLoss:
 
         Returns:
             the plan without ``rows`` and ``marks``.
-
-        Raises:
-            InputError: the loss has no form of a loss, needs no gradient, does not repeat, changes a buffer, or uses a
-                parameter that the model does not have.
         """
         known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
         before = Attributes({"batch_loss": self._loss}, known) if twice else None

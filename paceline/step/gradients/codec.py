@@ -38,8 +38,6 @@ class Turn(NamedTuple):
     """Microbatch whose gradient is encoded.
 
     Attributes:
-        step: step number.
-        microbatch: number of the microbatch.
         bound: bound of the parameter, None if unknown.
         chance: function that returns the generator of random numbers, seeded by the key of this gradient.
     """
@@ -54,14 +52,10 @@ class Format(Protocol):
     """Representation of one parameter's gradient while it is added up and sent.
 
     A bound is what all workers know from earlier steps. It may be a container of tensors, which may be on the host.
-
-    Attributes:
-        state: name of the bounds of such parameters in ``strategy_state``. Empty if they have none.
-        whole: whether scaled gradients are rounded to whole numbers before :meth:`pack`.
     """
 
-    state: str
-    whole: bool
+    state: str  # name of the bounds of such parameters in ``strategy_state``. Empty if they have none.
+    whole: bool  # whether scaled gradients are rounded to whole numbers before :meth:`pack`
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the dtype and shape of a sum. The values are undefined."""
@@ -93,21 +87,14 @@ class Format(Protocol):
 
 
 class Codec:
-    """Encoder and decoder of the gradients of a run.
-
-    Args:
-        context: training context.
-        parameters: parameters whose gradients are encoded, by name.
-        formats: format of each parameter.
-        memory: parts of gradients that were not sent, if formats leave any.
-    """
+    """Encoder and decoder of the gradients of a run."""
 
     def __init__(
         self,
-        context: TrainingContext,
-        parameters: Mapping[str, torch.Tensor],
-        formats: Sequence[Format],
-        memory: LaneMemory | None = None,
+        context: TrainingContext,  # training context
+        parameters: Mapping[str, torch.Tensor],  # parameters whose gradients are encoded, by name
+        formats: Sequence[Format],  # format of each parameter
+        memory: LaneMemory | None = None,  # parts of gradients that were not sent, if formats leave any
     ) -> None:
         self.memory = memory
         self._context, self._formats = context, formats
@@ -131,7 +118,6 @@ class Codec:
 
         Args:
             gradients: gradients of some parameters.
-            step: step number.
             microbatch: number of the microbatch, or the first microbatch of a fused group.
             places: indices of these parameters. Defaults to all parameters.
         """

@@ -23,8 +23,7 @@ from paceline.step.gradients.codec import Turn
 
 _HEADROOM = 2
 _FALL = 0.125
-_WHOLE = {torch.float64: torch.int64}
-"""dtype of the sums if it is not int32."""
+_WHOLE = {torch.float64: torch.int64}  # dtype of the sums if it is not int32
 _FINEST = {torch.int32: 126, torch.int64: 1022}
 """No unit is below 2 to the negative of this, the smallest normal number."""
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,7 +64,6 @@ class WholeNumbers(PowerOfTwo):
         return torch.empty_like(parameter, dtype=self._dtype)
 
     def scale(self, bound: float | None) -> float:
-        """Return the number of units in 1."""
         return 2.0 ** -self._exponent(bound)
 
     def unit(self, bound: float | None) -> float:

@@ -25,8 +25,7 @@ from paceline.comm.reduction.narrow import E4M3, E5M2, FLOAT8, wide
 from paceline.step.gradients.codec import Turn
 from paceline.step.gradients.fixed_point import PowerOfTwo, allowed
 
-_MOST = 100
-"""Largest exponent of a scale, so that it and its inverse are numbers of float32."""
+_MOST = 100  # largest exponent of a scale, so that it and its inverse are numbers of float32
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8-e4m3": E4M3, "fp8-e5m2": E5M2}
 
@@ -45,7 +44,6 @@ class Plain:
         return True
 
     def bound(self, largest: float, before: float | None) -> float:
-        """Return no bound."""
         return 0.0
 
     def scale(self, bound: float | None) -> float:
@@ -55,7 +53,6 @@ class Plain:
     unit = scale
 
     def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
-        """Return the gradient."""
         return value
 
     def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
@@ -76,7 +73,6 @@ class Rounded(Plain):
         self._dtype, self._nodes = dtype, nodes
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See :class:`~paceline.step.gradients.codec.Format`."""
         return torch.empty_like(parameter, dtype=self._dtype)
 
     def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
@@ -103,5 +99,4 @@ class Scaled(PowerOfTwo, Rounded):
         return 2.0 ** min(self._room - allowed(bound), _MOST)
 
     def unit(self, bound: float | None) -> float:
-        """Return the inverse of the scale."""
         return 1.0 / self.scale(bound)

@@ -78,7 +78,6 @@ class LaneMemory:
         """Return the errors if the workers are to keep the state after this step. See ``Strategy.point``.
 
         Args:
-            steps: number of completed steps.
             notice: notice of the last step. If the membership is about to change, no step is to be repeated.
         """
         return self._tensors() if notice or steps % POINT_STEPS == 0 else None

@@ -28,34 +28,23 @@ import torch
 
 from paceline.step.gradients.codec import Turn
 
-LIMITS = {"int8": 127, "int4": 7}
-"""Largest code of each format."""
+LIMITS = {"int8": 127, "int4": 7}  # largest code of each format
 
 _HEADROOM = {127: 4.0, 7: 1.5}
 """Largest gradient that a step allows, in bounds, by the code that has to fit: few levels leave little room."""
 _FALL = 0.99
-_FRACTION = 16
-"""Bits of a random number, which decides between the two codes next to a gradient."""
-_MOST = 2**14
-"""Codes with their fractions are numbers of int32."""
-_FINEST = 2.0**-100
-"""No gradient counts as larger than zero below this: its scale would not be a number of float32."""
-_BELOW = 1 - 2.0**-20
-"""Keeps the largest gradient from becoming a code above the limit, as the product is rounded."""
+_FRACTION = 16  # bits of a random number, which decides between the two codes next to a gradient
+_MOST = 2**14  # codes with their fractions are numbers of int32
+_FINEST = 2.0**-100  # no gradient counts as larger than zero below this: its scale would not be a number of float32
+_BELOW = 1 - 2.0**-20  # keeps the largest gradient from becoming a code above the limit, as the product is rounded
 
 
 class Lanes(NamedTuple):
-    """Layout of the sums of codes in words of integers.
+    """Layout of the sums of codes in words of integers."""
 
-    Attributes:
-        dtype: type of a word.
-        per_word: number of lanes in a word.
-        width: bits of a lane.
-    """
-
-    dtype: torch.dtype
-    per_word: int
-    width: int
+    dtype: torch.dtype  # type of a word
+    per_word: int  # number of lanes in a word
+    width: int  # bits of a lane
 
 
 def lanes_for(limit: int, microbatches: int) -> Lanes:
@@ -145,7 +134,6 @@ class Codes:
         self._limit = widest(self._lanes, microbatches)
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See :class:`~paceline.step.gradients.codec.Format`."""
         room = words_of(parameter.numel(), self._lanes)
         return torch.empty(room, dtype=self._lanes.dtype, device=parameter.device)
 

@@ -71,14 +71,7 @@ class Outputs:
 
 
 def outputs_of(value: Any, samples: int | None, microbatches: range = range(1)) -> Outputs:
-    """Return the outputs in the result of a forward pass, in the order of their names.
-
-    Args:
-        samples: number of samples of the microbatch. None if it is unknown.
-
-    Raises:
-        InputError: the result has another form, or the first dimension of a tensor is not that of the samples.
-    """
+    """Return the outputs in the result of a forward pass, in the order of their names."""
     if isinstance(value, Mapping):
         if not value or not all(isinstance(name, str) and name for name in value):
             returned = described(value) if value else "an empty dictionary"
@@ -133,12 +126,7 @@ def spelled(name: str) -> str:
 
 
 def check_forms(known: Mapping[str, OutputForm], found: Mapping[str, OutputForm], where: str, other: str) -> None:
-    """Raise InputError if two microbatches have outputs of different forms.
-
-    Args:
-        where: microbatch of ``known``.
-        other: microbatch of ``found``.
-    """
+    """Raise InputError if two microbatches have outputs of different forms."""
     if known == found:
         return
     if known.keys() != found.keys():

@@ -40,7 +40,6 @@ def with_modes(optimizer: Optimizer) -> list[Any]:
 
 
 def begin_training(optimizer: Optimizer) -> None:
-    """Call ``train`` on each optimizer that has modes."""
     for one in with_modes(optimizer):
         one.train()
 

@@ -31,8 +31,7 @@ class _Updating(threading.local):
 
 
 updating = _Updating()
-_ENDED: WeakSet[Optimizer] = WeakSet()
-"""Optimizers of ended sessions that have a part of their state only."""
+_ENDED: WeakSet[Optimizer] = WeakSet()  # optimizers of ended sessions that have a part of their state only
 
 
 def refuse_other_steps(optimizer: Optimizer) -> None:

@@ -73,7 +73,6 @@ def _checked(made: Any, name: str = "") -> Optimizer:
 
 
 def _check_apart(several: Mapping[str, Optimizer], model: nn.Module) -> None:
-    """Raise if two optimizers have the same parameter."""
     names = {id(value): name for name, value in model.named_parameters()}
     owners: dict[int, str] = {}
     for owner, one in several.items():

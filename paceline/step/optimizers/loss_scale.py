@@ -16,8 +16,7 @@ from typing import Any
 
 _STATE = "loss scale"
 _FIRST, _LARGEST = 2.0**16, 2.0**24
-_GOOD_STEPS = 2000
-"""Number of consecutive steps without an overflow after which the scale grows."""
+_GOOD_STEPS = 2000  # number of consecutive steps without an overflow after which the scale grows
 
 
 class LossScale:
@@ -25,14 +24,11 @@ class LossScale:
 
     Args:
         samples: number of samples in a batch. A loss is their sum, so the next power of two divides its multiplier.
-
-    Attributes:
-        unit: inverse of that power of two.
     """
 
     def __init__(self, state: dict[str, Any], samples: int = 1) -> None:
         self._state = state
-        self.unit = 2.0 ** -(samples - 1).bit_length()
+        self.unit = 2.0 ** -(samples - 1).bit_length()  # inverse of that power of two
         self.overflowed = False
 
     @property

@@ -39,7 +39,6 @@ class SeveralOptimizers(Optimizer):
         return [group for one in self.optimizers.values() for group in one.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step each optimizer."""
         assert closure is None
         for one in self.optimizers.values():
             one.step()
@@ -63,7 +62,6 @@ class SeveralSchedules(LRScheduler):
             one.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the schedules' states by name."""
         return {name: one.state_dict() for name, one in self.schedules.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -79,7 +79,6 @@ class AllReduce(Strategy):
 
     Attributes:
         seconds: compute time of each worker in the last step, measured until workers begin to wait for each other.
-        shares: function from the number of microbatches to each rank's share.
     """
 
     def __init__(
@@ -193,7 +192,6 @@ class AllReduce(Strategy):
 
     @property
     def reduction(self) -> Reduction:
-        """Reduction of the gradients."""
         assert self._reducer.reduction is not None
         return self._reducer.reduction
 

@@ -43,8 +43,7 @@ from paceline.strategies.data_parallel.results import Results
 from paceline.strategies.single import Single
 
 _STATE = "backup"
-_FEW = 4
-"""Warn if a step has fewer microbatches than this for each worker that it waits for."""
+_FEW = 4  # warn if a step has fewer microbatches than this for each worker that it waits for
 _PATIENCE = 1.5
 """A finished worker computes a copy of another group after this multiple of the time that its own group took."""
 
@@ -58,11 +57,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Raise if the run cannot spare the configured number of backup workers.
-
-    Raises:
-        ConfigError: a step would wait for no worker, the batch cannot be shared, or the length of an epoch is unknown.
-    """
+    """Raise if the run cannot spare the configured number of backup workers."""
     check_shares(settings, order, workers, largest)
     wanted = _spare(settings)
     if wanted and not isinstance(order, Order):
@@ -83,7 +78,6 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
 
 
 def build(context: TrainingContext) -> Strategy:
-    """Build the strategy, which is plain all-reduce without backup workers."""
     return AllReduce(context) if context.settings.backup.workers == 0 else BackupWorkers(context)
 
 
@@ -150,7 +144,6 @@ class BackupWorkers(Strategy):
         self._reducer.close()
 
     def _progress(self, step: int) -> EpochProgress:
-        """Return the progress of the epoch before a step."""
         epoch, place = divmod(step, self._length.steps)
         state = self._context.strategy_state.get(_STATE)
         if state is None:
@@ -249,7 +242,6 @@ class Result:
     samples: int = 0
 
     def add(self, samples: int, pair: torch.Tensor, gradients: Values, statistics: Values) -> None:
-        """Add the result of a microbatch."""
         self.samples += samples
         self.pairs.append(pair)
         self.missing.append([place for place, value in enumerate(gradients) if value is None])
@@ -264,11 +256,9 @@ class Counted:
     results: dict[int, Result] = field(default_factory=dict)
 
     def add(self, group: int, result: Result) -> None:
-        """Add the result of a group."""
         self.results[group] = result
 
     def gradients(self) -> list[Values]:
-        """Return a list with the sum of the gradients, empty without results."""
         return _sum([result.gradients for result in self.results.values()])
 
     def statistics(self) -> list[Values]:

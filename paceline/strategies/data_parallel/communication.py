@@ -43,16 +43,14 @@ WARM, TRIAL, WATCH = 3, 6, 20
 _SIZES = (None, 1.0, 5.0, 25.0)
 _MOST_BUCKETS = 1 << 12
 """Most buckets of a way that is tried. Each takes tags of messages and flags in shared memory, which are limited."""
-_DRIFT = 0.25
-"""Look again if a step waits for the exchange longer, or shorter, by this fraction of a step."""
+_DRIFT = 0.25  # look again if a step waits for the exchange longer, or shorter, by this fraction of a step
 _FORMATS: dict[str, tuple[str, ...]] = {
     "bits": (),
     "rounding": ("float32", "bfloat16", "fp8-e4m3", "int8"),
     "convergent": ("float32", "bfloat16", "fp8-e4m3", "int8", "fp8-e5m2", "int4"),
 }
 """Formats of each tolerance, from the finest to the coarsest. float16 has the bytes of bfloat16 and takes longer."""
-_MOST_OF_E4M3 = 128
-"""Number of microbatches from which on fp8-e4m3 is not within 1 % of float32."""
+_MOST_OF_E4M3 = 128  # number of microbatches from which on fp8-e4m3 is not within 1 % of float32
 _BUSY, _SHARE = 0.25, 0.05
 """Share of a step that the exchange takes, from which on local training is mentioned, and its share with that."""
 
@@ -119,7 +117,6 @@ class ChosenCommunication(Strategy):
         return False
 
     def _context_of(self, way: Way) -> TrainingContext:
-        """Return the context with fixed settings for a way."""
         fixed = {"communication": "fixed", "tolerance": "bits", "wire": way.wire, "bucket_megabytes": way.megabytes}
         return replace(self._context, settings=self._context.settings.model_copy(update=fixed))
 

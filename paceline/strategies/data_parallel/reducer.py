@@ -38,8 +38,7 @@ from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Pie
 from paceline.system.torch_internals import foreach_norm
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
-_NOT_HERE = -1.0
-"""Placeholder for the norm of a gradient that this worker does not have."""
+_NOT_HERE = -1.0  # placeholder for the norm of a gradient that this worker does not have
 
 
 class Reducer:
@@ -54,7 +53,6 @@ class Reducer:
         parameters: parameters whose gradients are reduced. Defaults to all trained parameters.
         workers: workers that contribute to each sum. Defaults to all workers.
         reduction: reduction of the gradients, last parameter first. Defaults to a reduction that fits the workers.
-        overlap: whether ``push`` and ``last`` will be used.
         any_order: whether each worker has at most one sum, and the sums may be added in any order.
         slices: slices of the parameters that ``reduction`` reduces, in its order. :meth:`finish` then leaves each mean
             in the reduction, on its owner. Defaults to whole parameters.
@@ -319,10 +317,7 @@ class Reducer:
         """Compute and send the gradients of a step again, encoded with scales that fit.
 
         Args:
-            step: number of the step.
-            groups: microbatch groups of this worker.
             nodes: for each rank, the nodes whose sums it sends, as in the first attempt.
-            header: header of the step.
         """
         sums = ScatteredAccumulator(self._context.settings.along_tree)
         for group in groups:
@@ -344,7 +339,6 @@ class Reducer:
         Args:
             nodes: for each rank, the nodes whose sums it has.
             sums: for each node of this worker, the sums of the results of :meth:`Buffers.collect`.
-            samples: divisor of the sums.
         """
         buffers = self._context.compute.buffers
         if not buffers.fixed:

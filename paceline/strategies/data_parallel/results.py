@@ -42,9 +42,7 @@ class Results:
         """Begin a step, and return the groups of this worker, with an audited microbatch in a group of its own.
 
         Args:
-            step: step number.
             layout: groups that each rank will compute, as far as they are known.
-            groups: loaded groups of this worker.
         """
         self._step = step
         self._headers.audited = self._audit.begin(step, layout)
@@ -71,12 +69,7 @@ class Results:
         return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
-        """Send which parameters got no gradient from the groups of this worker.
-
-        Args:
-            layout: groups of each rank.
-            missing: for each group of this worker, the indices of the parameters without a gradient.
-        """
+        """Send which parameters got no gradient from the groups of this worker."""
         rows = max(map(len, layout))
         own = torch.zeros(rows, len(self._context.update.parameters), dtype=torch.uint8)
         for row, places in enumerate(missing):
@@ -90,8 +83,6 @@ class Results:
         """Return the results of the groups of all workers, in the order of microbatches.
 
         Args:
-            layout: groups of each rank.
-            header: header of the step, with the losses.
             missing: table of the parameters without a gradient. None if no gradient is missing.
 
         Raises:

@@ -38,23 +38,18 @@ from paceline.strategies.data_parallel.results import Results
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities of work stealing."""
     return Capabilities(
         fixed_point=True, wires=WHOLE_WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
     )
 
 
 class WorkStealing(Strategy):
-    """All-reduce in which early workers take microbatches from late workers.
-
-    Attributes:
-        seconds: compute time of each worker in the last step.
-    """
+    """All-reduce in which early workers take microbatches from late workers."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         total = context.order.microbatches
-        self.seconds: list[float] = [0.0] * context.world.size
+        self.seconds: list[float] = [0.0] * context.world.size  # compute time of each worker in the last step
         self._reducer = Reducer(context, overlap=False)
         self._results = Results(context, total)
         self._leases = leases_for(context.world, total)

@@ -88,8 +88,6 @@ class OuterSteps:
 
         Args:
             step: number of the inner step that has just been made.
-            fragment: number of the fragment.
-            counts: counts of all replicas.
             seconds: seconds that this worker has waited for the others.
         """
         for one in self._replicas.values():
@@ -165,7 +163,6 @@ class OuterSteps:
                 one.buffers = {}
 
     def _mean_buffers(self, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
-        """Return the means of the replicas' buffers."""
         context, exact = self._context, self._context.settings.exact
         buffers = Accumulator(exact)
         for number, one in self._replicas.items():

@@ -52,7 +52,6 @@ from paceline.strategies.single import Single
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities of local training."""
     simplest = settings.strategy == "local-sgd"
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
@@ -194,7 +193,6 @@ class LocalTraining(Strategy):
         return [group for number in own for group in self._batch.groups(step, self._share(step, number))]
 
     def _share(self, step: int, number: int) -> range:
-        """Return the microbatches of a replica."""
         return even(len(self._context.order.parts_of(step)), self._local.replicas)[number]
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:

@@ -258,7 +258,6 @@ class AsyncSteps(Strategy):
         )
 
     def _is_drained(self, table: ClaimTable, steps: int) -> bool:
-        """Return whether no step is open."""
         if table.top > max(steps, self._top):
             here = f"rank {self._context.world.rank} synchronizing after step {steps - 1}"
             taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)
@@ -268,14 +267,12 @@ class AsyncSteps(Strategy):
 
 
 def finish(table: ClaimTable, step: int, result: StepResult) -> None:
-    """Close a step with its result."""
     del table.open[step]
     set_newest(table, step, result)
     table.version += result.applied
 
 
 def set_newest(table: ClaimTable, step: int, result: StepResult) -> None:
-    """Write the result of the newest step into the claim table."""
     table.newest, table.applied, table.metrics = step, result.applied, result.metrics
     table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
 

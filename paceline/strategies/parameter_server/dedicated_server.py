@@ -25,8 +25,7 @@ from paceline.strategies.parameter_server.async_server import ShardedServer, ser
 from paceline.strategies.parameter_server.async_steps import Gradients, finish
 from paceline.strategies.parameter_server.sharing import OnOneMachine
 
-_FIRST = 0
-"""Rank of the server that decides in which order gradients are applied."""
+_FIRST = 0  # rank of the server that decides in which order gradients are applied
 
 
 class DedicatedServer(ShardedServer):

@@ -11,8 +11,7 @@ from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
 
-STATE = "asynchronous"
-"""Key of the strategy state of all asynchronous strategies."""
+STATE = "asynchronous"  # key of the strategy state of all asynchronous strategies
 
 
 class FinalDrain(Strategy):

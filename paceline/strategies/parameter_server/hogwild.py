@@ -40,7 +40,6 @@ def build(context: TrainingContext) -> AsyncSteps:
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities of Hogwild."""
     return Capabilities(
         exact=False,
         replicated=False,

@@ -34,8 +34,7 @@ from paceline.strategies.parameter_server.async_steps import Gradients, Server, 
 from paceline.strategies.parameter_server.shard_replica import PendingGradients, ShardReplica
 from paceline.strategies.parameter_server.sharing import OverNetwork, copies_of
 
-_PART_SECONDS = 10.0
-"""Timeout for a holder to send its shard while the workers re-form."""
+_PART_SECONDS = 10.0  # timeout for a holder to send its shard while the workers re-form
 
 
 class NetworkServer(Server):

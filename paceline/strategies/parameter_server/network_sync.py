@@ -28,8 +28,7 @@ from paceline.strategies.parameter_server.sharing import connect_servers, copies
 
 _SLICE_SECONDS = 0.1
 """Longest time that a server holds a request before it answers that the update has not been made yet."""
-_PART_SECONDS = 10.0
-"""Timeout for a holder to send its shard while the workers re-form."""
+_PART_SECONDS = 10.0  # timeout for a holder to send its shard while the workers re-form
 
 
 class NetworkServers:

@@ -153,5 +153,4 @@ class _Buffers:
         self.named = named
 
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers by name."""
         return list(self.named.items())

@@ -53,7 +53,6 @@ def build_alone(context: TrainingContext) -> Strategy:
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities of the configured mode."""
     return Capabilities(
         exact=settings.server.mode == "sync" and not settings.backup.workers,
         exact_with="server.mode = 'sync' without backup workers",

@@ -35,8 +35,7 @@ from paceline.strategies.parameter_server.async_server import servers_among, war
 from paceline.strategies.parameter_server.network_sync import NetworkServers
 from paceline.strategies.parameter_server.sharing import shared_memory_of
 
-_TAGS = 1 << 12
-"""First tag of the gradients, the same as in all-reduce."""
+_TAGS = 1 << 12  # first tag of the gradients, the same as in all-reduce
 
 
 class SyncServer(Strategy):

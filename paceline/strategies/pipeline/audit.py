@@ -42,7 +42,6 @@ def audits_of(
     """Return the audits of a step on this worker, by stage and microbatch.
 
     Args:
-        first: number of the first microbatch of the step.
         worker_of: function that returns the rank that computes a stage for a microbatch.
     """
     if not context.audits.is_audited(step):
@@ -102,11 +101,7 @@ class StageAudit:
         return Attributes({"model": compute.model, "forward": compute.forward}, known)
 
     def add_forward(self, outputs: Sequence[torch.Tensor], again: bool = False) -> None:
-        """Add the digests of the outputs, or of the loss, and of the buffers after a forward pass.
-
-        Args:
-            again: whether it was the second pass.
-        """
+        """Add the digests of the outputs, or of the loss, and of the buffers after a forward pass."""
         for place, value in enumerate(outputs):
             self._passes[again].add("the loss" if self._is_last else f"output {place} of stage {self._stage}", value)
         buffers = self._context.compute.buffers
@@ -115,11 +110,7 @@ class StageAudit:
 
     @contextmanager
     def backward(self, inputs: Sequence[torch.Tensor], again: bool = False) -> Iterator[None]:
-        """Add the digests of the gradients that the backward pass in the context computes for this microbatch.
-
-        Args:
-            again: whether it is the second pass.
-        """
+        """Add the digests of the gradients that the backward pass in the context computes for this microbatch."""
         kept = {name: value.grad for name, value in self._parameters.items()}
         for value in self._parameters.values():
             value.grad = None

@@ -48,8 +48,7 @@ None for each of them), then the activations; backward, the gradients of the act
 
 _FIRST_PASS = {Kind.FORWARD: "encode", Kind.SEND: "encode-send", Kind.RECEIVE: "encode-receive"}
 """Names of events in the first pass of a loss over the whole batch."""
-_PREFETCH = 4
-"""Number of operations ahead for which receives are posted."""
+_PREFETCH = 4  # number of operations ahead for which receives are posted
 
 
 class Hooks:
@@ -97,7 +96,6 @@ class Executor:
         losses: for each microbatch whose last stage this worker computed, a float64 tensor of shape [2 + 2 * metrics]:
             the sum of the losses and its divisor, then the same pair for each metric.
         statistics: for each stage and microbatch, the stage's buffers after the forward pass, times the samples.
-        samples: number of samples of each microbatch.
         busy_seconds: compute time of this worker.
     """
 
@@ -148,7 +146,6 @@ class Executor:
         scale: float = 1.0,  # factor of the loss, and so of the gradients
         audits: bool = True,  # whether audits may be due
     ) -> None:
-        """Add the microbatches of a step."""
         self._scale = scale
         self._worker_of = worker_of
         for group in groups:

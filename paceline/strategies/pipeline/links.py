@@ -34,7 +34,6 @@ class Links:
         self._receivers: dict[tuple[int, int, int], Receiver] = {}
 
     def sender(self, stage: int, peer: int, rank: int) -> Sender:
-        """Return the sender from a stage of this worker to ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._senders:
             ring = self._ring(stage, peer, self._world.rank, rank)
             sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact)
@@ -42,7 +41,6 @@ class Links:
         return self._senders[stage, peer, rank]
 
     def receiver(self, stage: int, peer: int, rank: int) -> Receiver:
-        """Return the receiver in a stage of this worker from ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._receivers:
             ring = self._ring(peer, stage, rank, self._world.rank)
             receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring)

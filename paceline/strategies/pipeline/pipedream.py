@@ -46,8 +46,7 @@ from paceline.strategies.pipeline.weight_stash import WeightStash
 
 _STATE = "pipeline"
 _TAGS = 1 << 12
-_NOTICE_STEPS = 20
-"""Number of steps between two exchanges of membership notices."""
+_NOTICE_STEPS = 20  # number of steps between two exchanges of membership notices
 
 
 class PipeDream(Strategy):
@@ -247,7 +246,6 @@ class _StageUpdates(Hooks):
         self._done, self._next = [], 0
 
     def clear_gradients(self) -> None:
-        """Drop the gradients of the stage."""
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 from paceline.schedule.balance import fit_bounds
 
-WINDOW = 20
-"""Number of steps between two decisions."""
-MINIMUM_GAIN = 1.1
-"""Cut again if the slowest stage would be at least this many times faster."""
+WINDOW = 20  # number of steps between two decisions
+MINIMUM_GAIN = 1.1  # cut again if the slowest stage would be at least this many times faster
 
 Bounds = tuple[tuple[int, int], ...]
 
@@ -30,7 +28,6 @@ class Decision(NamedTuple):
     gain: float
 
     def describe(self) -> str:
-        """Return the decision as a sentence."""
         return (
             f"stage {self.stage} takes {self.longer:.2f} times as long as the mean stage; the model is cut again, "
             f"which should make the slowest stage {self.gain:.2f} times faster"

@@ -25,8 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-ReverseGraph = Mapping[Node, set[Node]]
-"""For each node of an autograd graph, the nodes from which it gets gradients."""
+ReverseGraph = Mapping[Node, set[Node]]  # for each node of an autograd graph, the nodes from which it gets gradients
 
 
 @dataclass(eq=False)
@@ -56,7 +55,6 @@ def backward_input(
 
     Args:
         outputs: outputs of the stage, or the loss of the last stage. They are not needed afterwards.
-        output_gradients: gradients of the outputs. None for a loss.
         parameters: parameters of the stage, some of which may be frozen.
 
     Returns:
@@ -81,7 +79,6 @@ def backward_input(
 
 
 def backward_weight(parameters: Sequence[nn.Parameter], split: SplitBackward) -> None:
-    """Add the gradients of the weights to their ``.grad``."""
     found = dict(split.ready)
     for group in split.groups:
         edges = [
@@ -172,8 +169,6 @@ def _are_nested(nodes: set[Node], reverse: ReverseGraph) -> bool:
 
 @contextmanager
 def _capturing(groups: Iterable[ParameterGroup]) -> Iterator[None]:
-    """Capture the gradients that arrive at the intermediates of groups."""
-
     def capture(group: ParameterGroup, node: Node, gradients: tuple[torch.Tensor | None, ...]) -> None:
         group.gradients[node] = gradients
 

@@ -30,8 +30,7 @@ from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
 _log = logging.getLogger("paceline")
-_REPEATS = 3
-"""Number of measurements of each layer for an automatic cut."""
+_REPEATS = 3  # number of measurements of each layer for an automatic cut
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,6 @@ class Stages:
         partition: cut of the model. Defaults to the cut that the settings ask for.
 
     Attributes:
-        workers_of: for each stage, the ranks that hold it.
-        local: stages of this worker, by number.
         replicas: workers that hold the same stages.
         outside: names of the parameters and buffers that no layer uses.
         training_flags: ``training`` flags of the modules.
@@ -243,7 +240,6 @@ class Stages:
         self._restrict_buffers()
 
     def _restrict_buffers(self) -> None:
-        """Restrict the average to the buffers of local stages."""
         self._context.compute.buffers.restrict({name for stage in self.local.values() for name in stage.buffers})
 
     def nodes(self, schedule: Schedule) -> list[list[Node]]:

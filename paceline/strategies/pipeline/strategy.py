@@ -21,7 +21,6 @@ from paceline.strategies.pipeline.synchronous import Synchronous
 
 
 def build(context: TrainingContext) -> Strategy:
-    """Build the pipeline of the configured schedule."""
     return PipeDream(context) if context.settings.pipeline.schedule in ASYNC_SCHEDULES else Synchronous(context)
 
 

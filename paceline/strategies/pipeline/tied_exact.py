@@ -86,7 +86,6 @@ class TiedUses:
         )
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the recorded gradients."""
         return [*self._gradients.values()]
 
     def _record(self, node: Node, number: int, places: list[int]) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from paceline.comm.world import World
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-_handlers: dict[int, Callable[..., None]] = {}
-"""Handlers that this module has installed, by signal."""
+_handlers: dict[int, Callable[..., None]] = {}  # handlers that this module has installed, by signal
 
 
 def catch_notices(world: World) -> None:

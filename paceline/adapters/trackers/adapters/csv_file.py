@@ -40,7 +40,6 @@ class CsvTracker(Tracker):
 
 
 def open_tracker(run: TrackedRun) -> Tracker:
-    """Open the file of a run."""
     return CsvTracker(run.folder / "metrics.csv", run.position)
 
 

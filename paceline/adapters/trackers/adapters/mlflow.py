@@ -12,8 +12,7 @@ from mlflow.tracking import MlflowClient
 from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
 
 _TAG = "paceline.run"
-_MOST_METRICS, _MOST_PARAMS = 1000, 100
-"""Maximum number of items in a call."""
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # maximum number of items in a call
 
 
 class MlflowTracker(Tracker):
@@ -24,7 +23,6 @@ class MlflowTracker(Tracker):
         self._run = run
 
     def write(self, values: Sequence[Values]) -> None:
-        """Log metrics in batches, and texts and images as artifacts."""
         metrics = [
             Metric(_name(name), value, int(one.time * 1000), one.step)
             for one in values

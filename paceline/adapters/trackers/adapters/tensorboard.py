@@ -25,7 +25,6 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def write(self, values: Sequence[Values]) -> None:
-        """Add scalars, texts and images, and flush them to the file."""
         for one in values:
             for name, value in one.scalars.items():
                 self._writer.add_scalar(name, value, one.step, one.time)
