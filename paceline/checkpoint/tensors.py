@@ -182,10 +182,7 @@ class StreamedTensors(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self,
-        local: Mapping[str, torch.Tensor],
-        kinds: Mapping[str, tuple[torch.dtype, torch.Size]],
-        receive: Receive,
+        self, local: Mapping[str, torch.Tensor], kinds: Mapping[str, tuple[torch.dtype, torch.Size]], receive: Receive
     ) -> None:
         self._local, self._receive = local, receive
         others = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in kinds.items()}

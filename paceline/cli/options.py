@@ -26,12 +26,10 @@ BEFORE_SCRIPT = {"allow_interspersed_args": False}
 
 Script = Annotated[Path, typer.Argument(help="The script that trains.", metavar="SCRIPT", show_default=False)]
 Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(help="The script's own arguments.", metavar="[ARGUMENTS]...", show_default=False),
+    list[str] | None, typer.Argument(help="The script's own arguments.", metavar="[ARGUMENTS]...", show_default=False)
 ]
 Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="A setting, such as batch=64; may be repeated.", metavar="KEY=VALUE"),
+    list[str] | None, typer.Option("--set", help="A setting, such as batch=64; may be repeated.", metavar="KEY=VALUE")
 ]
 Plan = Annotated[
     Path | None,
@@ -67,8 +65,7 @@ class MachineOptions:
         typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
     ] = None
     rendezvous: Annotated[
-        str | None,
-        typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"),
+        str | None, typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT")
     ] = None
     secret_file: Annotated[
         Path | None, typer.Option(help="The secret of the machines' runs, the same on all; made if it is not there.")

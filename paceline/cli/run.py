@@ -55,8 +55,7 @@ class RunOptions(MachineOptions):
     arguments: Arguments = None
     set_: Set = None
     resume: Annotated[
-        str | None,
-        typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint."),
+        str | None, typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint.")
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None
     plan: Plan = None
@@ -91,15 +90,13 @@ class RunOptions(MachineOptions):
     ] = None
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False
     host_discovery_script: Annotated[
-        Path | None,
-        typer.Option(help="Prints HOST:WORKERS, asked once a second: workers are added.", metavar="FILE"),
+        Path | None, typer.Option(help="Prints HOST:WORKERS, asked once a second: workers are added.", metavar="FILE")
     ] = None
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
     ] = False
     no_preload: Annotated[
-        bool,
-        typer.Option("--no-preload", help="Start each worker as a new Python; by default all are forks of one."),
+        bool, typer.Option("--no-preload", help="Start each worker as a new Python; by default all are forks of one.")
     ] = False
     launcher: Annotated[str, typer.Option(hidden=True)] = "local"
 

@@ -111,11 +111,7 @@ def known_settings(request: Request) -> Settings:
         ConfigError: a setting cannot be used, or the strategy does not exist.
     """
     plan = request.plan or env.plan_file()
-    layers = (
-        config.read_plan(plan) if plan else {},
-        config.environment_settings(),
-        request.settings,
-    )
+    layers = (config.read_plan(plan) if plan else {}, config.environment_settings(), request.settings)
     settings = config.resolve({}, *layers).settings
     config.check_strategy(settings.strategy)
     if request.nodes is not None and request.nodes[1] > 1:

@@ -153,11 +153,7 @@ class OrderedTransport:
 
     def __init__(self) -> None:
         self.capabilities = Capabilities(
-            device=torch.device("cpu"),
-            on_host=False,
-            same_host=False,
-            ordered=True,
-            blocking_wait=False,
+            device=torch.device("cpu"), on_host=False, same_host=False, ordered=True, blocking_wait=False
         )
         self._stream = _device()
         self._queues: dict[Communicator | None, _Queue] = {}

@@ -125,10 +125,7 @@ class _ThreadWork:
 
 
 def run(
-    size: int,
-    act: Callable[[World], _T],
-    hosts: Sequence[tuple[int, ...]] | None = None,
-    blocking_wait: bool = True,
+    size: int, act: Callable[[World], _T], hosts: Sequence[tuple[int, ...]] | None = None, blocking_wait: bool = True
 ) -> list[_T]:
     """Call a function in a thread for each worker, and return the results in rank order.
 

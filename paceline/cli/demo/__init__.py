@@ -21,9 +21,7 @@ SCRIPT = Path(__file__).with_name("digits.py")
 _BAR = 24
 
 
-def command(
-    workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers train.")] = 4,
-) -> None:
+def command(workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers train.")] = 4) -> None:
     """Train on handwritten digits, and show that the result does not depend on the number of workers."""
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError('The demo reads its digits from scikit-learn: pip install "paceline[demo]"')

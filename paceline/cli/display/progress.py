@@ -218,18 +218,9 @@ class BarDisplay(Display):
 
         super().__init__(events, alerts)
         self._console = Console(stderr=True)
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[details]}"),
-        )
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[details]}"))
         self._bar = Bar(
-            *columns,
-            console=self._console,
-            refresh_per_second=4,
-            redirect_stdout=False,
-            redirect_stderr=False,
+            *columns, console=self._console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False
         )
         self._task = self._bar.add_task("", total=None, details="starting", visible=False)
 

@@ -26,8 +26,7 @@ def command(
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     token: Annotated[
-        str | None,
-        typer.Option(help="Token in the address of the page.", metavar="TEXT", show_default="random"),
+        str | None, typer.Option(help="Token in the address of the page.", metavar="TEXT", show_default="random")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

@@ -24,8 +24,7 @@ def command(
         typer.Option(help="Where to write the trace.", metavar="FILE", show_default="trace.pftrace of the run"),
     ] = None,
     otel: Annotated[
-        str | None,
-        typer.Option(help="Send spans and metrics to this OpenTelemetry collector instead.", metavar="URL"),
+        str | None, typer.Option(help="Send spans and metrics to this OpenTelemetry collector instead.", metavar="URL")
     ] = None,
     collect: Collect = None,
     runs_dir: RunsDir = Path("runs"),

@@ -46,8 +46,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     steps: Annotated[int | None, typer.Option(help="Steps of the whole training.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Epochs of the whole training, instead.")] = None,
     tolerance: Annotated[
-        str,
-        typer.Option(help="bits: exact; rounding: what one process computes; convergent: also local training."),
+        str, typer.Option(help="bits: exact; rounding: what one process computes; convergent: also local training.")
     ] = "rounding",
     machines: Annotated[
         str | None,

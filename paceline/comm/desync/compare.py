@@ -17,22 +17,11 @@ from typing import TypedDict
 
 from paceline.errors import name_ranks
 
-SYMMETRIC = frozenset(
-    {
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-    }
-)
+SYMMETRIC = frozenset((
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_tensor",
+))  # fmt: skip
 """Operations in which all members have the same role. Two of them swapped on one worker mix up values."""
 
 _NAMED = 8

@@ -51,13 +51,7 @@ class Sender:
     """
 
     def __init__(
-        self,
-        world: World,
-        peer: int,
-        tag: int,
-        what: str,
-        ring: Ring | None = None,
-        exact: bool = False,
+        self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None, exact: bool = False
     ) -> None:
         self._world = world
         self._peer = peer

@@ -60,12 +60,7 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self,
-        link: Link,
-        number: int,
-        seconds: float,
-        session: int = 1,
-        mark: Callable[..., None] | None = None,
+        self, link: Link, number: int, seconds: float, session: int = 1, mark: Callable[..., None] | None = None
     ) -> None:
         self.number = number
         self._session = session

@@ -67,11 +67,7 @@ class ProcessGroup:
         if "nccl" in transport.backend:
             env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # groups are aborted after a loss
         dist.init_process_group(
-            transport.backend,
-            store=self._store,
-            rank=self._rank,
-            world_size=self._size,
-            timeout=self._timeout,
+            transport.backend, store=self._store, rank=self._rank, world_size=self._size, timeout=self._timeout
         )
         with self._lock:
             self._transport = transport

@@ -30,11 +30,7 @@ class Gloo:
 
     def __init__(self, same_host: bool) -> None:
         self.capabilities = Capabilities(
-            device=torch.device("cpu"),
-            on_host=True,
-            same_host=same_host,
-            ordered=False,
-            blocking_wait=True,
+            device=torch.device("cpu"), on_host=True, same_host=same_host, ordered=False, blocking_wait=True
         )
         self._waits = Waits()
 

@@ -25,11 +25,7 @@ class Nccl:
 
     def __init__(self, device: torch.device) -> None:
         self.capabilities = Capabilities(
-            device=device,
-            on_host=False,
-            same_host=False,
-            ordered=True,
-            blocking_wait=False,
+            device=device, on_host=False, same_host=False, ordered=True, blocking_wait=False
         )
         self._groups: dict[Communicator, dist.ProcessGroup] = {}
 

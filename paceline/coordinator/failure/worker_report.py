@@ -150,8 +150,7 @@ def record_of(launch: Launch, worker: int) -> dict[str, Any]:
 
 def _by_itself(plain: WorkerReport, record: Mapping[str, Any], out_of_memory: bool) -> WorkerReport:
     exception = UncaughtException(
-        str(record["type"]).rpartition(".")[2],
-        *(str(record.get(key) or "") for key in ("message", "line", "notes")),
+        str(record["type"]).rpartition(".")[2], *(str(record.get(key) or "") for key in ("message", "line", "notes"))
     )
     report = _by_exception(plain, exception)
     if out_of_memory and "killed by signal" in exception.message:

@@ -132,11 +132,7 @@ def profiled(context: TrainingContext, step: int, path: Path, take: Callable[[],
 
 
 def _debug(
-    _: env.Replay,
-    context: TrainingContext,
-    step: int,
-    groups: list[MicrobatchGroup],
-    take: Callable[[], StepResult],
+    _: env.Replay, context: TrainingContext, step: int, groups: list[MicrobatchGroup], take: Callable[[], StepResult]
 ) -> StepResult:
     """Stop in the debugger before the step, with the model and its microbatches at hand, and where the step fails."""
     model = context.compute.model  # noqa: F841 - for the user

@@ -136,20 +136,14 @@ def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process
 
 
 def alltoall_async(
-    tensor: torch.Tensor,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
     """Start :func:`alltoall`. Results are always the rows and the number of rows from each member."""
     return Operation(_start_alltoall(tensor, splits, name, process_set), single=False)
 
 
 def alltoall(
-    tensor: torch.Tensor,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Send each member its rows, and receive this member's rows from all members.
 

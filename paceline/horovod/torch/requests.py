@@ -16,9 +16,7 @@ from paceline.horovod.errors import InvalidRequest, NotInitialized
 from paceline.horovod.process_sets import ProcessSet
 from paceline.horovod.runtime import engine
 
-DTYPES = frozenset(
-    ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"],
-)
+DTYPES = frozenset(["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"])
 _REFUSED_SECONDS = 5.0
 """Timeout for a refused request to end, so that a later request of the same name is not mistaken for it."""
 

@@ -31,12 +31,7 @@ from typing import Any
 from paceline.environments import env
 from paceline.launchers.local import become, messages, unsafe
 
-MODULES = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "paceline.session",
-)
+MODULES = ("torch", "torch.distributed", "torch.distributed.checkpoint", "paceline.session")
 """Modules that workers import to train, save and recover. Given by name, because they belong to higher layers."""
 _MOST_PRINTED = 1 << 16
 _SET_WHEN_NEEDED = {"TORCHINDUCTOR_CACHE_DIR"}

@@ -11,19 +11,11 @@ from collections.abc import Mapping, Sequence
 from paceline.diagnostics.doctor.finding import Finding, ok, size, skipped
 
 FIELDS = (
-    "name",
-    "driver_version",
-    "memory.total",
-    "memory.used",
-    "temperature.gpu",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_slowdown",
-    "clocks_throttle_reasons.hw_thermal_slowdown",
-    "clocks_throttle_reasons.sw_thermal_slowdown",
-    "clocks_throttle_reasons.hw_power_brake_slowdown",
-    "retired_pages.pending",
-    "compute_mode",
-)
+    "name", "driver_version", "memory.total", "memory.used", "temperature.gpu",
+    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown", "clocks_throttle_reasons.sw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown", "retired_pages.pending", "compute_mode",
+)  # fmt: skip
 _SECONDS = 30.0
 _HINTS = "NCCL_DEBUG=WARN shows what NCCL cannot do, NCCL_DEBUG=INFO which interface and which links it takes"
 

@@ -79,7 +79,5 @@ class Kubectl:
     def follow(self, *words: str) -> subprocess.Popen[bytes]:
         """Start ``kubectl`` with the output of this process. It ends with this process."""
         return subprocess.Popen(
-            command_of(frozenset(), (*self._command, *words)),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            command_of(frozenset(), (*self._command, *words)), stdin=subprocess.DEVNULL, start_new_session=True
         )

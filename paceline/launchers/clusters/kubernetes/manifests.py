@@ -108,9 +108,7 @@ def _trainjob(pods: Pods) -> list[Manifest]:
         "terminationGracePeriodSeconds": termination_seconds(pods.grace_seconds),
         "securityContext": _POD_SECURITY,
         "volumes": _volumes(pods),
-        "containers": [
-            {"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": _mounts(pods)},
-        ],
+        "containers": [{"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": _mounts(pods)}],
     }
     job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     patch = {"manager": "paceline/run", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
