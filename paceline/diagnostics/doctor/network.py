@@ -50,7 +50,6 @@ def resolve(name: str) -> str | None:
 
 
 def own_name(name: str, address: str | None, machines: int) -> Finding:
-    """Check the address of the machine's own name, which libraries use by default."""
     check = "own name"
     if address is not None and not (env.is_loopback(address) and machines > 1):
         return ok(check, f"{name} is {address}")
@@ -66,7 +65,6 @@ def own_name(name: str, address: str | None, machines: int) -> Finding:
 
 
 def rendezvous_name(text: str, name: str, address: str, machines: int) -> Finding:
-    """Check that the name of the first machine resolves to an address that the others can reach."""
     check = "rendezvous name"
     if machines < 2 or not env.is_loopback(address) or env.is_loopback(name):
         return ok(check, f"{name} is {address}")
@@ -81,7 +79,6 @@ def rendezvous_name(text: str, name: str, address: str, machines: int) -> Findin
 
 
 def same_address(name: str, found: Mapping[str, str | None]) -> Finding:
-    """Check that all machines resolve the first machine's name to the same address."""
     check = "rendezvous name"
     known = {machine: address for machine, address in found.items() if address and not env.is_loopback(address)}
     if len(set(known.values())) < 2:

@@ -123,7 +123,6 @@ def instructions(machines: Machines) -> Finding:
 
 
 def canary(machines: Machines) -> Finding:
-    """Compare the bits of a small computation on the machines' processors."""
     check = "processor canary"
     values = {name: facts["torch"].get("canary") for name, facts in machines.items() if "error" not in facts["torch"]}
     if len(set(values.values())) < 2:
@@ -140,7 +139,6 @@ def canary(machines: Machines) -> Finding:
 
 
 def gpus(machines: Machines) -> Finding:
-    """Compare the GPUs that torch sees."""
     check = "GPUs"
     loaded = {name: facts["torch"] for name, facts in machines.items() if "error" not in facts["torch"]}
     values = {name: ", ".join(_counted(torch.get("gpus", ()))) for name, torch in loaded.items()}
@@ -161,7 +159,6 @@ def _counted(names: Sequence[str]) -> list[str]:
 
 
 def script(machines: Machines) -> Finding:
-    """Check that the script exists and is the same on all machines."""
     check = "script"
     given = {name: facts["script"] for name, facts in machines.items() if facts["script"]}
     if not given:
@@ -185,7 +182,6 @@ def script(machines: Machines) -> Finding:
 
 
 def data(machines: Machines) -> Finding:
-    """Check that the data set exists and is the same on all machines."""
     check = "data"
     given = {name: facts["data"] for name, facts in machines.items() if facts["data"]}
     if not given:
@@ -236,7 +232,6 @@ def mtu(machines: Machines) -> Finding:
 
 
 def memory(machines: Machines) -> Finding:
-    """Compare the memory that the machines may use."""
     check = "memory of the machines"
     values = {name: facts["memory"] for name, facts in machines.items()}
     least, most = min(values.values()), max(values.values())

@@ -77,7 +77,6 @@ def _which(gpus: Sequence[Gpu], field: str, wrong: str) -> list[int]:
 
 
 def ecc(gpus: Sequence[Gpu]) -> Finding:
-    """Check for uncorrected memory errors and pages that wait to be retired."""
     check = "GPU memory errors"
     counts = [gpu["ecc.errors.uncorrected.volatile.total"] for gpu in gpus]
     bad = [f"GPU {number}: {count}" for number, count in enumerate(counts) if count.isdecimal() and int(count)]
@@ -94,7 +93,6 @@ def ecc(gpus: Sequence[Gpu]) -> Finding:
 
 
 def throttling(gpus: Sequence[Gpu]) -> Finding:
-    """Check for clocks that are reduced because of heat or power."""
     check = "GPU clocks"
     slow = []
     for number, gpu in enumerate(gpus):
@@ -127,7 +125,6 @@ def other_processes(gpus: Sequence[Gpu], processes: Sequence[tuple[int, str, int
 
 
 def compute_mode(gpus: Sequence[Gpu]) -> Finding:
-    """Check that the compute mode permits processes to use the GPUs."""
     check = "GPU compute mode"
     closed = _which(gpus, "compute_mode", "Prohibited")
     if not closed:

@@ -28,7 +28,6 @@ def check_limits(limits: Limits, workers: int) -> list[Finding]:
 
 
 def open_files(limits: Limits, workers: int) -> Finding:
-    """Check the limit on open files. Each connection and each file of a data loader needs a file descriptor."""
     check = "open files"
     needed = files_needed(workers, workers)
     if limits.files is None or limits.files >= max(_FEW_FILES, needed):
@@ -46,7 +45,6 @@ def open_files(limits: Limits, workers: int) -> Finding:
 
 
 def processes(limits: Limits, workers: int) -> Finding:
-    """Check the limit on processes, which counts each thread of this user."""
     check = "processes"
     needed = processes_needed(workers)
     if limits.processes is None or limits.processes >= needed:
@@ -63,7 +61,6 @@ def processes(limits: Limits, workers: int) -> Finding:
 
 
 def locked_pages(limits: Limits) -> Finding:
-    """Check the limit on locked memory, which RDMA cards need."""
     check = "locked memory"
     allowed = "no limit" if limits.locked is None else f"{size(limits.locked)} (ulimit -l)"
     cards = f"; RDMA cards: {', '.join(limits.rdma)}" if limits.rdma else ""
@@ -81,7 +78,6 @@ def locked_pages(limits: Limits) -> Finding:
 
 
 def shared_memory(limits: Limits, workers: int) -> Finding:
-    """Check /dev/shm, through which workers of a machine exchange gradients and data loaders pass batches."""
     check = "/dev/shm"
     failed = True
     if limits.shared_size is None:
@@ -106,7 +102,6 @@ def shared_memory(limits: Limits, workers: int) -> Finding:
 
 
 def memory(limits: Limits, workers: int) -> Finding:
-    """Check the memory for each worker. The interpreter and torch alone need half a gigabyte."""
     check = "memory"
     left, whose = limits.available, f"{size(limits.available)} free of {size(limits.memory)}"
     if limits.memory_limit is not None and limits.memory_limit - limits.memory_used < left:
@@ -130,7 +125,6 @@ def memory(limits: Limits, workers: int) -> Finding:
 
 
 def cpu_quota(limits: Limits) -> Finding:
-    """Check the CPU quota. Libraries start a thread per core, and with a smaller quota the threads stall."""
     check = "CPU quota"
     if limits.quota is None or limits.quota >= limits.cores:
         return ok(check, "none" if limits.quota is None else f"{limits.quota:g} of {limits.cores} cores")
@@ -146,7 +140,6 @@ def cpu_quota(limits: Limits) -> Finding:
 
 
 def cores(limits: Limits, workers: int) -> Finding:
-    """Check that there is a core for each worker, because workers that share a core take turns."""
     check = "cores"
     values = f"{limits.cores} of {limits.all_cores} for {workers} worker{'s' if workers > 1 else ''}"
     if workers <= limits.cores:
@@ -161,7 +154,6 @@ def cores(limits: Limits, workers: int) -> Finding:
 
 
 def numa(limits: Limits) -> Finding:
-    """Check that this process may use memory of its own cores' NUMA domains. Memory of other domains is slower."""
     check = "NUMA"
     values = f"{limits.domains} memory domain{'s' if limits.domains > 1 else ''}"
     if limits.near_memory:

@@ -56,7 +56,6 @@ def better(first: Link, second: Link) -> Link:
 
 
 def connection(link: Link, place: str) -> Finding:
-    """Check that machines can connect on any port, as workers do on ports that the system assigns."""
     check = "ports"
     if not link.problem:
         return ok(check, "open").at(place)
@@ -74,7 +73,6 @@ def connection(link: Link, place: str) -> Finding:
 
 
 def latency(seconds: float, place: str) -> Finding:
-    """Check the latency, which every message of a collective waits for."""
     check = "latency"
     values = f"{1000 * seconds:.3g} ms for a round trip"
     if seconds <= _HIGH_LATENCY:
@@ -91,7 +89,6 @@ def latency(seconds: float, place: str) -> Finding:
 
 
 def loss(link: Link, place: str) -> Finding:
-    """Check the packet loss. Each lost packet causes a pause."""
     check = "packet loss"
     values = f"{100 * link.loss:.2g} % of the packets sent again"
     if link.loss <= _LOSS:
@@ -123,7 +120,6 @@ def large_packets(passed: bool, mtu: int, place: str) -> Finding:
 
 
 def speed(there: float, back: float, ends: tuple[str, str], usual: float) -> Finding:
-    """Check the speed of a link in both directions. Gradients cross it in each step."""
     check, (here, other), place = "link speed", ends, " - ".join(ends)
     each = f"{_rate(there)} from {here} to {other}, {_rate(back)} from {other} to {here}"
     slower, faster = sorted((there, back))
