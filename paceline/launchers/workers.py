@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypeAlias
 
 from paceline.errors import StartError
@@ -103,7 +103,7 @@ class Workers:
         except BaseException:
             for _, _, pipe, _ in pipes:
                 os.close(pipe)
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         # Reader threads start after the workers because a third-party launcher may fork.
         self._read(pipes)
@@ -117,9 +117,7 @@ class Workers:
         if number == self._supervisor.shown():
             self._show(name, line)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for worker in self._running.values():
             worker.kill()
             while worker.poll() is None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from http.client import HTTPException
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,16 +57,14 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def end(self, code: int) -> None:
         """Give the alerts of the last records, and those about the end of the run."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         if self._thread is not None:
             self._log.flush()
             self._poll({"event": ENDED, "code": code})

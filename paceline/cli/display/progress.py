@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from paceline.system.regular_files import open_regular
@@ -121,6 +120,7 @@ class Display:
         self._tail = EventTail(events)
         self._starting: tuple[int, float] | None = None  # number of workers, start time
         self._starts = False
+        self._drawn = time.monotonic(), 0  # time of the last line of progress, and its number of steps
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-progress", daemon=True)
@@ -148,9 +148,7 @@ class Display:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._closed.set()
         self._thread.join()
 
@@ -192,16 +190,10 @@ class LineDisplay(Display):
 
     introduces = True
 
-    def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
-        super().__init__(events, alerts)
-        self._last = time.monotonic()
-        self._printed = 0
-
     def draw(self) -> None:
-        """Print the progress if ten seconds have passed and it has changed."""
-        now = time.monotonic()
-        if now - self._last >= _LINE_SECONDS and self.progress.done != self._printed:
-            self._last, self._printed = now, self.progress.done
+        now, (last, done) = time.monotonic(), self._drawn
+        if now - last >= _LINE_SECONDS and self.progress.done != done:
+            self._drawn = now, self.progress.done
             with self._lock:
                 _write(sys.stderr, self.progress.text() + "\n")
 
@@ -248,10 +240,8 @@ class BarDisplay(Display):
         self._bar.start()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__()
         self._bar.stop()
 
 
