@@ -56,7 +56,7 @@ class Waiting:
         self.awaited = Awaited()  # ranks that this worker is waiting for
         # whether this worker waits in a call of the process group, which an alarm must interrupt
         self.in_process_group = False
-        self._purpose = ""
+        self.purpose = ""  # of the current waits, as given to :meth:`awaiting`. Empty outside of it.
         self._counted = 0.0  # time up to which waits are in the two sums below
         self._waited = 0.0
         self._waited_for: dict[int, float] = {}
@@ -121,7 +121,7 @@ class Waiting:
         if before.ranks:
             self._waited += now - self._counted
             if self.mark is not None:
-                self.mark("wait", ranks=before.ranks, what=self._purpose, seconds=now - self._counted)
+                self.mark("wait", ranks=before.ranks, what=self.purpose, seconds=now - self._counted)
             for rank in before.ranks:
                 self._waited_for[rank] = self._waited_for.get(rank, 0.0) + now - self._counted
                 if self._receiving:
@@ -170,22 +170,17 @@ class Waiting:
             purpose: completes "rank 0 has waited 30 s for rank 1 ...", such as ``"to send the output of stage 0"`` or
                 ``"in the all-reduce of bucket 2"``.
         """
-        before, self._purpose = self._purpose, purpose
+        before, self.purpose = self.purpose, purpose
         try:
             yield
         finally:
-            self._purpose = before
-
-    @property
-    def purpose(self) -> str:
-        """Purpose of the current waits, as given to :meth:`awaiting`. Empty outside of :meth:`awaiting`."""
-        return self._purpose
+            self.purpose = before
 
     def doing(self) -> str:
         """Return a description of what this worker does while it waits."""
-        if not self._purpose or self._purpose.startswith("to "):
-            return f"waiting for others {self._purpose}".rstrip()
-        return self._purpose
+        if not self.purpose or self.purpose.startswith("to "):
+            return f"waiting for others {self.purpose}".rstrip()
+        return self.purpose
 
     def explain(self, lost: WorkerLost) -> PacelineError:
         """Return the DisagreementError to raise instead if the workers made different calls, otherwise ``lost``."""

@@ -76,18 +76,18 @@ class Waits:
     def __init__(self) -> None:
         self.collectives: set[Any] = set()  # collectives that have been started and not yet waited for
         self._current: set[_Wait] = set()
-        self._interrupted = False
+        self.interrupted = False  # whether waits fail because of :meth:`interrupt`
 
     def reset(self) -> None:
         """Allow waits again, for a new process group."""
-        self._interrupted = False
+        self.interrupted = False
 
     def interrupt(self) -> None:
         """End all waits with a RuntimeError. Any thread may call this method.
 
         Destroying the process group blocks until its collectives have ended or timed out, so a thread keeps it alive.
         """
-        self._interrupted = True
+        self.interrupted = True
         for wait in list(self._current):
             wait.end()
         works = tuple(self.collectives)
@@ -95,15 +95,10 @@ class Waits:
         if works:
             threading.Thread(target=_outlive, args=(works, dist.group.WORLD), name="paceline-gloo", daemon=True).start()
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether waits fail because of :meth:`interrupt`."""
-        return self._interrupted
-
     def enter(self, wait: _Wait) -> None:
         """Register a wait. Raises RuntimeError if the waits were interrupted."""
         self._current.add(wait)  # before the check: either interrupt() sees this wait, or this wait sees the flag
-        if self._interrupted:
+        if self.interrupted:
             self.leave(wait)
             raise RuntimeError(INTERRUPTED)
 
