@@ -15,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
@@ -32,7 +32,7 @@ _TRY_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.05
 _LISTEN_TRIES = 5
-_SIOCGIFADDR = 0x8915
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,23 @@ def listen_if_here(where: Rendezvous) -> socket.socket | None:
     return None
 
 
-def interface_of(address: str) -> str | None:
+def interfaces() -> Iterator[tuple[str, ipaddress.IPv4Interface, int]]:
+    """Yield the name, the IPv4 address with its network, and the flags of each interface that has an address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
+                flags, address, mask = (
+                    fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
+                    for request in (_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK)
+                )
+            except OSError:  # no IPv4 address
                 continue
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None
+            found = ipaddress.IPv4Interface(f"{socket.inet_ntoa(address[20:24])}/{socket.inet_ntoa(mask[20:24])}")
+            yield name, found, struct.unpack_from("=H", flags, 16)[0]
+
+
+def interface_of(address: str) -> str | None:
+    return next((name for name, one, _ in interfaces() if str(one.ip) == address), None)
 
 
 class AgentClient:

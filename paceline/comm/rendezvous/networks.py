@@ -5,30 +5,16 @@ from __future__ import annotations
 import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import Sequence
 
-_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
+from paceline.coordinator.machines import interface_of, interfaces
+
 _UP, _LOOPBACK = 0x1, 0x8
 
 
 def networks() -> list[str]:
     """Return this machine's IPv4 addresses with the prefix length, such as 10.0.0.1/24, without loopback."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode()[:15])
-            try:
-                (flags,) = struct.unpack_from("=H", fcntl.ioctl(probe, _SIOCGIFFLAGS, asked), 16)
-                address, mask = (
-                    socket.inet_ntoa(fcntl.ioctl(probe, request, asked)[20:24])
-                    for request in (_SIOCGIFADDR, _SIOCGIFNETMASK)
-                )
-            except OSError:  # no IPv4 address
-                continue
-            if flags & _UP and not flags & _LOOPBACK:
-                found.append(ipaddress.ip_interface(f"{address}/{mask}").with_prefixlen)
-    return found
+    return [one.with_prefixlen for _, one, flags in interfaces() if flags & _UP and not flags & _LOOPBACK]
 
 
 def shared_address(ranks: Sequence[Sequence[str]]) -> str | None:
@@ -48,13 +34,16 @@ def shared_address(ranks: Sequence[Sequence[str]]) -> str | None:
     return str((near or own)[0].ip) if own else None
 
 
+def address_towards(host: str) -> str:
+    """Return the address from which this machine sends to a host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # UDP: sends nothing
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(host: str) -> str | None:
     """Return the network interface by which this machine sends to a host, or None if it is unknown."""
-    from paceline.coordinator.machines import interface_of
-
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # UDP: sends nothing
-            return interface_of(str(probe.getsockname()[0]))
+        return interface_of(address_towards(host))
     except OSError:
         return None

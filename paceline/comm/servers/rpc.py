@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 from paceline import errors
 from paceline.comm.assignment.store import Store
+from paceline.comm.rendezvous.networks import address_towards
 from paceline.comm.values import decode, encode
 from paceline.comm.world import World
 from paceline.coordinator.wire.authentication import NotAuthenticated, admit, worker
@@ -310,9 +311,7 @@ def _own_address(world: World) -> str:
     host = env.started_by().host
     if host is None or env.is_loopback(host):
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # UDP: sends nothing
-        return str(probe.getsockname()[0])
+    return address_towards(host)
 
 
 def _send(write: Callable[[memoryview], int], words: Any, parts: Sequence[Bytes]) -> None:
