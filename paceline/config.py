@@ -221,11 +221,10 @@ def _of_json(path: Path, text: bytes) -> dict[str, Any]:
 
 
 class SavedPlan(NamedTuple):
-    """What ``paceline plan --save`` writes, besides settings. The seconds are those predicted for a step, if known."""
+    """What ``paceline plan --save`` writes, besides settings."""
 
     workers: int
-    low: float | None
-    high: float | None
+    high: float | None  # end of the interval of a step's seconds, if known
 
 
 def saved_plan(plan: Path | None) -> SavedPlan | None:
@@ -234,8 +233,8 @@ def saved_plan(plan: Path | None) -> SavedPlan | None:
         return None
     read_plan(plan)  # complains about what is not a plan
     values = json.loads(plan.read_bytes())
-    low, high = (one if type(one := values.get(key)) is float and one > 0 else None for key in ("low", "high"))
-    return SavedPlan(values["workers"], low, high)
+    high = values.get("high")
+    return SavedPlan(values["workers"], high if type(high) is float and high > 0 else None)
 
 
 def resolve(

@@ -176,11 +176,11 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     saved = {"strategy": "pipeline", "workers": 2, "settings": {"pipeline": {"cut": ["1"]}}, "step_seconds": 0.1}
     path.write_text(json.dumps(saved))
     assert config.read_plan(path) == {"strategy": "pipeline", "pipeline.cut": ["1"]}
-    assert config.saved_plan(path) == (2, None, None)
+    assert config.saved_plan(path) == (2, None)
     assert config.saved_plan(None) is config.saved_plan(tmp_path / "plan.toml") is None
     path.write_text(json.dumps(saved | {"low": 0.0198, "high": 0.0432}))
     planned = config.saved_plan(path)
-    assert predicted(planned, 2) == ["step outside 19.800ms to 43.200ms"]
+    assert predicted(planned, 2) == ["steps > 43.200ms"]
     assert predicted(planned, 4) == predicted(None, 2) == []
     others = (
         "[1]",
