@@ -35,16 +35,26 @@ def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
         return {"data fingerprint": data.fingerprint[:16]}
     if type(data) is not Subset and not _is_stored(data):
         return {}
-    last = len(data) - 1
-    numbers = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
-    samples = [[_plain(leaf) for leaf in leaves_in(_sample(data, number))] for number in numbers]
+    numbers = compared(len(data))
+    found = digest_of([_sample(data, number) for number in numbers], exact=exact)
+    return {f"data samples {', '.join(map(str, numbers))}": found}
+
+
+def compared(length: int) -> list[int]:
+    """Return the numbers of the samples that stand for a data set: the first, the last and up to 6 between them."""
+    return sorted({(length - 1) * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
+
+
+def digest_of(given: list[Any], *, exact: bool) -> str:
+    """Return a hash of samples; ``exact`` as in :func:`facts_of`."""
+    samples = [[_plain(leaf) for leaf in leaves_in(one)] for one in given]
     if not exact:
         floating = [[_values(leaf) for leaf in leaves if _is_floating(leaf)] for leaves in samples]
         samples = [[leaf for leaf in leaves if not _is_floating(leaf)] for leaves in samples]
         samples += [[_large(values) for values in found] for found in floating]
         for field in zip(*floating, strict=False):  # scalars are large only compared with those of other samples
             samples.append([_large(numpy.array([one.item() for one in field if one.size == 1]))])
-    return {f"data samples {', '.join(map(str, numbers))}": digest(samples)}
+    return digest(samples)
 
 
 def _sample(data: Any, number: int) -> Any:

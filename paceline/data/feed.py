@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from paceline.data.growing.samples import Growing
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
+from paceline.data.located.shards import Located
 from paceline.data.nested import CollatedSizes, default_collate, rows
 from paceline.data.objects.attributes import Attributes, same
 from paceline.data.objects.values import PlainValues, Values
@@ -274,7 +275,8 @@ class KeyedDataset(Dataset[Any]):
         self._seed = seed
         self._collates = collates
         self._fixed = fixed_part(data)
-        self.is_plain = type(self._fixed) in (TensorDataset, list, tuple)
+        parts = data.shards.values() if isinstance(data, Located) else (self._fixed,)
+        self.is_plain = all(type(part) in (TensorDataset, list, tuple) for part in parts)
         self._tensors: tuple[torch.Tensor, ...] = ()
         if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of single reads
             self._tensors = data.tensors

@@ -9,8 +9,8 @@
 The order does not depend on the number of workers. A position in training is a single integer, the step.
 
 Up to ``LARGEST_SHUFFLE`` samples the permutation is a shuffle (``torch.randperm``), which takes 8 bytes a sample, at
-most 8 MB. Above that limit it is a Feistel network (feistel.py): each step computes only its own samples, at a cost
-that does not grow with the data set. Unlike a shuffle, a Feistel network on few numbers cannot produce every
+most 8 MB. Above that limit it is a Feistel network (``schedule.feistel``): each step computes only its own samples, at
+a cost that does not grow with the data set. Unlike a shuffle, a Feistel network on few numbers cannot produce every
 permutation; on many numbers the two are indistinguishable.
 """
 
@@ -20,6 +20,7 @@ import hashlib
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -27,10 +28,10 @@ from typing import Any
 
 import torch
 
-from paceline.data import feistel
+from paceline.comm.world import World
 from paceline.data.keys import ORDER, preserve_generators, seed_of
 from paceline.errors import ConfigError, InputError
-from paceline.schedule import shares
+from paceline.schedule import feistel, shares
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.system.usage import does_not_take
 from paceline.system.user_code import in_user_call
@@ -106,6 +107,7 @@ class BatchOrder(ABC):
     seed: int
     drop_last: bool  # whether a short last batch of an epoch is left out
     grows = False  # whether an epoch that has not begun may become longer
+    located = False  # whether a worker can read some of the samples only
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
     def cut_by(self, function: MicrobatchOrder) -> None:
@@ -182,6 +184,26 @@ class BatchOrder(ABC):
 
     def load(self, state: dict[str, Any]) -> None:  # noqa: B027 - most orders have no state
         """Continue from a state that :meth:`state` returned."""
+
+    def holders_of(self, step: int) -> tuple[tuple[int, ...], ...] | None:
+        """Return the ranks that can read each microbatch of a step. None if all workers can read all of them."""
+        return None
+
+    def able(self, step: int, microbatch: int, workers: int) -> Sequence[int]:
+        """Return the ranks that can read a microbatch of a step."""
+        holders = self.holders_of(step)
+        return range(workers) if holders is None else holders[microbatch]
+
+    def example(self, step: int) -> tuple[int, list[range]]:
+        """Return a step, from ``step`` on, and a microbatch of it that this worker can read, for a probe."""
+        return step, [range(1)]
+
+    def meet(self, world: World, doing: str) -> None:  # noqa: B027 - of most data, every worker has all
+        """Tell the other workers which samples this one has. All workers of a membership call this together.
+
+        Raises:
+            InputError, DisagreementError: together they do not have the samples of the run.
+        """
 
     def cuts(self) -> set[int]:
         """Return the possible numbers of microbatches in a batch."""

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from paceline.data.growing.order import GrowingOrder
 from paceline.data.growing.samples import Growing
+from paceline.data.located.order import LocatedOrder
+from paceline.data.located.shards import Located
 from paceline.data.order import BatchOrder, Order
 from paceline.data.sampler import SampleNumbers, order_by
 from paceline.data.streams.order import StreamOrder
@@ -53,14 +55,9 @@ def _order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batc
         return _stream(data, settings, batch, parts)
     if isinstance(data, Growing):
         return _growing(data, sampler, settings, batch, parts)
-    if isinstance(data, str | bytes | os.PathLike) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-        raise _no_data_set(data)
-    refuse_columns("data", data)
-    if len(data) == 0:
-        raise InputError(
-            f"The data set is empty. data, of type {type(data).__name__}, has the length 0: look at the path, the "
-            f"split or the filter that it was made from."
-        )
+    if isinstance(data, Located):
+        return _located(data, sampler, settings, batch, parts)
+    _check_data_set(data)
     if sampler is not None:
         return order_by(sampler, len(data), batch, parts, settings.seed, settings.drop_last)
     if settings.drop_last and len(data) < batch:
@@ -69,6 +66,18 @@ def _order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batc
             f"Give a smaller batch, or leave drop_last out."
         )
     return Order(len(data), batch, parts, settings.seed, settings.drop_last)
+
+
+def _check_data_set(data: Any) -> None:
+    """Raise InputError if the data set has no samples, or none with numbers."""
+    if isinstance(data, str | bytes | os.PathLike) or not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise _no_data_set(data)
+    refuse_columns("data", data)
+    if len(data) == 0:
+        raise InputError(
+            f"The data set is empty. data, of type {type(data).__name__}, has the length 0: look at the path, the "
+            f"split or the filter that it was made from."
+        )
 
 
 def refuse_columns(what: str, data: Any) -> None:
@@ -130,6 +139,25 @@ def _growing(data: Growing, sampler: SampleNumbers | None, settings: Settings, b
             f"session a data set of its own: paceline.data.Growing(list(earlier))."
         )
     return GrowingOrder(data, batch, parts, settings.seed, settings.drop_last)
+
+
+def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, batch: int, parts: int) -> LocatedOrder:
+    for name, shard in data.shards.items():
+        if is_stream(shard) or isinstance(shard, DataLoader | Growing | Located):
+            raise InputError(
+                f"Shard {name!r} of Located is a {type(shard).__name__}, but the order of samples needs a data set "
+                f"with a fixed length and items by number."
+            )
+        try:
+            _check_data_set(shard)
+        except InputError as error:
+            raise InputError(f"Shard {name!r} of Located cannot be used: {error}") from None
+    if sampler is not None or settings.drop_last:
+        raise ConfigError(
+            "The order of Located data follows from the shards, and an epoch has every sample once: leave out "
+            "sampler, drop_last, and a forward(model, microbatch, state) that needs an order of its own."
+        )
+    return LocatedOrder(data, batch, parts, settings.seed, exact=bool(settings.exact))
 
 
 def _no_data_set(data: Any) -> InputError:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from paceline.data.comparison import facts_of
 from paceline.data.feed import KeyedDataset, LoadRequest, collated
 from paceline.data.keys import COLLATE, seed_all, seed_of
+from paceline.data.located.shards import Located
 from paceline.data.nested import default_collate
 from paceline.data.prefetch import to_device
 from paceline.data.recurrent.carried import CarriedState
@@ -55,6 +56,11 @@ class Chunks:
             raise InputError(
                 f"{what} makes batches by itself, and would take each batch of this DataLoader for one sample: give "
                 f"it loader.dataset, a {type(data.dataset).__name__}."
+            )
+        if isinstance(data, Located):
+            raise InputError(
+                f"{what} divides its samples among all workers, but of Located data each worker has its own only: give "
+                f"it a data set that every worker has."
             )
         refuse_columns(what, data)
         self._context = context

@@ -185,9 +185,9 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def measure_segments(context: TrainingContext, blocks: dict[str, nn.Module], step: int) -> tuple[Segment, ...]:
-    """Measure a forward pass of the first microbatch of a step. No microbatch has more samples."""
+    """Measure a forward pass of a microbatch. No microbatch of the step has more samples."""
     with preserve_generators(), context.loop.noting_forward():
-        (group,) = context.feed.load(step, [range(1)])
+        (group,) = context.feed.load(*context.order.example(step))
         return measure_blocks(context, blocks, group, step)
 
 

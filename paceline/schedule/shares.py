@@ -52,3 +52,15 @@ def by_size(sizes: Sequence[int], parts: int) -> tuple[range, ...]:
         choices = range(stops[-1] + 1, len(sizes) - parts + part + 1)
         stops.append(min(choices, key=lambda stop: abs(ends[stop - 1] - wanted)))
     return tuple(range(start, stop) for start, stop in pairwise([*stops, len(sizes)]))
+
+
+def runs(share: Sequence[int]) -> list[range]:
+    """Return the contiguous parts of a share in ascending order.
+
+    >>> runs((0, 1, 2, 5, 7, 8))
+    [range(0, 3), range(5, 6), range(7, 9)]
+    """
+    if isinstance(share, range):
+        return [share] if share else []
+    starts = [place for place, one in enumerate(share) if place == 0 or share[place - 1] != one - 1]
+    return [range(share[start], share[stop - 1] + 1) for start, stop in pairwise([*starts, len(share)])]

@@ -154,6 +154,7 @@ class Capabilities:
     # whether a step computes all microbatches of its batch after the previous update, each on one worker, so that state
     # may be carried from each microbatch to the microbatch at the same index in the next batch
     carries: bool = True
+    located: bool = False  # whether a worker may compute any set of microbatches, for samples that not all workers have
     # whether workers check during training that a microbatch does not depend on the worker that computes it
     audits: bool = True
     # whether weights that the script changes between two steps are the ones that the next step trains

@@ -20,23 +20,25 @@ _EXACT = ("allreduce", "stealing")  # exact strategies to recommend in error mes
 
 
 def check(
-    settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module, batch_loss: object = None
+    settings: Settings,
+    capabilities: Capabilities,
+    forward: object,
+    model: nn.Module,
+    batch_loss: object = None,
+    located: bool = False,
 ) -> None:
     """Raise ConfigError if settings or arguments ask for more than the strategy supports.
 
     Args:
         forward: ``forward`` argument of the script. None if the script gave a loss instead.
+        located: whether a worker has some of the samples only.
     """
+    _check_data(settings, capabilities, forward, located)
     if batch_loss is not None and not capabilities.batch_losses:
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot train with batch_loss=, which needs the outputs of the whole batch "
             f"before the first gradient: use 'allreduce', 'stealing', 'sharded', or 'pipeline' with pipeline.schedule "
             f"= '1f1b'."
-        )
-    if takes_state(forward) and not capabilities.carries:
-        raise ConfigError(
-            f"forward(model, microbatch, state) hands a state from batch to batch, which strategy "
-            f"{settings.strategy!r} cannot carry: use 'allreduce' or 'stealing'."
         )
     others = " or ".join(repr(one) for one in _EXACT if one != settings.strategy)
     cure, which = f"use strategy {others}", repr(settings.strategy)
@@ -70,6 +72,22 @@ def check(
         raise ConfigError(
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which {what} does "
             f"not give: save after a number of steps, such as checkpoint.every = 100."
+        )
+
+
+def _check_data(settings: Settings, capabilities: Capabilities, forward: object, located: bool) -> None:
+    if takes_state(forward) and not capabilities.carries:
+        raise ConfigError(
+            f"forward(model, microbatch, state) hands a state from batch to batch, which strategy "
+            f"{settings.strategy!r} cannot carry: use 'allreduce' or 'stealing'."
+        )
+    if located and (settings.keeps_errors or not capabilities.located):
+        what, cure = f"strategy {settings.strategy!r}", "use strategy 'allreduce' or 'sharded'"
+        if capabilities.located:
+            what, cure = f"wire = {settings.wire!r}", "use another format, such as wire = 'int8'"
+        raise ConfigError(
+            f"{what} decides which worker computes which microbatch, but of Located data each worker computes what it "
+            f"has: {cure}."
         )
 
 

@@ -68,6 +68,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         wires=(*WHOLE_WIRES, *PARTIAL_WIRES),
         phases=True,
         batch_losses=True,
+        located=True,
         closures=True,
         communication=True,
         scales_loss=True,

@@ -117,7 +117,7 @@ def test_one_that_has_joined_takes_part_in_the_audit(
             audits=schedule,
             world=SimpleNamespace(rank=rank, size=3),
             compute=SimpleNamespace(recorder=None),
-            order=SimpleNamespace(parts_of=lambda _: range(6)),
+            order=SimpleNamespace(parts_of=lambda _: range(6), able=lambda _step, _place, workers: range(workers)),
             settings=SimpleNamespace(exact=True),
             probe_results=ProbeResults(),
         )

@@ -201,7 +201,7 @@ class Scene:
             update=SimpleNamespace(optimizer=self.optimizer, parameters=dict(self.model.named_parameters())),
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
-            order=SimpleNamespace(grows=False),
+            order=SimpleNamespace(grows=False, meet=lambda world, doing: None),
             settings=SimpleNamespace(strategy="allreduce", local=Settings().local, keeps_errors=False),
             replicas={},
             prepared=[],

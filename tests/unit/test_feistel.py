@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import paceline
-from paceline.data import feistel
 from paceline.data import order as order_module
-from paceline.data.feistel import permute
 from paceline.data.order import LARGEST_SHUFFLE, Order
 from paceline.errors import CheckpointError
+from paceline.schedule import feistel
+from paceline.schedule.feistel import permute
 
 
 def chi_square(counts: np.ndarray) -> float:

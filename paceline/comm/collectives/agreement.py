@@ -18,7 +18,8 @@ _CURES = {
     "optimizer": "The factories of optimizer and schedule must not depend on the rank, nor draw random numbers.",
     "trained": "Freeze the same parameters, and give the optimizer the same ones, on every worker.",
     "data": "Every worker must see the whole data set, in the same order; Paceline hands out the shares. If the script "
-    "shuffles or splits it, then with the same seed everywhere.",
+    "shuffles or splits it, then with the same seed everywhere. For machines that have different data, give every "
+    "worker a paceline.data.Located.",
     "items": "Give session.map the same items, in the same order, on every worker; Paceline hands them out.",
     "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
     "threads": "Set threads= to the same number everywhere; it changes the bits.",

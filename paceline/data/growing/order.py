@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.data import feistel
 from paceline.data.growing.samples import Growing, samples_in
 from paceline.data.order import UNKNOWN, BatchOrder, Order
 from paceline.errors import InputError
+from paceline.schedule import feistel
 
 Call = tuple[int, int, int]
 """Position of a call in the script, see ``training.progress``."""

@@ -173,15 +173,14 @@ class Audit:
         if self._alone and not holders:
             return False
         owner = holders[0] if holders else 0
-        others = [rank for rank in range(context.world.size) if rank != owner]
+        able = context.order.able(step, self._microbatch, context.world.size)
+        others = [rank for rank in able if rank != owner] or [owner]
         joined = context.audits.joined(step)
-        if self._alone or context.world.rank == (
-            joined if joined in others else others[self._microbatch % len(others)]
-        ):
+        auditor = joined if joined in others else others[self._microbatch % len(others)]
+        if self._alone or context.world.rank == auditor:
             self._compute(halves=bool(context.probe_results.fusible))
-        recorder = Recorder(context, step, self._microbatch)
+        context.compute.recorder = recorder = Recorder(context, step, self._microbatch)
         self._recorders.append(recorder)
-        context.compute.recorder = recorder
         return True
 
     def separate(self, groups: Sequence[MicrobatchGroup]) -> list[MicrobatchGroup]:
@@ -300,7 +299,8 @@ class Audit:
         """
         context, self._recorders = self._context, []
         self._step, self._microbatch = step, context.audits.microbatch(step, len(context.order.parts_of(step)))
-        if context.world.rank in ranks:
+        rank, able = context.world.rank, context.order.able(step, self._microbatch, context.world.size)
+        if rank in ranks and rank in able:
             context.compute.buffers.reset()
             self._compute()
         self._compare()

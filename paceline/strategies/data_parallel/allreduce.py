@@ -24,8 +24,9 @@ import torch
 from paceline.comm.collectives.step_header import StepHeader
 from paceline.comm.reduction.executor import Reduction
 from paceline.data.feed import MicrobatchGroup
-from paceline.schedule.shares import even
-from paceline.schedule.tree import Node, whole_nodes
+from paceline.schedule.placement import place
+from paceline.schedule.shares import even, runs
+from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Exact, Settings
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, commit
@@ -39,6 +40,9 @@ from paceline.strategies.data_parallel.results import Results
 from paceline.strategies.data_parallel.sparse_rows import SparseRows
 from paceline.system.wires import PARTIAL_WIRES
 
+_STEPS, _UNEVEN = 16, 1.25
+"""Number of steps for which shares of located data are compared, and the ratio to even ones that is a warning."""
+
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of all-reduce."""
@@ -49,6 +53,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         wires=(*WHOLE_WIRES, *PARTIAL_WIRES),
         phases=True,
         batch_losses=True,
+        located=True,
         closures=True,
         communication=True,
         sparse_gradients="none" if formats else "modules",
@@ -74,7 +79,8 @@ class AllReduce(Strategy):
     Args:
         context: training context.
         reducer: reducer of the gradients. Defaults to a reduction over all workers.
-        shares: deterministic function from the number of microbatches to each rank's share. Defaults to even shares.
+        shares: deterministic function from the number of microbatches to each rank's share. Defaults to even shares. Of
+            located data, workers compute what they have.
         apply: update function. Defaults to the same whole update on every worker.
 
     Attributes:
@@ -102,27 +108,50 @@ class AllReduce(Strategy):
         self._rows = SparseRows(context, sparse, self._largest_share()) if sparse else None
         places = {name: place for place, name in enumerate(named)}
         self._dense, self._sparse = ([places[name] for name in names] for names in (dense, sparse))
+        if context.order.located:
+            self._tell_uneven()
 
     def groups(self, step: int) -> list[range]:
         return self._layout(step)[self._context.world.rank]
 
     def _largest_share(self) -> int:
         """Return the largest share of any worker in a step, including the short step at the end of an epoch."""
+        if self._context.order.located:
+            return self._context.order.microbatches
         return max(len(share) for count in self._context.order.cuts() for share in self.shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
         """Return the microbatch groups of each rank."""
-        return [self._fusion.groups(share) for share in self.shares(len(self._context.order.parts_of(step)))]
+        return [[group for run in runs(share) for group in self._fusion.groups(run)] for share in self._shares(step)]
 
-    def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
+    def _shares(self, step: int) -> Sequence[Sequence[int]]:
+        """Return the microbatches of each rank, in ascending order."""
+        order = self._context.order
+        if (holders := order.holders_of(step)) is not None:
+            return place(holders, self._context.world.size)
+        return self.shares(len(order.parts_of(step)))
+
+    def _tell_uneven(self) -> None:
+        """Warn if steps wait for a worker that has most of the data."""
+        shares = [*map(self._shares, range(_STEPS))]
+        most = sum(max(map(len, one)) for one in shares)
+        longer = most / sum(-(-sum(map(len, one)) // len(one)) for one in shares)
+        if longer > _UNEVEN:
+            counts = [sum(map(len, own)) for own in zip(*shares, strict=True)]
+            self._context.warnings.append(
+                f"steps take {longer:.1f} times as long as with even shares, because the others wait for rank "
+                f"{counts.index(max(counts))}, which alone has much of the data: copy its shards to another machine"
+            )
+
+    def _nodes(self, shares: Sequence[Sequence[int]], along_tree: Exact) -> list[list[Node]]:
         """Return the nodes that each rank sends: nodes of the canonical tree, or one node for its running sum."""
         if along_tree:
-            return [whole_nodes(share) for share in shares]
+            return [nodes_of(share) for share in shares]
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context, layout = self._context, self._layout(step)
-        shares = self.shares(len(context.order.parts_of(step)))
+        shares = self._shares(step)
         groups = self._results.audit(step, layout, groups)
         context.compute.buffers.begin()
         context.update.check_structure()
@@ -144,7 +173,7 @@ class AllReduce(Strategy):
         return result
 
     def _gradients(
-        self, step: int, groups: list[MicrobatchGroup], shares: Sequence[range], again: bool = False
+        self, step: int, groups: list[MicrobatchGroup], shares: Sequence[Sequence[int]], again: bool = False
     ) -> _Computed:
         """Compute the mean gradients into ``.grad``; ``again`` marks a repetition within the step."""
         context, reducer = self._context, self._reducer
@@ -197,7 +226,7 @@ class AllReduce(Strategy):
 
     def exchange_alone(self, step: int) -> float:
         """Exchange gradients as in a step, with nothing else to do, and return the seconds. All workers call this."""
-        shares, reduction = self.shares(len(self._context.order.parts_of(step))), self.reduction
+        shares, reduction = self._shares(step), self.reduction
         self._context.world.gather(None, "step")
         begin = perf_counter()
         reduction.begin(self._nodes(shares, self._context.settings.along_tree), 1.0)
@@ -217,6 +246,10 @@ class AllReduce(Strategy):
         return None if self._memory is None else self._memory.leave()
 
 
-def _groups_of(share: range, starts: Sequence[int]) -> list[range]:
+def _groups_of(share: Sequence[int], starts: Sequence[int]) -> list[range]:
     """Return the groups of a share that begin at these microbatches."""
-    return [range(start, stop) for start, stop in pairwise([*starts, share.stop])]
+    return [group for run in runs(share) for group in _cut(run, [one for one in starts if one in run])]
+
+
+def _cut(run: range, starts: Sequence[int]) -> list[range]:
+    return [range(start, stop) for start, stop in pairwise([*starts, run.stop])]

@@ -72,6 +72,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         divides_state=STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
         batch_losses=True,
+        located=True,
         shares_weights=workers > 1 and settings.shard == "parameters",
         scales_loss=True,
         reads=("bucket_megabytes", "shard", "shard_copy", "shard_within"),

@@ -147,6 +147,7 @@ def _fixed_order() -> Any:
         batch=MICROBATCHES, microbatches=MICROBATCHES, samples_of=lambda step: MICROBATCHES,
         samples_before=lambda step: step * MICROBATCHES, epoch_of=lambda step: 0, is_last=lambda step: False,
         first_of=lambda epoch: UNKNOWN if epoch else 0, grows=False, state=lambda step: {}, load=lambda state: None,
+        meet=lambda world, doing: None, example=lambda step: (step, [range(1)]),
     )  # fmt: skip
 
 

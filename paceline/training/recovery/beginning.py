@@ -41,6 +41,7 @@ class Beginning:
         # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
         again = self.resume is None and self.context.world.generation > 0 and self.checkpointer.enabled
         steps = resume(self.context, self.checkpointer, self.state, "auto" if again else self.resume)
+        self.context.order.meet(self.context.world, "start")
         if self.context.settings.weights.path is not None and self.checkpointer.last is None:
             load_initial(self.context)
         return Progress.resumed(steps, self.state.loaded_script if steps else {})

@@ -28,7 +28,7 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Generation
 from paceline.data.growing.order import GrowingOrder
 from paceline.environments import env
-from paceline.errors import PREEMPTED, CheckpointError, InputError, WorkerLost
+from paceline.errors import PREEMPTED, CheckpointError, DisagreementError, InputError, WorkerLost
 from paceline.strategies.base import Strategy
 from paceline.strategies.registry import worker_counts
 from paceline.strategies.sharded.prepared import forget
@@ -88,11 +88,7 @@ class Recovery:
         if launched.spare:
             self._undo_warm_up = warm_up(self._context, self._state)
         coordinator.report(status)
-        about = {
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "address": coordinator.address,
-        }
+        about = {"host": platform.node(), "pid": os.getpid(), "address": coordinator.address}
         known = {key: value for key, value in self._beginning.run_spec.items() if not key.startswith("initial")}
         fits = worker_counts(self._context.settings, self._context.order.microbatches, launched.largest)
         coordinator.register(about, known, self._context.settings.hang_seconds, fits)
@@ -135,10 +131,7 @@ class Recovery:
                     self._points.begin(progress.steps)
                 else:
                     progress = self._same_state(progress)
-                    self._settle()
-                    self._share_findings()
-                    joined = [rank for rank, member in enumerate(answer.members) if member.worker in answer.joined]
-                    self._context.audits.look_at(progress.steps, joined)
+                    self._share_knowledge(answer, progress)
             except WorkerLost as error:
                 planned, ended = False, world.worker_ids(error.ranks)
                 continue
@@ -148,6 +141,20 @@ class Recovery:
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
             self._record(answer, lost, progress.steps, seconds)
             return progress
+
+    def _share_knowledge(self, generation: Generation, progress: Progress) -> None:
+        """Share the findings of the workers, which have one state, and what data each of them has."""
+        self._settle()
+        self._share_findings()
+        try:
+            self._context.order.meet(self._context.world, RE_FORMING)
+        except (InputError, DisagreementError):
+            if not loads_shares(self._context):
+                self._save_last(progress)
+                self._context.world.gather(None, "leaving")  # no worker exits before the checkpoint is complete
+            raise
+        joined = [rank for rank, member in enumerate(generation.members) if member.worker in generation.joined]
+        self._context.audits.look_at(progress.steps, joined)
 
     def _may_leave(self, progress: Progress | None) -> bool:
         """Return whether others have what this worker holds. Else it leaves a step later."""
@@ -340,14 +347,20 @@ class Recovery:
         world = self._context.world
         world.enter(world.membership.alone(), world.transport)
         self._context.events.mark("departure", code=departure.code, reason=departure.reason)
-        if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
-            if progress.owned is None:
-                self._checkpointer.save(self._state, progress.steps)
-            elif self._checkpointer.made < progress.steps:  # a part would be mistaken for a complete checkpoint
-                self._context.events.mark("not saved", step=progress.steps)
+        if departure.save and progress is not None:
+            self._save_last(progress)
         if departure.code in (0, PREEMPTED):
             raise SystemExit(departure.code)
         raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
+
+    def _save_last(self, progress: Progress) -> None:
+        """Save the state before this worker ends, if it has the whole state."""
+        if not progress.steps or not self._checkpointer.enabled:
+            return
+        if progress.owned is None:
+            self._checkpointer.save(self._state, progress.steps)
+        elif self._checkpointer.made < progress.steps:  # a part would be mistaken for a complete checkpoint
+            self._context.events.mark("not saved", step=progress.steps)
 
     def keep(self, progress: Progress, strategy: Strategy) -> None:
         """Keep the current state in memory if the workers go back to it. All workers call this together."""

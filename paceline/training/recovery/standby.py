@@ -34,7 +34,7 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
     kept = copy.deepcopy(own_values.state(0))
     compute.buffers.begin()
     try:
-        (group,) = context.feed.load(0, [range(1)])
+        (group,) = context.feed.load(*context.order.example(0))
         compute.forward_pass(group, 0).total.backward()
         for name in parameters.keys() - before.keys():
             parameters[name].grad = None

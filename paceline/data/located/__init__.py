@@ -1,0 +1,1 @@
+"""Data sets whose parts live on different machines."""

@@ -1,0 +1,103 @@
+"""Agreement of all workers on the shards of the data set, and on which workers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from typing import NamedTuple
+
+from paceline.comm.values import sendable
+from paceline.data.located.shards import ShardFacts
+from paceline.errors import DisagreementError, InputError
+
+_LISTED = 8
+
+
+@sendable
+class Holding(NamedTuple):
+    """Shards of a run, by name, and the workers that had each of them when all met last, as text."""
+
+    shards: dict[str, ShardFacts]
+    holders: dict[str, str]
+
+
+Given = tuple[str, Mapping[str, ShardFacts], Holding]
+"""What a worker tells the others: its host, its shards, and the shards of the run if it knows them already."""
+
+
+def agree(everyone: Sequence[Given]) -> tuple[Holding, dict[str, tuple[int, ...]]]:
+    """Return the shards of the run and the ranks that have each, from what all workers give in the order of ranks.
+
+    Raises:
+        DisagreementError: workers have different shards of the same name.
+        InputError: the workers do not have exactly the shards of the run, or two names stand for the same samples.
+    """
+    run = next((run for *_, run in everyone if run.shards), Holding({}, {}))
+    ranks: dict[str, list[int]] = {}
+    for rank, (_, own, _) in enumerate(everyone):
+        for name in own:
+            ranks.setdefault(name, []).append(rank)
+    holders = {name: ", ".join(_worker(everyone, rank) for rank in ranks[name]) for name in sorted(ranks)}
+    shards = {name: everyone[ranks[name][0]][1][name] for name in holders}
+    for name, known in shards.items():
+        for rank in ranks[name][1:]:
+            if what := _difference(known, everyone[rank][1][name]):
+                raise DisagreementError(
+                    f"Shard {name!r} is not the same on {_worker(everyone, ranks[name][0])} and "
+                    f"{_worker(everyone, rank)}: {what}. Machines that have the same shard give it the same name, and "
+                    f"different shards have different names."
+                )
+    if run.shards:
+        _check_run(run, shards, holders)
+    else:
+        _check_twice(shards, holders)
+    return Holding(shards, holders), {name: tuple(found) for name, found in ranks.items()}
+
+
+def _worker(everyone: Sequence[Given], rank: int) -> str:
+    return f"rank {rank} ({everyone[rank][0]})"
+
+
+def _more(names: Sized) -> str:
+    return f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+
+
+def _difference(left: ShardFacts, right: ShardFacts) -> str:
+    if left.length != right.length:
+        return f"{left.length} samples and {right.length} samples"
+    return "" if left.digest == right.digest else f"{left.length} samples each, but other values"
+
+
+def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str]) -> None:
+    if lost := [name for name in run.shards if name not in found]:
+        listed = ", ".join(f"{name!r} of {run.holders[name]}" for name in lost[:_LISTED])
+        raise InputError(
+            f"No worker has these shards of the data any more: {listed}{_more(lost)}. An epoch uses each sample once, "
+            f"so training cannot go on without them. Resume the run with workers that have them. A run survives the "
+            f"loss of a machine if each of its shards is on another machine, too."
+        )
+    for name, one in found.items():
+        if name not in run.shards:
+            raise InputError(
+                f"Shard {name!r} of {holders[name]} is not part of the data that this run was started with: shards "
+                f"{', '.join(map(repr, [*run.shards][:_LISTED]))}{_more(run.shards)}. The order of samples depends on "
+                f"all shards: leave it out, or start a new run."
+            )
+        if what := _difference(run.shards[name], one):
+            raise InputError(
+                f"Shard {name!r} has changed since this run was started: it had and has now, on {holders[name]}, "
+                f"{what}. The order of samples depends on it: give the same shard, or start a new run."
+            )
+
+
+def _check_twice(found: Mapping[str, ShardFacts], holders: Mapping[str, str]) -> None:
+    """Raise InputError if two names stand for the same samples."""
+    seen: dict[tuple[int, str], str] = {}
+    for name, one in found.items():
+        other = seen.setdefault((one.length, one.bits), name)
+        if other != name:
+            raise InputError(
+                f"Shards {other!r} of {holders[other]} and {name!r} of {holders[name]} have the same {one.length} "
+                f"samples, as far as those compared tell, which an epoch would use twice. If it is one shard on two "
+                f"machines, give it one name; if samples repeat on purpose, join the two into one shard by "
+                f"torch.utils.data.ConcatDataset."
+            )

@@ -1,0 +1,193 @@
+"""Sample order of a data set whose shards live on different machines: a pure function of (seed, epoch, step, shards).
+
+::
+
+    shard a    a0 a1 a2 a3 a4 a5     6 microbatches       step 0   a0 a1 b0 c0      batches of 4 microbatches
+    shard b    b0 b1 b2              3                    step 1   a2 a3 b1 c1
+    shard c    c0 c1 c2              3                    step 2   a4 a5 b2 c2
+
+Each shard is shuffled and cut into microbatches of its own. Microbatch k of the n of a shard has the position (k + u)/n
+in the epoch, with a random number u for each shard and epoch, and batches follow these positions. So each batch has
+microbatches of a shard in proportion to its size, give or take one. Within a batch they follow the names of the shards:
+a worker that has adjacent shards sends few sums.
+
+The order does not depend on which worker has which shard, which workers tell each other whenever they meet.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import accumulate, count, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.comm.world import World
+from paceline.data.keys import ORDER, seed_of
+from paceline.data.located.agreement import Holding, agree
+from paceline.data.located.shards import Located, ShardFacts, firsts_of
+from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
+from paceline.errors import ConfigError
+from paceline.schedule import feistel
+from paceline.schedule.microbatch_orders import MicrobatchOrder
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """Microbatch of an epoch: the index of its shard in the order of their names, and its place in the shard."""
+
+    shard: int
+    place: int
+
+
+class LocatedOrder(BatchOrder):
+    """Sample order of located shards. Until the workers have met, those of this worker stand for all."""
+
+    located = True
+    drop_last = False
+
+    def __init__(self, data: Located, batch: int, microbatches: int, seed: int, *, exact: bool) -> None:
+        self.batch, self.microbatches, self.seed = batch, microbatches, seed
+        self._data, self._own = data, data.facts(seed, exact=exact)
+        self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._set_shards(self._own)
+
+    def _set_shards(self, shards: Mapping[str, ShardFacts]) -> None:
+        self._names = sorted(shards)
+        firsts = firsts_of({name: one.length for name, one in shards.items()})
+        self._data.number(firsts)
+        self._firsts, self._lengths = (
+            [firsts[name] for name in self._names],
+            [shards[name].length for name in self._names],
+        )
+        self._counts: Numbers = -(-np.array(self._lengths) // (self.batch // self.microbatches))  # microbatches
+        self._samples, self._total = sum(self._lengths), int(self._counts.sum())
+        self._steps = -(-self._total // self.microbatches)  # in an epoch
+        self._parts = lru_cache(maxsize=8)(self._parts_of)  # those of a step are asked for several times
+        self._slices = lru_cache(maxsize=8)(self._slices_of)
+        self._offsets = lru_cache(maxsize=2)(self._offsets_of)
+        self._shuffles = lru_cache(maxsize=2)(self._shuffles_of)
+
+    def cut_by(self, function: MicrobatchOrder) -> None:
+        raise ConfigError(
+            "microbatch_order mixes the samples of a batch, but of Located data a microbatch has the samples of one "
+            "shard, so that one worker has them all: leave it out."
+        )
+
+    def facts(self) -> dict[str, int]:
+        return {"located": 1, **super().facts()}
+
+    def agreed(self) -> dict[str, object]:
+        return {"data in shards": "located", **super().agreed()}
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        return divmod(step, self._steps)
+
+    def first_of(self, epoch: int) -> int:
+        return epoch * self._steps
+
+    def samples_of(self, step: int) -> int:
+        return self.slices_of(step)[-1].stop
+
+    def samples_before(self, step: int) -> int:
+        epoch, index = self.place_of(step)
+        before, _ = self._between(epoch, index * self.microbatches, index * self.microbatches)
+        return epoch * self._samples + int(self._starts(before).sum())
+
+    def numbers_of(self, step: int) -> list[int]:
+        epoch, _ = self.place_of(step)
+        return [number for part in self._parts(step) for number in self._numbers(epoch, part)]
+
+    def slices_of(self, step: int) -> tuple[range, ...]:
+        return self._slices(step)
+
+    def _slices_of(self, step: int) -> tuple[range, ...]:
+        stops = accumulate((len(self._slice(part)) for part in self._parts(step)), initial=0)
+        return tuple(range(start, stop) for start, stop in pairwise(stops))
+
+    def holders_of(self, step: int) -> tuple[tuple[int, ...], ...] | None:
+        return tuple(self._ranks[self._names[part.shard]] for part in self._parts(step)) if self._ranks else None
+
+    def example(self, step: int) -> tuple[int, list[range]]:
+        own = {self._names.index(name) for name in self._own}
+        found = (
+            (one, place) for one in count(step) for place, part in enumerate(self._parts(one)) if part.shard in own
+        )
+        at, place = next(found)
+        return at, [range(place, place + 1)]
+
+    def _parts_of(self, step: int) -> list[Part]:
+        """Return the microbatches of a step."""
+        epoch, index = self.place_of(step)
+        start = index * self.microbatches
+        _, parts = self._between(epoch, start, min(start + self.microbatches, self._total))
+        return sorted(parts)
+
+    def _between(self, epoch: int, start: int, stop: int) -> tuple[Numbers, list[Part]]:
+        """Return the number of microbatches of each shard before place ``start`` of an epoch, and those up to ``stop``.
+
+        Of all microbatches only those near these places are sorted: before the position x are x times their number,
+        give or take one for each shard.
+        """
+        shards, offsets = len(self._names), self._offsets(epoch)
+        low = np.floor(self._counts * ((start - shards) / self._total) - offsets) - 1
+        high = np.floor(self._counts * ((stop + shards) / self._total) - offsets) + 2
+        before: Numbers = np.clip(low, 0, self._counts).astype(np.int64)
+        widths = np.clip(high, 0, self._counts).astype(np.int64) - before
+        shard = np.repeat(np.arange(shards), widths)
+        index = np.arange(len(shard)) - np.repeat(widths.cumsum() - widths - before, widths)
+        order = np.lexsort((shard, (index + offsets[shard]) / self._counts[shard]))
+        first = start - int(before.sum())
+        chosen = order[first : first + stop - start]
+        parts = [Part(*one) for one in zip(shard[chosen].tolist(), index[chosen].tolist(), strict=True)]
+        return before + np.bincount(shard[order[:first]], minlength=shards), parts
+
+    def _offsets_of(self, epoch: int) -> npt.NDArray[np.float64]:
+        generator = torch.Generator().manual_seed(seed_of(ORDER, self.seed, epoch))
+        drawn = torch.rand(len(self._names), dtype=torch.float64, generator=generator)
+        return np.asarray(drawn, np.float64)
+
+    def _starts(self, index: Numbers) -> Numbers:
+        """Return the number of samples before a microbatch of each shard. Their sizes differ by at most one."""
+        short, longer = np.divmod(np.array(self._lengths), self._counts)
+        starts: Numbers = index * short + np.minimum(index, longer)
+        return starts
+
+    def _slice(self, part: Part) -> range:
+        """Return the positions of a microbatch in the permutation of its shard."""
+        short, longer = divmod(self._lengths[part.shard], int(self._counts[part.shard]))
+        start = part.place * short + min(part.place, longer)
+        return range(start, start + short + (part.place < longer))
+
+    def _numbers(self, epoch: int, part: Part) -> list[int]:
+        """Return the sample numbers of a microbatch in the whole data set."""
+        own, first = self._slice(part), self._firsts[part.shard]
+        if self._samples > LARGEST_SHUFFLE:
+            seed = seed_of(ORDER, self.seed, epoch, part.shard)
+            found = feistel.permute(own.start, own.stop, self._lengths[part.shard], seed)
+        else:
+            found = self._shuffles(epoch)[part.shard][own.start : own.stop].tolist()
+        return [first + sample for sample in found]
+
+    def _shuffles_of(self, epoch: int) -> list[torch.Tensor]:
+        """Return a permutation of each shard."""
+        seeds = [seed_of(ORDER, self.seed, epoch, shard) for shard in range(len(self._names))]
+        generators = (torch.Generator().manual_seed(seed) for seed in seeds)
+        return [torch.randperm(length, generator=one) for length, one in zip(self._lengths, generators, strict=True)]
+
+    def meet(self, world: World, doing: str) -> None:
+        self._run, self._ranks = agree(world.gather((platform.node(), self._own, self._run), doing))
+        self._set_shards(self._run.shards)
+
+    def state(self, step: int) -> dict[str, Any]:
+        return {"shards": {name: list(one) for name, one in self._run.shards.items()}, "holders": self._run.holders}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take the shards of the run from a state. The workers compare them with their own when they meet."""
+        self._run = Holding({name: ShardFacts(*one) for name, one in state["shards"].items()}, state["holders"])

@@ -1,0 +1,90 @@
+"""Shards of the training data that this machine has. The shards of all workers together are the data set."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sized
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from paceline.comm.values import sendable
+from paceline.data.comparison import compared, digest_of
+from paceline.data.keys import SAMPLE, preserve_generators, seed_all, seed_of
+from paceline.errors import InputError
+from paceline.system.user_code import in_user_call
+
+
+@sendable
+class ShardFacts(NamedTuple):
+    """Values of a shard that are equal on all machines that have it, and in a resumed run."""
+
+    length: int
+    digest: str  # of the first, the last and up to 6 samples between them (``comparison.digest_of``)
+    bits: str  # of every bit of these samples
+
+
+class Located(Dataset[Any]):
+    """Shards of the training data that this machine has, by name.
+
+    The shards of all workers together are the data set. A shard may be on several machines, under one name. A worker
+    computes microbatches whose samples its machine has, so no sample is sent. ``len()`` counts the samples given here.
+
+    Args:
+        shards: data sets with a length and items by number, by the names of the shards.
+
+    Raises:
+        InputError: there is no shard, or a name is not a text.
+    """
+
+    def __init__(self, shards: Mapping[str, Any]) -> None:
+        known = isinstance(shards, Mapping)
+        if not known or not shards or not all(isinstance(name, str) and name for name in shards):
+            given = f"the names {', '.join(map(repr, shards)) or 'of no shard'}" if known else f"{shards!r:.100}"
+            raise InputError(
+                f"Located takes the shards that this machine has by name, such as Located({{'shard-3': data_set}}), "
+                f"but it got {given}. A worker computes only samples of its own shards, so leave machines without "
+                f"shards out of the run."
+            )
+        self.shards = dict(sorted(shards.items()))
+        self.number(firsts_of({name: len(shard) for name, shard in self.shards.items() if isinstance(shard, Sized)}))
+
+    def number(self, firsts: Mapping[str, int]) -> None:
+        """Set the number that the first sample of each shard has in the whole data set."""
+        self._names = [name for name in sorted(firsts) if name in self.shards]
+        self._firsts = [firsts[name] for name in self._names]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards.values()))
+
+    def __getitem__(self, number: int) -> Any:
+        """Return a sample by its number in the whole data set."""
+        place = bisect_right(self._firsts, number) - 1
+        return self._read(self._names[place], number - self._firsts[place])
+
+    def _read(self, name: str, sample: int) -> Any:
+        try:
+            return self.shards[name][sample]
+        except Exception as error:
+            in_user_call(error, f"Shard {name!r} was asked for its sample {sample}.")
+            raise
+
+    def facts(self, seed: int, *, exact: bool) -> dict[str, ShardFacts]:
+        """Read a few samples of each shard, with random numbers keyed by the sample, and return its facts."""
+        found = {}
+        with preserve_generators():
+            for name, shard in self.shards.items():
+                samples = []
+                for sample in compared(len(shard)):
+                    seed_all(seed_of(SAMPLE, seed, 0, sample))
+                    samples.append(self._read(name, sample))
+                bits = digest_of(samples, exact=True)
+                found[name] = ShardFacts(len(shard), bits if exact else digest_of(samples, exact=False), bits)
+        return found
+
+
+def firsts_of(lengths: Mapping[str, int]) -> dict[str, int]:
+    """Return the number of the first sample of each shard if shards follow each other in the order of their names."""
+    names = sorted(lengths)
+    return dict(zip(names, accumulate((lengths[name] for name in names), initial=0), strict=False))

@@ -1,0 +1,153 @@
+"""Located data in a session: one result for any placement of the shards, and what is refused before training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import paceline
+from paceline.data import Growing, Located
+from paceline.errors import ConfigError, InputError
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import json, os
+from functools import partial
+import paceline, torch
+from paceline.data import Located
+from subjects import tell
+
+class Shard(torch.utils.data.Dataset):
+    def __init__(self, number, size):
+        self.inputs, self.number = torch.randn(size, 8, generator=torch.Generator().manual_seed(number)), number
+    def __len__(self):
+        return len(self.inputs)
+    def __getitem__(self, sample):
+        return self.inputs[sample] + 0.1 * torch.randn(8), self.inputs[sample, :1] + self.number
+
+rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+held = {
+    "apart": lambda shard: shard % workers == rank,
+    "in a row": lambda shard: shard * workers // 8 == rank,
+    "twice": lambda shard: rank in (shard % workers, (shard + 1) % workers),
+    "on the first": lambda shard: rank == 0 or shard == rank,
+}
+warned = []
+
+def train(placed, **settings):
+    torch.manual_seed(0)
+    sizes = enumerate([7, 130, 40, 3, 64, 22, 90, 11])
+    session = paceline.start(
+        model=torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1)),
+        optimizer=partial(torch.optim.AdamW, lr=0.01), loss=torch.nn.functional.mse_loss, batch=32, exact=True,
+        data=Located({str(shard): Shard(shard, size) for shard, size in sizes if held[placed](shard)}), **settings,
+    )
+    for batch in session.batches(epochs=2):
+        report = session.step(batch)
+    warned.append("; ".join(session._context.warnings))
+    return [batch.step, report.loss, session.fingerprint()]
+
+tell(**{f"{placed} {settings}": train(placed, **settings) for placed, settings in json.loads(os.environ["CASES"])})
+tell(warned=warned)
+"""
+
+
+def results(printed: Printed, folder: Path, workers: int, cases: list[Any], **options: Any) -> tuple[Any, list[Any]]:
+    """The results of all workers and cases, and the warnings of rank 0 in each case."""
+    everyone = printed(SCRIPT, workers, folder / str(workers), environment={"CASES": json.dumps(cases)}, **options)
+    warned = [one.pop("warned") for one in everyone]
+    return [result for one in everyone for result in one.values()], warned[0]
+
+
+def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:
+    (alone,), nothing = results(printed, tmp_path, 1, [["apart", {}]])
+    found, warned = results(printed, tmp_path, 3, [["twice", {}], ["apart", {}]])
+    assert found == [alone] * 6
+    assert nothing == [""] and warned[0] == "" and "the others wait for rank 1" in warned[1], warned
+
+
+@pytest.mark.slow
+def test_one_result_for_any_workers_and_machines(printed: Printed, tmp_path: Path) -> None:
+    (alone,), _ = results(printed, tmp_path, 1, [["apart", {}]])
+    for workers, placed in ((2, "in a row"), (2, "on the first"), (4, "apart"), (4, "twice")):
+        assert results(printed, tmp_path, workers, [[placed, {}]])[0] == [alone] * workers
+    others = [["twice", {"strategy": "sharded"}], ["in a row", {"workers_per_loader": 1}]]
+    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 6
+
+
+def rows(count: int, seed: int = 0) -> TensorDataset:
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(inputs, inputs[:, :1])
+
+
+def start(data: Any, **given: Any) -> paceline.Session:
+    settings = {"loss": torch.nn.functional.mse_loss, "batch": 8} | given
+    return paceline.start(
+        model=torch.nn.Linear(4, 1), optimizer=partial(torch.optim.SGD, lr=0.1), data=data, **settings
+    )
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield torch.zeros(4)
+
+
+def carried(model: Any, microbatch: Any, state: Any) -> Any:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("shards", "text"),
+    [
+        ({}, "the names of no shard"),
+        ([rows(8)], r"but it got \[<torch"),
+        ({3: rows(8)}, "the names 3"),
+        ({"a": []}, "Shard 'a' .* is empty"),
+        ({"a": rows(8), "b": Stream()}, "Shard 'b' .* is a Stream"),
+        ({"a": Growing(rows(8))}, "Shard 'a' .* is a Growing"),
+        ({"a": DataLoader(rows(8))}, "Shard 'a' .* is a DataLoader"),
+        ({"a": "rows.parquet"}, "Shard 'a' .* does not open files"),
+        ({"a": rows(8), "b": rows(8)}, "'a' of rank 0 .* an epoch would use twice"),
+    ],
+)
+def test_shards_that_cannot_be_used_are_refused(shards: Any, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        start(Located(shards))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"sampler": lambda seed, epoch: range(16)}, "leave out sampler"),
+        ({"microbatch_order": paceline.in_turn}, "microbatch_order mixes the samples"),
+        ({"drop_last": True}, "leave out sampler, drop_last"),
+        ({"loss": None, "forward": carried}, r"forward\(model, microbatch, state\) that needs an order"),
+        ({"strategy": "stealing"}, "strategy 'stealing' decides which worker .* use strategy 'allreduce'"),
+        ({"strategy": "pipeline"}, "strategy 'pipeline' decides which worker"),
+        ({"strategy": "parameter-server"}, "strategy 'parameter-server' decides which worker"),
+        ({"wire": "powersgd"}, "wire = 'powersgd' decides which worker"),
+    ],
+)
+def test_settings_that_divide_the_samples_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        start(Located({"a": rows(9), "b": rows(9, seed=1)}), **given)
+
+
+def test_a_shard_that_changes_and_an_evaluation_are_refused() -> None:
+    growing = [(torch.zeros(4), torch.zeros(1)), *rows(8)]
+    session = start(Located({"a": growing, "b": rows(5, seed=1)}))
+    with pytest.raises(InputError, match=r"evaluate.* of Located data each worker has its own only"):
+        session.evaluate(Located({"a": rows(8)}))
+    batches = session.batches(epochs=1)
+    session.step(next(batches))
+    growing.append(growing[0])
+    with pytest.raises(InputError, match="had 14 samples at the start and has 15 in step 1"):
+        session.step(next(batches))

@@ -1,0 +1,50 @@
+"""The loss of workers that have shards: training goes on if others have them, and stops with their names if not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from launching import Run
+
+from paceline.testing import faults
+
+SCRIPT = """
+import json, os
+from functools import partial
+import paceline, scripted, torch
+from paceline.data import Located
+from subjects import mlp
+
+held = json.loads(os.environ["HELD"]).get(os.environ["RANK"], "ab") if "HELD" in os.environ else "abcdef"
+sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21)
+rows = {
+    name: [(row, int(row[:4].argmax())) for row in torch.randn(size, 12, generator=torch.Generator().manual_seed(size))]
+    for name, size in sizes.items() if name in held
+}
+torch.manual_seed(0)
+session = paceline.start(
+    model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
+    data=Located(rows), batch=32, exact=True, timeout_seconds=30,
+    checkpoint={"every": None if "ALONE" in os.environ else 4, "keep": 99, "background": False},
+)
+for batch in session.batches(epochs=2):
+    scripted.say(session, session.step(batch))
+scripted.end(session)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any) -> None:
+    """It stops within an epoch, in the middle of shards, and goes on from there on workers with other shards."""
+    alone = undisturbed(SCRIPT)
+    copies = {"0": "abcd", "1": "cdef", "2": "efab"}
+    lost = faults.kill(rank=1, step=5, point="inside the collective") + faults.kill(rank=0, step=6)
+    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=json.dumps(copies))
+    assert killed.code == 2, killed.report()
+    assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
+    assert (killed.run / "checkpoints" / "step-000006").exists(), killed.report()  # saved before the end
+    resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=json.dumps({"0": "abc", "1": "def"}), name="one")
+    assert resumed.code == 0, resumed.report()
+    assert {one["fingerprint"] for one in resumed.printed()} == {alone["fingerprint"]}, resumed.report()

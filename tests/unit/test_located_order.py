@@ -1,0 +1,133 @@
+"""The order of located shards, who computes what, and what workers compare of their shards."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from paceline.data import Located
+from paceline.data.located import order as order_module
+from paceline.data.located.agreement import Holding, agree
+from paceline.data.located.order import LocatedOrder
+from paceline.data.located.shards import ShardFacts, firsts_of
+from paceline.errors import DisagreementError, InputError
+from paceline.schedule.placement import place
+from paceline.testing import threads
+
+SIZES = {"a": 7, "b": 130, "c": 40, "d": 3, "e": 64, "f": 1, "g": 90, "h": 11}
+FIRSTS = firsts_of(SIZES)
+BATCH, MICROBATCHES = 32, 8
+
+
+def order_of(names: str = "abcdefgh", **changed: Any) -> LocatedOrder:
+    shards = {name: changed.get(name, [*range(FIRSTS[name], FIRSTS[name] + SIZES[name])]) for name in names}
+    return LocatedOrder(Located(shards), BATCH, MICROBATCHES, seed=3, exact=True)
+
+
+def epoch_of(order: LocatedOrder, epoch: int = 0) -> list[list[list[int]]]:
+    return [order.microbatches_of(step) for step in range(order.first_of(epoch), order.first_of(epoch + 1))]
+
+
+@pytest.mark.parametrize("largest", [1 << 20, 100])
+def test_an_epoch_has_every_sample_once(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
+    monkeypatch.setattr(order_module, "LARGEST_SHUFFLE", largest)
+    order, shard_of = order_of(), {FIRSTS[name] + one: name for name, size in SIZES.items() for one in range(size)}
+    before, epochs = 0, [epoch_of(order, epoch) for epoch in (0, 1)]
+    for epoch, steps in enumerate(epochs):
+        samples = [sample for step in steps for microbatch in step for sample in microbatch]
+        assert sorted(samples) == [*range(sum(SIZES.values()))]
+        for step, microbatches in enumerate(steps, order.first_of(epoch)):
+            assert all(len({shard_of[sample] for sample in one}) == 1 for one in microbatches)
+            assert all(len(one) <= BATCH // MICROBATCHES for one in microbatches)
+            assert order.samples_before(step) == before
+            assert [len(one) for one in order.parts_of(step)] == [len(one) for one in microbatches]
+            before += order.samples_of(step)
+    assert epochs[0] != epochs[1]
+
+
+def test_batches_have_microbatches_of_each_shard_in_proportion() -> None:
+    """Microbatches sorted by their positions; those of a shard are as far apart in the epoch as its size says."""
+    order = order_of()
+    total, steps = sum(-(-size // 4) for size in SIZES.values()), epoch_of(order)
+    assert [len(one) for one in steps] == [MICROBATCHES] * (total // MICROBATCHES) + [total % MICROBATCHES]
+    for name, size in SIZES.items():
+        counts = [sum(FIRSTS[name] <= one[0] < FIRSTS[name] + size for one in step) for step in steps]
+        share = MICROBATCHES * -(-size // 4) / total
+        done = [*itertools.accumulate(counts)]
+        assert all(abs(now - (step + 1) * share) < 2 for step, now in enumerate(done[:-1])), (name, counts)
+
+
+def test_workers_have_one_order_and_compute_what_they_have() -> None:
+    whole, held = order_of(), ["abc", "bcdeh", "fgh"]
+    steps = epoch_of(whole)
+
+    def meet(world: Any) -> list[tuple[tuple[int, ...], ...] | None]:
+        order = order_of(held[world.rank])
+        order.meet(world, "start")
+        assert epoch_of(order) == steps and order.samples_of(3) == whole.samples_of(3)
+        at, (microbatch,) = order.example(2)
+        (own,) = (order.microbatches_of(at)[one] for one in microbatch)
+        assert [order._data[sample] for sample in own] == own
+        return [order.holders_of(step) for step in range(len(steps))]
+
+    first, *others = threads.run(3, meet)
+    assert all(one == first for one in others)
+    for holders, microbatches in zip(first, steps, strict=True):
+        names = [next(name for name in SIZES if one[0] - FIRSTS[name] in range(SIZES[name])) for one in microbatches]
+        assert holders == tuple(tuple(rank for rank in range(3) if name in held[rank]) for name in names)
+
+
+def test_the_placement_has_the_smallest_maximum() -> None:
+    drawn = random.Random(1)
+    for _ in range(300):
+        workers = drawn.randint(1, 4)
+        every = [drawn.sample(range(workers), drawn.randint(1, workers)) for _ in range(drawn.randint(1, 6))]
+        holders = tuple(tuple(sorted(ranks)) for ranks in every)
+        placed = place(holders, workers)
+        assert sorted(itertools.chain(*placed)) == [*range(len(holders))]
+        assert all(rank in holders[one] for rank, own in enumerate(placed) for one in own)
+        least = min(max(Counter(choice).values()) for choice in itertools.product(*holders))
+        assert max(map(len, placed)) == least, (holders, placed)
+    assert place(((0,), (0, 1, 2, 3), (0, 1)), 4) == ((0,), (2,), (1,), ())  # 1 moves on, as 0 has no other holder
+    assert place(((0, 1, 2, 3),) * 8, 4) == ((0, 1), (2, 3), (4, 5), (6, 7))  # adjacent sums are sent as one
+    assert place(((1,), (0, 1), (0, 1), (0, 1)), 2) == ((2, 3), (0, 1))
+
+
+A, B, LONGER, OTHER = (ShardFacts(*one) for one in ((5, "x", "x"), (5, "y", "y"), (6, "x", "x"), (5, "z", "z")))
+NOTHING = Holding({}, {})
+RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"})
+
+
+@pytest.mark.parametrize(
+    ("everyone", "error", "text"),
+    [
+        ([("m", {"a": A}, NOTHING), ("n", {"a": OTHER}, NOTHING)], DisagreementError, "rank 1.*but other values"),
+        ([("m", {"a": A}, NOTHING), ("n", {"a": LONGER}, NOTHING)], DisagreementError, "5 samples and 6 samples"),
+        ([("m", {"a": A}, NOTHING), ("n", {"b": A}, NOTHING)], InputError, "'a' of rank 0.*'b' of rank 1.*twice"),
+        ([("m", {"a": A}, RUN)], InputError, r"No worker has these.* 'b' of rank 1 \(n\)\. "),
+        ([("m", {"a": A, "b": B}, RUN), ("n", {"c": OTHER}, NOTHING)], InputError, "'c' of rank 1.*is not part"),
+        ([("m", {"a": LONGER, "b": B}, RUN)], InputError, "'a' has changed.*5 samples and 6 samples"),
+        ([("m", {"a": A}, RUN), ("n", {"b": OTHER}, NOTHING)], InputError, "'b' has changed"),
+    ],
+)
+def test_shards_that_do_not_fit_are_refused(everyone: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        agree(everyone)
+
+
+def test_a_state_has_the_shards_of_the_run() -> None:
+    def train_on(world: Any, state: dict[str, Any] | None, **changed: Any) -> dict[str, Any]:
+        order = order_of(**changed)
+        if state is not None:
+            order.load(state)
+        order.meet(world, "start")
+        return order.state(4)
+
+    (state,) = threads.run(1, lambda world: train_on(world, None))
+    assert threads.run(1, lambda world: train_on(world, state)) == [state]
+    with pytest.raises(InputError, match=r"Shard 'c' has changed.* 40 samples and 39 samples"):
+        threads.run(1, lambda world: train_on(world, state, c=[*range(39)]))
