@@ -38,6 +38,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
 from paceline.step.probes.audit import tell
 from paceline.step.probes.probe import warn
+from paceline.strategies.registry import capabilities
 from paceline.system import excepthook
 from paceline.system.wires import Wire
 from paceline.training import build, saved_settings
@@ -191,8 +192,9 @@ def _begin(
     state.parts[saved_settings.PART] = saved_settings.SavedSettings(config.kept(settings, context.given))
     place = saved_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)
-    leaves = context.world.coordinator is not None or saves.every is not None
-    context.update.on_other_names = partial(_tell_other_names, context, leaves)
+    divided = capabilities(settings, context.world.size).divides_state
+    leaves = divided or context.world.coordinator is not None or saves.every is not None
+    context.update.on_other_names = partial(_tell_other_names, context, bool(leaves))
     loop = _current = TrainingLoop(Beginning(context, formation, run_spec, state, checkpointer, resume), script)
     if checkpointer.enabled or context.world.coordinator is not None:
         catch_notices(context.world)
@@ -213,7 +215,7 @@ def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None
     """Report that the model's parameter or buffer names have changed since the start.
 
     Args:
-        leaves: whether the state may be saved or sent to joining workers. If not, only warn.
+        leaves: whether the state may be saved or sent to other workers. If not, only warn.
     """
     if leaves:
         raise InputError(text)

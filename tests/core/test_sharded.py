@@ -35,6 +35,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn import functional
+import torch.nn.utils.prune
 import paceline
 from subjects import CASES, classes, mlp, tell
 from odd_optimizers import NOISY, NORMED
@@ -304,10 +305,18 @@ def converted():
         session.step(batch)
         model.bfloat16()
 
+def renamed():
+    model = mlp(12, 4)
+    session = start(model=model)
+    for batch in session.batches(steps=2):
+        session.step(batch)
+        nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+
 if "REFUSED" in os.environ:
     ways = {
         "contradicting": lambda: steps(start(shard_copy=False, shard_within="machine")),
         "converted": converted,
+        "renamed": renamed,
         "kept": lambda: refused(kept),
         "copied": lambda: start(shard_copy=True)._context.probe_results.warnings,
         "state_dict": lambda: by_hand(lambda optimizer: optimizer.state_dict()),
@@ -392,6 +401,7 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert found["contradicting"].startswith("ConfigError: shard_copy = False contradicts shard_within")
         assert "this run ends when a worker is lost" in found["copied"][-1]
         assert "torch.float32 with strides (12, 1) to torch.bfloat16" in found["converted"]
+        assert "'0.weight' became '0.weight_orig' after paceline.start" in found["renamed"]
         for text in found["kept"]:
             assert text.startswith("This worker has only a part of the optimizer's state")
         for call in ("state_dict", "load_state_dict"):

@@ -177,6 +177,13 @@ def test_an_optimizer_in_which_one_parameter_leads_is_refused(leader: int) -> No
         probe_optimizer(job_of(Led(parameters(), lr=0.1, leader=leader)))
 
 
+def test_an_optimizer_that_lets_the_type_of_the_first_parameter_decide_is_refused() -> None:
+    """Adafactor takes the epsilon of the type of the first parameter that has a gradient for all."""
+    values = [nn.Parameter(torch.ones(3, dtype=kind)) for kind in (torch.float32,) * 2 + (torch.bfloat16,) * 2]
+    with pytest.raises(InputError, match="Adafactor updates a parameter in another way"):
+        probe_optimizer(job_of(optim.Adafactor(values)))
+
+
 def test_an_optimizer_with_a_number_for_all_parameters_is_refused() -> None:
     with pytest.raises(InputError, match=r"Adapting has 'norm of group 0' for all parameters, .*clip_norm"):
         probe_optimizer(job_of(Adapting(parameters(), lr=0.1)))

@@ -115,6 +115,26 @@ class Quantized(optim.SGD):
         super().step()
 
 
+class Preconditioned(optim.SGD):
+    """Has a matrix for the first dimension of a parameter, which would take 600 MB for a vector of 12,288 elements."""
+
+    largest = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for value in group["params"]:
+                Preconditioned.largest = max(len(value), self.largest)
+                assert len(value) < 1000
+                flat = value.grad.reshape(len(value), -1)
+                value.grad = torch.linalg.solve(torch.eye(len(value)) + flat @ flat.T, flat).view_as(value)
+        super().step()
+
+
+def test_an_optimizer_with_large_matrices_is_tried_on_few_elements() -> None:
+    assert not updates_slices_alike(Preconditioned([nn.Parameter(torch.zeros(8))], lr=0.1))
+    assert 0 < Preconditioned.largest < 1000
+
+
 @pytest.mark.parametrize("make", [optim.Adafactor, optim.Muon, Normed, Quantized, optim.LBFGS])
 def test_an_optimizer_that_looks_at_a_whole_parameter_is_noticed(make: Callable[..., optim.Optimizer]) -> None:
     optimizer = make([nn.Parameter(torch.zeros(8, 2))])

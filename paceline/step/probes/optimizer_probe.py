@@ -1,9 +1,9 @@
 """Probe whether an optimizer updates each parameter independently, so that workers can update different parameters.
 
 A copy of the optimizer takes some steps on small parameters with random gradients, large and small: once with all
-gradients, then with every second gradient only. The second run must move these parameters alike and leave the same
-numbers in the groups, such as a norm or an adapted learning rate. Step hooks may refer to the model, so they are tried
-on the model itself, whose weights are then restored and gradients dropped. The first update shows random draws too.
+gradients, then with some of them only. The later runs must move these parameters alike and leave the same numbers in
+the groups, such as a norm or an adapted learning rate. Step hooks may refer to the model, so they are tried on the
+model itself, whose weights are then restored and gradients dropped. The first update shows random draws too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from paceline.step.optimizers.several import parts_of
 from paceline.system.torch_internals import HOOKS_PREFIX, STEP_HOOKS
 
 _log = logging.getLogger("paceline")
-PROBE_SCALES = 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0
-"""Scale of the gradients in each step: an optimizer may treat large gradients, or later steps, differently."""
+PROBE_SCALES = 1e-3, 1.0, 1e3, 1e-3, 1.0, 1e3
+"""Scale of the gradients in each step: an optimizer may treat large gradients, or later steps, differently. Small ones
+come first, because means of squares hide an epsilon after large ones."""
 _CURE = "Use strategy 'allreduce', or another optimizer; clip_norm clips by the norm of all."
 _LARGEST = 2
 """Largest size of each dimension of the small parameters."""
@@ -67,8 +68,7 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
             if context.settings.exact:
                 raise _draws(context, f"The optimizer {kind}")
             return
-        for first in (0, 1):
-            places = range(first, count, 2)
+        for places in _some(optimizer):
             try:
                 alone = _probe_steps(optimizer, places)
             except Exception as error:
@@ -89,6 +89,14 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
                     f"The optimizer {kind} has {shared[0]!r} for all parameters, which becomes another one when some "
                     f"have no gradients: it follows from several at once, such as from the norm of all. {cure}"
                 )
+
+
+def _some(optimizer: Optimizer) -> list[list[int]]:
+    """Return the indices of every second parameter, and of those of each type, whose epsilon Adafactor gives others."""
+    types = [value.dtype for group in optimizer.param_groups for value in group["params"]]
+    places = range(len(types))
+    of_types = [[place for place in places if types[place] == one] for one in dict.fromkeys(types)]
+    return [[*places[::2]], [*places[1::2]], *(of_types if len(of_types) > 1 else [])]
 
 
 def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,14 +14,15 @@ from paceline.schedule.slices import BLOCK
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_hooks, step_of
 
-_SIZES = 4096 + BLOCK, 4096, 4096 - BLOCK
-"""Sizes of the slices: optimizers with quantized states quantize from 4,096 elements on, in blocks of 256 or more."""
+_SIZES = (2 * BLOCK, BLOCK), (4096 + BLOCK, 4096, 4096 - BLOCK)
+"""Sizes of the slices. Optimizers with quantized states quantize from 4,096 elements on, in blocks of 256 or more.
+Those with a matrix for each dimension, such as Shampoo, fail with the small slices: one of 12,288 takes them hours."""
 
 
 def updates_slices_alike(optimizer: Optimizer) -> bool:
     """Return whether slices of whole blocks get the same update as the whole parameter, bit by bit.
 
-    A copy of the optimizer takes some steps on parameters of 12,288 elements, and on three slices of each. Returns
+    A copy of the optimizer takes some steps on parameters of 192 and of 12,288 elements, and on slices of each. Returns
     False also if the optimizer cannot be tried, or has step hooks, which may look at the model's parameters.
     """
     return all(map(_alike, parts_of(optimizer)))
@@ -31,20 +33,23 @@ def _alike(optimizer: Optimizer) -> bool:
         return False
     with preserve_generators():
         try:
-            return all(map(torch.equal, _updated(optimizer, sliced=False), _updated(optimizer, sliced=True)))
+            return all(
+                all(map(torch.equal, _updated(optimizer, sizes, sliced=False), _updated(optimizer, sizes, sliced=True)))
+                for sizes in _SIZES
+            )
         except Exception:  # noqa: BLE001 - an optimizer may reject small parameters or slices in any way
             return False
 
 
-def _updated(optimizer: Optimizer, *, sliced: bool) -> Iterator[torch.Tensor]:
+def _updated(optimizer: Optimizer, sizes: tuple[int, ...], *, sliced: bool) -> Iterator[torch.Tensor]:
     """Yield each small parameter, flattened, after the steps."""
-    small, parameters = copy_small(optimizer, _example, state=False)
+    small, parameters = copy_small(optimizer, partial(_example, sum(sizes)), state=False)
     kinds: dict[object, nn.Parameter] = {}  # one parameter of each kind is enough
     for number, group in enumerate(small.param_groups):
         for value in group["params"]:
             kinds.setdefault((number, value.dtype, value.device, value.ndim), value)
     parameters = [*kinds.values()]
-    values = [_slices(value) if sliced else [value] for value in parameters]
+    values = [_slices(value, sizes) if sliced else [value] for value in parameters]
     of = dict(zip(parameters, values, strict=True))
     for group in small.param_groups:
         group["params"] = [part for value in group["params"] for part in of.get(value, ())]
@@ -53,18 +58,18 @@ def _updated(optimizer: Optimizer, *, sliced: bool) -> Iterator[torch.Tensor]:
         for place, (value, parts) in enumerate(zip(parameters, values, strict=True)):
             seed_torch(number * len(parameters) + place)
             gradient = scale * torch.randn_like(value)
-            for part, grad in zip(parts, _slices(gradient) if sliced else [gradient], strict=True):
+            for part, grad in zip(parts, _slices(gradient, sizes) if sliced else [gradient], strict=True):
                 part.grad = grad.detach()
         step(small)
     for value in parameters:
         yield value.detach().reshape(-1)
 
 
-def _slices(value: torch.Tensor) -> list[nn.Parameter]:
-    return [nn.Parameter(part) for part in value.detach().view(-1).split(_SIZES)]
+def _slices(value: torch.Tensor, sizes: tuple[int, ...]) -> list[nn.Parameter]:
+    return [nn.Parameter(part) for part in value.detach().view(-1).split(sizes)]
 
 
-def _example(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of 12,288 elements with as many dimensions as a parameter."""
-    shape = [sum(_SIZES)] if value.ndim <= 1 else [1] * (value.ndim - 2) + [96, sum(_SIZES) // 96]
+def _example(size: int, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of so many elements with as many dimensions as a parameter."""
+    shape = [size] if value.ndim <= 1 else [1] * (value.ndim - 2) + [96, size // 96]
     return value.detach().new_empty(shape)
