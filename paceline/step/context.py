@@ -32,13 +32,15 @@ class ProbeResults:
     unknown.
     ``repeatable``: whether the forward pass has been checked for repeatability (``step.probes``).
     ``told``: kinds of warnings already given: False for a recomputed microbatch that differed, True for a reloaded
-    microbatch whose data differed. ``warnings``: sentences that the user must read.
+    microbatch whose data differed. ``warnings``: sentences that the user must read. ``slices_alike``: whether the
+    optimizer gives slices the bits of whole parameters (``step.probes.slice_probe``). None if unknown. Not sent.
     """
 
     fusible: bool | None = None
     repeatable: bool = False
     told: set[bool] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
+    slices_alike: bool | None = None
 
 
 @dataclass
@@ -48,12 +50,14 @@ class HeldShare:
     ``names``: parameters and slices of parameters (``schedule.slices``). Their values are in the parameters.
     ``tensors``: their optimizer state by name. ``is_handed_on``: whether this worker, which leaves, has given others
     what only it had. ``has_weights``: whether the values of all other parameters are those of the same step.
+    ``number``: number of the share, and of how many, if it is one of an equal division.
     """
 
     names: set[str] = field(default_factory=set)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     is_handed_on: bool = False
     has_weights: bool = False
+    number: tuple[int, int] | None = None
 
     def add(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> None:
         """Add parameters and slices with their optimizer state."""
@@ -63,7 +67,7 @@ class HeldShare:
     def clear(self) -> None:
         self.names.clear()
         self.tensors.clear()
-        self.is_handed_on = self.has_weights = False
+        self.is_handed_on, self.has_weights, self.number = False, False, None
 
 
 @dataclass(frozen=True)

@@ -422,11 +422,14 @@ from paceline.step.divided.moves import _Transfer
 
 run = _Transfer.run
 def counted(transfer, moves):
-    sent = {"parameter": 0, "optimizer": 0}
+    bytes_of = {"parameter": 0, "optimizer": 0}
     for move in moves:
         if not move.is_local:
-            sent[move.name.partition("/")[0]] += transfer._bytes_of(move) * len(move.receivers)
-    print("moved", *sent.values())
+            bytes_of[move.name.partition("/")[0]] += transfer._bytes_of(move) * len(move.receivers)
+    print("moved", *bytes_of.values())
+    rank, sent = transfer._world.rank, [move for move in moves if not move.is_local]
+    received = [move for move in sent if rank in move.receivers and move.name.startswith("optimizer/")]
+    print("received", sum(map(transfer._bytes_of, received)))
     run(transfer, moves)
 _Transfer.run = counted
 """
@@ -435,7 +438,7 @@ _Transfer.run = counted
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "standby"), [("network", 0), ("memory", 1)])
 def test_workers_that_have_all_weights_get_none(run: Run, undisturbed: Any, path: str, standby: int) -> None:
-    """Weights go to a worker that joins only."""
+    """Weights go to a worker that joins only. With a standby, so does the optimizer's state: the others keep theirs."""
     alone = "import scripted\nscripted.hold_back(3, 'end')\n" * (not standby)
     script = alone + OVER_THE_NETWORK * (path == "network") + MOVED + PLAIN
     script += "print('size', sum(value.nbytes for value in session._context.compute.model.parameters()))\n"
@@ -446,6 +449,9 @@ def test_workers_that_have_all_weights_get_none(run: Run, undisturbed: Any, path
     lines = {line for log in ran.logs.values() for line in log.splitlines() if line.startswith(("moved", "size"))}
     (_, weights, moments), (_, size) = map(str.split, sorted(lines))
     assert int(weights) == int(size) * standby and int(moments) > 0, ran.report()
+    own = [line.split()[1] for log in ran.logs.values() for line in log.splitlines() if line.startswith("received")]
+    assert sum(map(int, own)) == int(moments), ran.report()
+    assert sum(number != "0" for number in own) == 1 or not standby, ran.report()
 
 
 AVERAGED = """

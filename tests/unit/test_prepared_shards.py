@@ -27,6 +27,7 @@ def made_for() -> tuple[PreparedShards, Any]:
     made = PreparedShards.__new__(PreparedShards)
     made._model, made._frozen, made.weights, made.is_loaded = model, {}, None, False
     made._parameters, made._moved, made._held = dict(model.named_parameters()), None, HeldShare()
+    made.number, made._kept = (0, 2), {}
     made._optimizer, made._sizes, made._world = optimizer, {"0.weight": 16}, None  # type: ignore[assignment]
     made.shard = OptimizerShard(context, [Slice(0, 0, 8, 0), Slice(0, 8, 16, 1)], [0])
     return made, context.update
@@ -106,3 +107,19 @@ def test_only_slices_of_the_optimizer_move_between_workers_that_have_all_weights
     made.move(frozenset({part, "1.running_mean"}), "")
     weights = "parameter/0.weight" if has_weights else f"parameter/{part}"
     assert sorted(found) == [slice_name("optimizer/0.weight/exp_avg", 0, 8), weights]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_slice_that_stays_is_not_copied(is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = made_for()
+    part, moments = slice_name("0.weight", 0, 8), torch.zeros(8)
+    made._held.add({part}, {slice_name("optimizer/0.weight/exp_avg", 0, 8): moments})
+    targets: list[torch.Tensor] = []
+
+    def moved(*_: Any) -> dict[str, torch.Tensor]:
+        targets.append(made.target("optimizer/0.weight/exp_avg", slice(0, 8), moments.dtype, torch.Size([4, 4])))
+        return {}
+
+    monkeypatch.setattr(prepared, "move_shares", moved)
+    made.move(frozenset() if is_behind else frozenset({part}), "")
+    assert (targets[0] is moments) != is_behind, "the values of an earlier step are kept until all have others"

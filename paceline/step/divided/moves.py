@@ -69,7 +69,7 @@ def move_shares(
         for name, (_, shape) in kinds.items()
     }
     found = {
-        _full_name(name, one, shape): shares.target(name, one, dtype, shape)
+        full_name(name, one, shape): shares.target(name, one, dtype, shape)
         for name, (dtype, shape) in kinds.items()
         for one in shares.parts_of(name, shape, world.rank)
     }
@@ -84,7 +84,8 @@ def move_shares(
     return found
 
 
-def _full_name(name: str, part: slice, shape: torch.Size) -> str:
+def full_name(name: str, part: slice, shape: torch.Size) -> str:
+    """Return the name of a part of a flattened tensor, given the shape of the whole tensor."""
     return name if part.stop - part.start == shape.numel() else slice_name(name, part.start, part.stop)
 
 
@@ -127,22 +128,29 @@ class _Transfer:
 
     def run(self, moves: Sequence[Move]) -> None:
         """Carry out a plan. Raises WorkerLost if a worker is lost on which this one depends."""
-        for move in moves:
-            if move.is_local and move.sender == self._world.rank:
-                target, source = self._targets.find(move), self._sources.find(move)
-                if target.data_ptr() != source.data_ptr():  # else weights that stay where they are
-                    target.copy_(source)
         rounds = rounds_of(moves, self._item_bytes, ROUND_BYTES, CACHE_LINE)
+        kept = [move for move in moves if move.is_local and move.sender == self._world.rank]
         if rounds and self._world.shared_memory is not None:
-            self._through_shared_memory(self._world.shared_memory, rounds)
-        elif rounds:
+            self._through_shared_memory(self._world.shared_memory, rounds, kept)
+            return
+        self._keep(kept)
+        if rounds:
             self._over_network(rounds)
 
-    def _through_shared_memory(self, memory: SharedMemory, rounds: Sequence[Sequence[Move]]) -> None:
+    def _keep(self, moves: Sequence[Move]) -> None:
+        """Copy elements that stay on this worker."""
+        for move in moves:
+            target, source = self._targets.find(move), self._sources.find(move)
+            if target.data_ptr() != source.data_ptr():  # else they stay where they are
+                target.copy_(source)
+
+    def _through_shared_memory(
+        self, memory: SharedMemory, rounds: Sequence[Sequence[Move]], kept: Sequence[Move]
+    ) -> None:
         if (windows := _WINDOWS.get(memory)) is None:
             windows = _WINDOWS[memory] = _Windows(memory)
         rank, flag = self._world.rank, windows.flag
-        for moves in rounds:
+        for place, moves in enumerate(rounds):
             number = windows.rounds = windows.rounds + 1
             at = number % 2
             if own := [move for move in moves if move.sender == rank]:
@@ -150,6 +158,7 @@ class _Transfer:
                 self._pack(windows.of[rank][at], own)
                 memory.announce(flag, number)
                 windows.readers[at] = {one for move in own for one in move.receivers}
+            self._keep(kept[place :: len(rounds)])  # while the others receive
             for sender in dict.fromkeys(move.sender for move in moves if rank in move.receivers):
                 memory.wait(flag, number, [sender])
                 self._unpack(windows.of[sender][at], [move for move in moves if move.sender == sender])

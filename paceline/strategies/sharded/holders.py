@@ -54,6 +54,20 @@ def _elsewhere(rank: int, hosts: Sequence[Sequence[int]]) -> list[int]:
     return writers(rank, [*hosts[machine + 1 :], *hosts[:machine]])
 
 
+def seats_of(kept: Sequence[tuple[int, int] | None]) -> list[int]:
+    """Return the rank that gets each share. A worker keeps its share, and others get those that are left.
+
+    Args:
+        kept: number of the share that each rank has, and the number of all shares. None if it has none.
+
+    >>> seats_of([(0, 4), (2, 4), (3, 4), None]), seats_of([(0, 4), (2, 4), (3, 4)])
+    ([0, 3, 1, 2], [0, 1, 2])
+    """
+    seats = {one[0]: rank for rank, one in enumerate(kept) if one is not None and one[1] == len(kept)}
+    others = iter([rank for rank in range(len(kept)) if rank not in seats.values()])
+    return [seats[number] if number in seats else next(others) for number in range(len(kept))]
+
+
 def heirs_of(
     holders: Sequence[Collection[int]], sizes: Sequence[int], leaving: Collection[int], workers: int
 ) -> dict[int, int]:

@@ -12,8 +12,8 @@ from paceline.checkpoint.weights.deferred.model import materialize
 from paceline.schedule.slices import Slice, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import parameter_of
-from paceline.step.divided.moves import move_shares
-from paceline.strategies.sharded.holders import copies_of, heirs_of, writer_of
+from paceline.step.divided.moves import full_name, move_shares
+from paceline.strategies.sharded.holders import copies_of, heirs_of, seats_of, writer_of
 from paceline.strategies.sharded.shards import OptimizerShard, slices_of
 from paceline.strategies.sharded.shared_weights import share_weights
 
@@ -32,6 +32,7 @@ class PreparedShards:
         shard: this worker's shard of the optimizer.
         of_parameter: slices of each parameter by name.
         is_loaded: whether the shard has the state of a checkpoint, so that no worker has the whole state.
+        number: number of this worker's share, and of how many.
     """
 
     def __init__(self, context: TrainingContext, moves: bool = False) -> None:
@@ -39,8 +40,13 @@ class PreparedShards:
         self._world, self._optimizer = context.world, context.update.optimizer
         self._moved: dict[str, torch.Tensor] | None = {} if moves else None
         self._model, self._hosts = context.compute.model, context.world.hosts
-        self.slices = slices_of(context, context.world.size)
-        rank, self.copies = context.world.rank, copies_of(context.settings, context.world.hosts)
+        rank, size, self._kept = context.world.rank, context.world.size, dict[str, torch.Tensor]()
+        seats = seats_of(context.world.gather(self._held.number, "start") if moves else [None] * size)
+        self.number = seats.index(rank), size
+        self.slices = [one._replace(owner=seats[one.owner]) for one in slices_of(context, size)]
+        numbers = [sorted(map(seats.index, ranks)) for ranks in self._hosts]
+        copies = copies_of(context.settings, numbers)
+        self.copies = {seats[one]: sorted(seats[copy] for copy in every) for one, every in copies.items()}
         held = [index for index, one in enumerate(self.slices) if rank in self.holders(one)]
         self.weights = share_weights(context, self.slices, held, not moves)
         self.shard = OptimizerShard(context, self.slices, held, self.weights.own if self.weights else None)
@@ -87,6 +93,8 @@ class PreparedShards:
         """See ``NewShares``."""
         parameter = self._parameters[parameter_of(name)]
         if name.startswith("optimizer/"):
+            if (kept := self._kept.get(full_name(name, part, shape))) is not None:
+                return kept
             wanted = shape if part.stop - part.start == shape.numel() else (part.stop - part.start,)
             return torch.empty(wanted, dtype=dtype, device=parameter.device if shape == parameter.shape else "cpu")
         value = parameter.detach() if self.weights is None else self.weights.memory_of(parameter)
@@ -99,8 +107,9 @@ class PreparedShards:
             materialize(self._model)
             owned, state = frozenset(self._parameters), dict(optimizer_state(self._model, self._optimizer))
         known = self._sizes if owned and self._held.has_weights else owned
+        self._kept = state
         values = {f"parameter/{name}": self._value_of(name) for name in known if split_name(name)[0] in self._sizes}
-        self._moved = move_shares(self._world, state | values, self, what)
+        self._moved, self._kept = move_shares(self._world, state | values, self, what), {}
         if whole:
             self._held.add(owned, state)  # until all workers have their new shares
         elif not owned:  # a worker that joins, or is behind
@@ -173,7 +182,7 @@ class PreparedShards:
         if self.is_loaded:
             buffers = (name for name, _ in self._model.named_buffers())
             self._held.add(self.shard.names, self.shard.release())
-            self._held.has_weights = self.weights is None
+            self._held.has_weights, self._held.number = self.weights is None, self.number
             owned = frozenset(self._held.names).union(buffers, self._frozen)
         self.weights = None
         self.shard.drop()

@@ -33,13 +33,20 @@ def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     sizes = [value.numel() for value in parameters]
     cut = [*range(len(sizes))] if settings.clip_norm is None else slices.large(sizes, workers)
     able = not update.names and all(_can_be_cut(parameters[index]) for index in cut)
-    if not all(context.world.gather(able and updates_slices_alike(update.optimizer), "start")):
+    if not all(context.world.gather(able and slices_alike(context), "start")):
         cut = []
     if len(cut) < len(sizes):
         return slices.partly_cut(sizes, cut, workers)[::-1]
     last = len(parameters) - 1
     runs = split(parameters[::-1], full(workers))
     return slices.even(sizes, [[last - place for place in run] for run in runs], workers)
+
+
+def slices_alike(context: TrainingContext) -> bool:
+    """Return whether slices get the same update as whole parameters. The optimizer is probed once."""
+    if (found := context.probe_results).slices_alike is None:
+        found.slices_alike = updates_slices_alike(context.update.optimizer)
+    return found.slices_alike
 
 
 def _can_be_cut(value: torch.Tensor) -> bool:

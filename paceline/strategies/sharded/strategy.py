@@ -330,6 +330,7 @@ class Sharded(Strategy):
         if not self._is_whole:
             self._context.held.add(self._shard.names, self._shard.release())
             self._context.held.has_weights = self._weights is None and not interrupted
+            self._context.held.number = self._division.number
         self._parts, self._weights, self._division.weights = [], None, None
         self._shard.drop()
         self._reduction.close()

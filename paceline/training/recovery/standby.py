@@ -13,6 +13,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.optimizers.exclusive import updating
 from paceline.step.optimizers.own_values import OwnValues
 from paceline.strategies import registry
+from paceline.strategies.sharded.shards import slices_alike
 
 _log = logging.getLogger("paceline")
 
@@ -43,6 +44,8 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
     except Exception as error:  # noqa: BLE001 - the script's functions may use names defined after start() returns
         _log.info("the spare worker could not warm up: %s", error)
     compute.buffers.reset()
+    if divided:
+        slices_alike(context)
     with torch.no_grad():
         for name, parameter in parameters.items():
             if name in before:
