@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,15 +19,29 @@ from paceline.system.torch_internals import tree_map_only
 Receive = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
 """Function that yields tensors of other workers in the given order. Each is valid until the next one."""
 REPLICA = "replica/"  # prefix of the tensors of a replica of local training, before its number
+_NUMBER = "()"  # suffix of the key of a number in the optimizer's state. A tensor would give a later step other bits.
 _SAVABLE = torch.Tensor, int, float, bool, type(None)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the optimizer state as ``optimizer/<parameter>/<key>``. Numbers become tensors."""
+    """Yield the tensors of the optimizer state as ``optimizer/<parameter>/<key>``, see :func:`entries_of`."""
     for name, parameter in model.named_parameters():
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, torch.Tensor | int | float | bool):
-                yield f"optimizer/{name}/{key}", torch.as_tensor(value)
+        for key, value in entries_of(optimizer.state.get(parameter, {})):
+            yield f"optimizer/{name}/{key}", value
+
+
+def entries_of(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the state of a parameter, and its numbers as tensors under marked keys."""
+    for key, value in sorted(state.items()):
+        if isinstance(value, torch.Tensor):
+            yield key, value
+        elif isinstance(value, int | float):
+            yield f"{key}{_NUMBER}", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def put_entry(state: dict[str, Any], key: str, value: torch.Tensor) -> None:
+    """Put a tensor or a number of :func:`entries_of` into the state of a parameter."""
+    state[key.removesuffix(_NUMBER)] = value.item() if key.endswith(_NUMBER) else value
 
 
 def optimizer_lists(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
@@ -142,13 +157,10 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time.
-
-    Whole numbers become numbers again: a power of one in a tensor has other bits.
-    """
+    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-    loaded: dict[torch.Tensor, Any] = {}
+    loaded: dict[torch.Tensor, Any] = defaultdict(dict)
     for full, value in tensors:
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         if name not in parameters:
@@ -157,12 +169,8 @@ def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iter
         on_host = key == "step" and value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
         device = value.device if on_host else parameters[name].device
         existing = optimizer.state.get(parameters[name], {}).get(key)
-        if value.ndim == 0 and not value.is_floating_point():  # a count in Python, as no optimizer of torch has another
-            loaded.setdefault(parameters[name], {})[key] = value.item()
-        elif _fits(existing, value, device):
-            loaded.setdefault(parameters[name], {})[key] = existing.copy_(value)
-        else:
-            loaded.setdefault(parameters[name], {})[key] = value.to(device, copy=True)
+        own = existing.copy_(value) if _fits(existing, value, device) else value.to(device, copy=True)
+        put_entry(loaded[parameters[name]], key, own)
     optimizer.state.clear()
     optimizer.state.update(loaded)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from paceline.checkpoint.tensors import load_optimizer_state, optimizer_state
 from paceline.errors import CheckpointError
+from paceline.schedule.slices import Slice
+from paceline.strategies.sharded.shards import OptimizerShard, unite
 
 
 @pytest.mark.parametrize(
@@ -49,3 +54,22 @@ def test_a_parameter_that_the_model_does_not_have() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="optimizer state for 'other', which the model does not have"):
         load_optimizer_state(model, optimizer, {"optimizer/other/momentum_buffer": torch.ones(1)})
+
+
+def test_numbers_stay_numbers() -> None:
+    """A step that becomes a tensor would give ``beta**step`` other bits, and a float would be rounded."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"step": 3, "scale": 0.1, "warm": True, "mean": torch.ones(3, 4)}
+    optimizer.state[model.weight] = dict(state)
+    load_optimizer_state(model, optimizer, dict(optimizer_state(model, optimizer)))
+    update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
+    context: Any = SimpleNamespace(update=update)
+    shard = OptimizerShard(context, [Slice(0, 0, 8, 0), Slice(0, 8, 12, 1), Slice(1, 0, 3, 0)], [0, 1])
+    shard.divide()
+    shard.load(shard.tensors())
+    assert all(optimizer.state[value]["mean"].numel() == value.numel() for value in shard.own.values())
+    unite(update, shard.release())
+    found = optimizer.state[model.weight]
+    assert found.keys() == state.keys() and torch.equal(found["mean"], torch.ones(3, 4))
+    assert all(type(found[key]) is type(value) and found[key] == value for key, value in state.items() if key != "mean")

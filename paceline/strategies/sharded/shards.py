@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from paceline.checkpoint.tensors import entries_of, put_entry
 from paceline.comm.reduction.buckets import split
 from paceline.schedule import slices
 from paceline.schedule.link_shares import full
@@ -113,11 +114,10 @@ class OptimizerShard:
         for optimizer in parts_of(self._optimizer):
             for index, value in self.own.items():
                 one = self._every[index]
-                for key, entry in optimizer.state.get(value, {}).items():
-                    if isinstance(entry, torch.Tensor | int | float | bool):
-                        tensor, name = torch.as_tensor(entry), f"optimizer/{self._names[one.parameter]}/{key}"
-                        cut = not self._is_whole(one) and tensor.shape == value.shape
-                        found[slice_name(name, one.start, one.stop) if cut else name] = tensor
+                for key, tensor in entries_of(optimizer.state.get(value, {})):
+                    name = f"optimizer/{self._names[one.parameter]}/{key}"
+                    cut = not self._is_whole(one) and tensor.shape == value.shape
+                    found[slice_name(name, one.start, one.stop) if cut else name] = tensor
         return found
 
     def entries(self, key: str) -> dict[int, torch.Tensor]:
@@ -194,7 +194,7 @@ class OptimizerShard:
                     optimizer, group = group_of[parameter]
                     on_host = key == "step" and not entry.ndim and not (group.get("fused") or group.get("capturable"))
                     own = _cut(entry, parameter, one) if part is None else entry
-                    optimizer.state[value][key] = own if on_host else own.to(value.device)
+                    put_entry(optimizer.state[value], key, own if on_host else own.to(value.device))
 
     def release(self) -> dict[str, torch.Tensor]:
         """Remove the state of the held slices from the optimizer, and return it as :meth:`tensors` does."""
@@ -232,7 +232,7 @@ def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
         parameter = update.parameters[name]
         state = states[parameter][parameter]
         if part is None:
-            state[key] = value
+            put_entry(state, key, value)
         else:
             if key not in state:
                 state[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
