@@ -55,15 +55,16 @@ def _elsewhere(rank: int, hosts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def seats_of(kept: Sequence[tuple[int, int] | None]) -> list[int]:
-    """Return the rank that gets each share. A worker keeps its share, and others get those that are left.
+    """Return the rank that gets each share. Workers keep their shares, and others get those that are left.
 
     Args:
         kept: number of the share that each rank has, and the number of all shares. None if it has none.
 
-    >>> seats_of([(0, 4), (2, 4), (3, 4), None]), seats_of([(0, 4), (2, 4), (3, 4)])
-    ([0, 3, 1, 2], [0, 1, 2])
+    >>> seats_of([(0, 4), (2, 4), (3, 4), None]), seats_of([(1, 3), (2, 3), (1, 3)]), seats_of([(0, 4), (2, 4)])
+    ([0, 3, 1, 2], [2, 0, 1], [0, 1])
     """
-    seats = {one[0]: rank for rank, one in enumerate(kept) if one is not None and one[1] == len(kept)}
+    ranks = range(len(kept))[::-1]  # a worker that was dropped and returns has a later rank than its successor
+    seats = {one[0]: rank for rank in ranks if (one := kept[rank]) is not None and one[1] == len(kept)}
     others = iter([rank for rank in range(len(kept)) if rank not in seats.values()])
     return [seats[number] if number in seats else next(others) for number in range(len(kept))]
 
