@@ -74,6 +74,12 @@ def _draws_of_untouched() -> tuple[float, ...]:
     return _next_draws()
 
 
+def torch_states() -> list[torch.Tensor]:
+    """Return the states of torch's global generators."""
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.default_generator.get_state(), *on_gpu]
+
+
 def generator_states() -> dict[str, Any]:
     """Return the states of the global generators."""
     states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, MutableMapping
 from contextvars import ContextVar
 from enum import Enum
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper, lru_cache, partial
 from itertools import chain, islice
 from numbers import Number
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -43,7 +43,19 @@ _MOST_BYTES = 1 << 28
 """Total bytes of tensors and arrays to copy. Those beyond this limit are not part of the snapshot."""
 PLAIN = (bool, int, float, str)
 _NUMBERS = str, bytes, Number, numpy.generic, Enum
-_SKIPPED = ModuleType, BuiltinFunctionType, torch.optim.Optimizer
+_SKIPPED = type(None), ModuleType, BuiltinFunctionType, torch.optim.Optimizer
+_ARRAYS = torch.Tensor, numpy.ndarray
+_SEQUENCES = list, tuple, set, deque
+_CELLS = CellType, ContextVar
+_KINDS = (
+    *(_NUMBERS, _SKIPPED, GENERATORS, _ARRAYS, _SEQUENCES, dict, type, _CELLS),
+    *(MethodType, partial, _lru_cache_wrapper, FunctionType, object),
+)
+"""Kinds of values: the first one of which a value is."""
+_FOLLOWED = (
+    *(*_NUMBERS, *GENERATORS, *_ARRAYS, list, dict, set, deque, FunctionType, nn.Module),
+    *(ContextVar, threading.local, _lru_cache_wrapper),
+)
 _OF_MODULES = PARAMETERS, BUFFERS, MODULES, BACKWARD_FLAG, "training"
 
 
@@ -83,52 +95,53 @@ class Attributes:
         waiting = list(roots.items())
         while waiting and len(self._seen) < _MOST_OBJECTS:
             name, value = waiting.pop()
-            if isinstance(value, _NUMBERS):
+            kind = _kind_of(value.__class__)
+            if kind is _NUMBERS:
                 self.values[name] = value
-            elif value is not None and id(value) not in self._seen and not isinstance(value, _SKIPPED):
+            elif kind is not _SKIPPED and id(value) not in self._seen:
                 self._seen.add(id(value))
-                waiting += self._visit(name, value)
+                waiting += self._visit(name, value, kind)
 
-    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901, PLR0912 - a case for each type
-        if isinstance(value, GENERATORS):
+    def _visit(self, name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901, PLR0912 - by kind
+        if kind is GENERATORS:
             self._keep(name, value, _state_of(value))
-        elif isinstance(value, torch.Tensor | numpy.ndarray):
+        elif kind is _ARRAYS:
             if self._copies and is_dense(value) and value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._keep(name, value, value.detach().clone() if isinstance(value, torch.Tensor) else value.copy())
-        elif isinstance(value, list | tuple | set | deque):
+        elif kind is _SEQUENCES:
             self.sizes[name] = len(value)
             if isinstance(value, list) and len(value) <= _MOST_NUMBERED:
                 self.owners.setdefault(name, Entries(value, range(len(value))))
             if len(value) <= _MOST_ENTRIES and not isinstance(value, tuple):
                 self._containers.append((value, value.copy()))
             yield from ((f"{name}[{place}]", one) for place, one in enumerate(islice(value, _MOST_ENTRIES)))
-        elif isinstance(value, dict):
+        elif kind is dict:
             self.sizes[name] = len(value)
             if len(value) <= _MOST_ENTRIES:
                 self.owners.setdefault(name, value)
-                self._containers.append((value, value.copy()))
+                self._containers.append((value, value.copy() if value else {}))
                 yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
-        elif isinstance(value, type):
+        elif kind is type:
             yield from self._of_class(name, value, value) if is_user_class(value) else ()
-        elif isinstance(value, CellType | ContextVar):
+        elif kind is _CELLS:
             self._containers.append((value, _content_of(value)))
             yield name, _content_of(value)
-        elif isinstance(value, MethodType):
+        elif kind is MethodType:
             yield from ((name, value.__self__), (name, value.__func__))
-        elif isinstance(value, partial):
+        elif kind is partial:
             yield from ((name, value.func), (f"{name} arguments", value.args), (f"{name} arguments", value.keywords))
-        elif isinstance(value, _lru_cache_wrapper):
+        elif kind is _lru_cache_wrapper:
             self.sizes[value.__name__] = value.cache_info().currsize
             yield name, value.__wrapped__
-        elif isinstance(value, FunctionType):
+        elif kind is FunctionType:
             yield from self._of_function(name, value)
         else:
             yield from self._of_object(name, value)
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         module = isinstance(value, nn.Module)
-        users = [kind for kind in type(value).__mro__ if is_user_class(kind)]
+        users = _user_classes(value.__class__)
         if not module and not users:
             own = type(value).__module__.partition(".")[0]
             if own in ("paceline", "torch") and not isinstance(value, Dataset | Sampler):
@@ -257,7 +270,8 @@ def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
     """Return whether two values are equal. Objects of one type that cannot be compared count as equal."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         alike = left.shape == right.shape and left.dtype == right.dtype and left.layout == right.layout
-        return alike and torch.allclose(left.detach(), right.detach(), rtol=0.0, atol=0.0, equal_nan=True)
+        left, right = left.detach(), right.detach()
+        return alike and (torch.equal(left, right) or torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True))
     if isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray):
         return left.shape == right.shape and left.tobytes() == right.tobytes()
     if type(left) is not type(right):
@@ -279,13 +293,26 @@ def _names_in(code: CodeType) -> dict[str, None]:
     return dict.fromkeys((*code.co_names, *chain.from_iterable(inner)))
 
 
+@lru_cache(1024)  # isinstance with torch.Tensor or Number calls Python
+def _kind_of(kind: type) -> Any:
+    """Return the first of ``_KINDS`` of which the values of a type are."""
+    return next(one for one in _KINDS if issubclass(kind, one))
+
+
+@lru_cache(1024)
+def _user_classes(kind: type) -> list[type]:
+    """Return the classes of user code from which a class inherits, and itself if it is one."""
+    return [one for one in kind.__mro__ if is_user_class(one)]
+
+
 def _is_followed(value: Any) -> bool:
     """Return whether to follow a global. Objects of other library types may have threads of their own."""
-    if value is None or type(value) in (Namespace, SimpleNamespace):
-        return True
-    followed = (*_NUMBERS, list, dict, set, deque, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
-    known = isinstance(value, (*followed, ContextVar, threading.local, _lru_cache_wrapper))
-    return known or is_user_class(value if isinstance(value, type) else type(value))
+    return is_user_class(value) if isinstance(value, type) else _is_followed_type(value.__class__)
+
+
+@lru_cache(1024)
+def _is_followed_type(kind: type) -> bool:
+    return kind in (type(None), Namespace, SimpleNamespace) or issubclass(kind, _FOLLOWED) or is_user_class(kind)
 
 
 def _slots_of(kind: type) -> list[str]:

@@ -55,7 +55,7 @@ def check_coupling(context: TrainingContext, groups: Sequence[MicrobatchGroup], 
     for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):
-                text = next(filter(None, (_probe(context, data, (0, cut, samples), step) for cut in sorted(cuts))), "")
+                text = _probe(context, data, samples, sorted(cuts), step)
             break
         except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             _log.debug("the loss of several microbatches at once could not be computed: %s", error)
@@ -84,8 +84,8 @@ def _broadcast(context: TrainingContext, data: Any) -> str:
     )
 
 
-def _probe(context: TrainingContext, data: Any, cuts: tuple[int, int, int], step: int) -> str:
-    start, middle, stop = cuts
+def _probe(context: TrainingContext, data: Any, samples: int, cuts: Sequence[int], step: int) -> str:
+    """Return a message if the loss of the samples is not the mean over the two parts that one of the cuts makes."""
     draws = RecordedDraws()
     eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
     with without_trace(context) as probe, eager, _learned_statistics(context):
@@ -100,20 +100,24 @@ def _probe(context: TrainingContext, data: Any, cuts: tuple[int, int, int], step
             probe.restore_weights()
             return found
 
-        (total, count), *halves = [loss_and_count(*cut) for cut in ((start, stop), (start, middle), (middle, stop))]
-        if draws.unknown or not count or not all(one[1] for one in halves):
+        total, count = loss_and_count(0, samples)
+        for cut in cuts:
+            halves = [loss_and_count(0, cut), loss_and_count(cut, samples)]
+            if draws.unknown or not count or not all(one[1] for one in halves):
+                continue
+            whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
+            size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))
+            if abs(whole - mean) > _tolerance(context) * size:
+                again = loss_and_count(0, samples)
+                break
+        else:
             return ""
-        whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
-        size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))
-        if abs(whole - mean) <= _tolerance(context) * size:
-            return ""
-        again = loss_and_count(start, stop)
     if again[1] and abs(again[0] / again[1] - whole) > _tolerance(context) * size:  # differs without other samples, too
         if False in context.probe_results.told:
             return ""
         context.probe_results.told.add(False)
         return differing_text("the loss", [])
-    return _TEXT.format(samples=stop, whole=whole, halves=mean, microbatches=context.order.microbatches)
+    return _TEXT.format(samples=samples, whole=whole, halves=mean, microbatches=context.order.microbatches)
 
 
 def _tolerance(context: TrainingContext) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.data.keys import torch_states
 from paceline.data.nested import tensors_in
 from paceline.system.torch_internals import TorchDispatchMode
 
@@ -36,9 +37,14 @@ class RecordedDraws(TorchDispatchMode):
     def pass_of(self, given: Given) -> Iterator[None]:
         """Run a forward pass in this context. The first pass is recorded, later passes get numbers from ``given``."""
         self._number, self._given = 0, given
-        with self:
+        if self._first or self._drawn:
+            with self:
+                yield
+            self._first = False
+        else:  # the mode makes each operation slower
+            before = torch_states()
             yield
-        self._first = False
+            self.unknown |= not all(map(torch.equal, before, torch_states()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -107,7 +107,8 @@ def _probe(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: in
             with draws.pass_of(_repeated):
                 values.append(computed(concatenated([part] * times)))
             buffers.append(context.compute.buffers.grown())
-        _check_buffers(context, buffers, _grown_twice(context, part, step))
+        if any(grown.any() for grown in buffers[0].values()):
+            _check_buffers(context, buffers, _grown_twice(context, part, step))
         totals, counts = [value for value, *_ in values], [count for _, count, _ in values]
         if not values[0][2]:
             return _of_scalar(context, totals)
