@@ -15,7 +15,7 @@ from paceline.adapters.trackers.tracking import Tracking, masked
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
-from paceline.comm.collectives.agreement import code_hashes, versions
+from paceline.comm.collectives.agreement import versions
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
 from paceline.coordinator.failure import known_errors
@@ -205,7 +205,8 @@ def _begin(
     tracking.begin(state.run, loop.position.steps, environment)
     about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}
     by_workers = settings.batch_per_worker is not None or settings.scale_lr is not None
-    about |= {"same_bits": bool(settings.exact) and not by_workers, "session": number, "code": code_hashes()}
+    about |= {"same_bits": bool(settings.exact) and not by_workers, "session": number}
+    about["code"] = {name.removeprefix("code of "): run_spec[name] for name in run_spec if name.startswith("code of ")}
     about["settings"] = {key: masked(text) for key, text in config.given_outside(settings, context.given).items()}
     context.events.mark("start", **about, run=state.run, **rules)
     return Run(context, loop, state, script, tracking, _noted(context))
