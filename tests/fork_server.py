@@ -224,6 +224,7 @@ def serve() -> None:
         clusters.place_named(name)
     user_code.script_modules()  # keeps which modules are installed
     agreement.versions()  # keeps them; each worker would take 4 ms
+    importlib.import_module("paceline.step.numerics").canary()  # the same, 10 ms; it imports torch
     gc.collect()
     gc.freeze()  # no fork visits, and so copies, what is there already
     ended, wake = os.pipe()

@@ -34,7 +34,6 @@ EXACT = {
     "quick": [
         way("tied weights", 2, "layerwise"),
         way("batch norm", 2, "zb-h1", recompute=True),
-        way("batch norm", 2, "interleaved", chunks=3),
         way("skips", 2, "zb-v"),
         way("decoder", 2, "zb-v", cut=["query", "own", "attention"]),
         way("a weight used five times", 2, "1f1b", cut=["5"], recompute=True),
@@ -42,7 +41,6 @@ EXACT = {
         way("bfloat16", 2, "1f1b"),
         way("changed input", 2, "1f1b", cut=["2"], recompute=True),
         way("strides", 2, "zb-v", cut=["4", "6", "9"]),
-        way("strides", 3, "gpipe", cut=["5", "8"]),
         way("counted tokens", 2, "zb-v"),
     ],
     "slow": [
@@ -89,10 +87,8 @@ EXACT = {
 ROUNDED = {
     "quick": [
         way("counted tokens", 2, "1f1b"),
-        way("counted tokens", 3, "1f1b", replicas=[2, 1]),
         way("batch norm", 2, "1f1b"),
         way("skips", 2, "zb-h1"),
-        way("tied weights", 4, "zb-h1", stages=2),
     ],
     "slow": [
         way("counted tokens", 3, "zb-h1", cut=["blocks.1", "output"]),

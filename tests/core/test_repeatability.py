@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch._inductor.compiler_bisector  # sets a variable of the environment, once
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset

@@ -6,7 +6,6 @@ import random
 import numpy
 import pytest
 import torch
-import torch._inductor.compiler_bisector  # sets a variable of the environment, which a checkpoint would do else
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data import keys

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.compiler_bisector  # sets a variable of the environment, which a custom operator would do else
 from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import torch._inductor.compiler_bisector  # sets a variable of the environment, once
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
