@@ -49,7 +49,8 @@ MODULES = (
     "paceline.session",
     *("paceline.cli.main", "paceline.cli.run", "paceline.cli.display.progress", "paceline.coordinator.agent"),
     *("paceline.coordinator.machines", "paceline.diagnostics.doctor.start", "paceline.launchers.prepare"),
-    *("paceline.launchers.workers", "paceline.observe.why", "encodings.idna"),
+    *("paceline.launchers.workers", "paceline.observe.why.at_end", "encodings.idna"),
+    *("paceline.cli.display.alerts", "paceline.testing.faults"),
     "subjects",
     "scripted",
 )
