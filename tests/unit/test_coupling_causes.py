@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.step.probes.draws import RecordedDraws
 
 DATA = torch.utils.data.TensorDataset(torch.linspace(0, 1, 128).reshape(32, 4), torch.arange(32) % 3)
 
@@ -62,3 +63,22 @@ def test_a_loss_over_several_samples_is_still_told(caplog: pytest.LogCaptureFixt
 
     (text,) = warnings_of(caplog, loss=loss)
     assert text.startswith("The loss looks at several samples at once")
+
+
+@pytest.mark.parametrize("sizes", [(2, 6), (4,)])
+def test_each_of_two_cuts_is_tried(caplog: pytest.LogCaptureFixture, sizes: tuple[int, ...]) -> None:
+    """Of the 8 samples of two microbatches: after 2 and after 4 of them."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target) + 0.1 * (len(target) in sizes)
+
+    (text,) = warnings_of(caplog, loss=loss)
+    assert text.startswith("The loss looks at several samples at once: that of 8 samples")
+
+
+def test_numbers_that_only_a_later_pass_draws_are_unknown() -> None:
+    draws = RecordedDraws()
+    for draw, unknown in ((torch.zeros, False), (torch.zeros, False), (torch.rand, True)):
+        with draws.pass_of(lambda before, shape: before):
+            draw(2)
+        assert draws.unknown is unknown
