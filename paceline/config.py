@@ -46,15 +46,16 @@ class Resolved(BaseModel):
 
 def flat_keys() -> dict[str, object]:
     """Return all dotted keys with their defaults."""
-    return _flatten(Settings().model_dump())
+    return flattened(Settings().model_dump())
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Return settings with dotted keys in place of groups."""
     flat: dict[str, object] = {}
     for key, value in values.items():
         name = prefix + (key if isinstance(key, str) else quoted(key))
         if isinstance(value, Mapping) and not prefix and key in GROUPS:
-            flat.update(_flatten(value, f"{name}."))
+            flat.update(flattened(value, f"{name}."))
         else:
             flat[name] = value
     return flat
@@ -199,7 +200,7 @@ def read_plan(path: Path) -> dict[str, object]:
             text = file.read(_PLAN_BYTES + 1)
         if len(text) > _PLAN_BYTES:
             raise ConfigError(f"The plan file {path} is longer than {_PLAN_BYTES} bytes: it is no file of settings.")
-        values = _flatten(_of_json(path, text) if path.suffix == ".json" else tomllib.loads(text.decode()))
+        values = flattened(_of_json(path, text) if path.suffix == ".json" else tomllib.loads(text.decode()))
     except OSError as error:
         raise ConfigError(f"The plan file {path} cannot be read: {error.strerror}.") from None
     except RecursionError:
@@ -224,7 +225,7 @@ class SavedPlan(NamedTuple):
     """What ``paceline plan --save`` writes, besides settings."""
 
     workers: int
-    high: float | None  # end of the interval of a step's seconds, if known
+    high: float | None  # end of the interval of a step's seconds, if the plan is for one machine like this
 
 
 def saved_plan(plan: Path | None) -> SavedPlan | None:
@@ -233,7 +234,7 @@ def saved_plan(plan: Path | None) -> SavedPlan | None:
         return None
     read_plan(plan)  # complains about what is not a plan
     values = json.loads(plan.read_bytes())
-    high = values.get("high")
+    high = values.get("high") if values.get("machine") == "this machine" else None
     return SavedPlan(values["workers"], high if type(high) is float and high > 0 else None)
 
 
@@ -260,7 +261,7 @@ def resolve(
                 f"{name} = {quoted(arguments[name])} cannot be used: {name} is a mapping, such as {example}."
             )
     layers: list[tuple[str, Mapping[str, object]]] = [
-        ("script", _flatten(arguments)),
+        ("script", flattened(arguments)),
         ("checkpoint", checkpoint or {}),
         ("plan file", plan or {}),
         ("environment", _parsed(environment)),
@@ -327,7 +328,7 @@ def resolve_here(script: Mapping[str, Any], checkpoint: Mapping[str, object] | N
 
 def flat(settings: Settings) -> dict[str, object]:
     """Return the JSON value of each dotted key."""
-    return _flatten(settings.model_dump(mode="json"))
+    return flattened(settings.model_dump(mode="json"))
 
 
 def kept(settings: Settings, sources: Mapping[str, str]) -> dict[str, list[object]]:

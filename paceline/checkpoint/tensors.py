@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, InputError
 from paceline.system.torch_internals import tree_map_only
 
 Receive = Callable[[Sequence[str]], Iterator[tuple[str, torch.Tensor]]]
@@ -34,6 +34,11 @@ def entries_of(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of the state of a parameter, and its numbers as tensors under marked keys."""
     for key, value in sorted(state.items()):
         if isinstance(value, torch.Tensor):
+            if value.is_sparse:
+                raise InputError(
+                    f"The optimizer keeps a sparse {key!r}, which cannot be saved, compared or sent: use SGD without "
+                    f"momentum, Adagrad or SparseAdam for parameters with sparse gradients."
+                )
             yield key, value
         elif isinstance(value, int | float):
             yield f"{key}{_NUMBER}", torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)

@@ -12,12 +12,15 @@ from paceline.planning.renting.failures import Job, best_checkpoint_interval, re
 from paceline.planning.renting.interruptions import Exponential, Interruptions
 from paceline.planning.renting.machines import MachineType, builtin, read, scale
 from paceline.planning.renting.money import check_currency, interrupted, undisturbed
-from paceline.planning.search import Candidate, Layout, Measured, candidates
+from paceline.planning.search import Candidate, Layout, Measured, candidates, named
 from paceline.planning.simulate import Machine
 from paceline.planning.trials import REACHED
 from paceline.schedule.balance import LayerCost
 
 _HISTORIES = 100
+_BANDWIDTH = "memory_bytes_per_second"
+_LEAST_INTERVAL = 60.0
+"""Shortest time between two checkpoints that is worth it, in seconds."""
 _RECOVERY_SECONDS = 1.0
 """Time that the others wait when a worker is lost or joins (``bench/chaos.py``)."""
 _STATE_BYTES_PER_SECOND = 1e9
@@ -44,19 +47,33 @@ class Market:
     interruptions: Interruptions | None = None
 
     def __post_init__(self) -> None:
-        check_currency(self.kinds)
-        for kind in self.kinds:
-            for name in ("price_per_hour", "network_bytes_per_second", *(["spot_price_per_hour"] if self.spot else [])):
-                kind.needs(name, "a plan on rented machines needs")
+        rented = self.rented
+        check_currency(rented)
+        for kind in rented:
+            kind.needs("network_bytes_per_second", "a plan on rented machines needs")
             if kind.gpus and self.here is None:
                 raise ConfigError(
                     f"Machine type {kind.name!r} has GPUs, and times are scaled to them from those of a known type: "
                     f"name that of this machine with --here."
                 )
-            if self._scales(kind):
-                scale((), self.here or kind, kind)
-            if self.spot:
+            if self.here is not None and self._scales(kind):
+                scale((), self.here, kind)
+            if self.spot and kind.spot_price_per_hour is not None:
                 self._losses(kind)
+        if self.spot and all(kind.spot_price_per_hour is None for kind in rented):
+            rented[0].needs("spot_price_per_hour", "--spot needs")
+
+    @property
+    def rented(self) -> list[MachineType]:
+        """Types that are offered. A type without a price only describes this machine.
+
+        Raises:
+            ConfigError: no type has a price.
+        """
+        found = [kind for kind in self.kinds if kind.price_per_hour is not None]
+        if not found:
+            self.kinds[0].needs("price_per_hour", "a plan on rented machines needs")
+        return found
 
     def offers(
         self, measured: Mapping[int, Measured], most: int | None, steps: int, exact: bool, convergent: bool
@@ -70,13 +87,14 @@ class Market:
             exact: see :func:`~paceline.planning.search.candidates`.
             convergent: see there.
         """
-        for kind in self.kinds:
+        for kind in self.rented:
             layout = _layout(kind)
-            known = {count: self._scaled(one, kind) for count, one in measured.items()}
-            counts = _counts(layout.per_machine, most or 8 * layout.per_machine)
+            alike = {1: measured[1]} if kind.gpus else measured  # a worker shares a GPU with no other
+            known = {count: self._scaled(one, kind) for count, one in alike.items()}
+            counts = _counts(layout.per_machine, min(most or 8 * layout.per_machine, measured[1].profile.microbatches))
             for one in candidates(known, layout, counts, exact, convergent):
                 yield replace(one, bill=undisturbed(kind, one.machines, steps * one.step_seconds))
-                if self.spot:
+                if self.spot and kind.spot_price_per_hour is not None:
                     yield self._interrupted(one, kind, steps)
 
     def _interrupted(self, one: Candidate, kind: MachineType, steps: int) -> Candidate:
@@ -87,7 +105,7 @@ class Market:
             steps, one.step_seconds, one.machines, copies, _RECOVERY_SECONDS, loading, kind.start_up_seconds, loading
         )
         losses = self._losses(kind)
-        job = replace(job, interval_seconds=best_checkpoint_interval(job, losses))
+        job = replace(job, interval_seconds=max(_LEAST_INTERVAL, best_checkpoint_interval(job, losses)))
         settings = dict(one.settings)
         if not math.isinf(job.interval_seconds):
             settings["checkpoint"] = {"every": max(1, round(job.interval_seconds / one.step_seconds))}
@@ -97,7 +115,7 @@ class Market:
     def _losses(self, kind: MachineType) -> Interruptions:
         if self.interruptions is not None:
             return self.interruptions
-        return Exponential(kind.needs("interruptions_per_hour", "a plan with spot machines and no --trace needs"))
+        return Exponential(kind.needs("interruptions_per_hour", "--spot without --trace needs"))
 
     def _scales(self, kind: MachineType) -> bool:
         return self.here is not None and self.here.name != kind.name
@@ -106,14 +124,16 @@ class Market:
         """Return what was measured, scaled to a type."""
         if self.here is None or not self._scales(kind):
             return one
-        work, here = one.work, self.here
-        moving = here.needs("memory_bytes_per_second", "") / kind.needs("memory_bytes_per_second", "")
-        passes = {count: scale(layers, here, kind).layers for count, layers in work.passes.items()}
+        work = one.work
+        here, there = (_of_worker(machine, work.core_load) for machine in (self.here, kind))
+        purpose = f"scaling times from {here.name!r} to {there.name!r} needs"
+        moving = here.needs(_BANDWIDTH, purpose) / there.needs(_BANDWIDTH, purpose)
+        passes = {count: scale(layers, here, there).layers for count, layers in work.passes.items()}
         return replace(one, work=replace(work, passes=passes, update=moving * work.update, add=moving * work.add))
 
     def extrapolated(self, layers: Sequence[LayerCost]) -> list[str]:
         """Say of each type whose times were not measured how they were found."""
-        return [scale(layers, self.here, kind).text for kind in self.kinds if self.here and self._scales(kind)]
+        return [scale(layers, self.here, kind).text for kind in self.rented if self.here and self._scales(kind)]
 
 
 def within(found: Sequence[Candidate], hours: float, money: float) -> list[Candidate]:
@@ -126,14 +146,17 @@ def within(found: Sequence[Candidate], hours: float, money: float) -> list[Candi
     kept = [one for one, bill in bills if bill.hours.high <= hours and bill.money.high <= money]
     if kept or not bills:
         return kept or [*found]
-    nearest, bill = min(bills, key=lambda one: max(one[1].hours.high / hours, one[1].money.high / money))
-    limits = [f"within {hours:.3g} h"] * math.isfinite(hours) + [f"for {money:g} {bill.currency}"] * math.isfinite(
-        money
-    )
+    nearest, bill = min(bills, key=lambda pair: max(pair[1].hours.high / hours, pair[1].money.high / money))
+    if math.isinf(bill.hours.high):
+        raise ConfigError("Training never ends: machines are lost faster than it goes on. Take other machines.")
+    limits = []
+    if math.isfinite(hours):
+        limits.append(f"ends within {hours:.3g} h")
+    if math.isfinite(money):
+        limits.append(f"costs at most {money:g} {bill.currency}")
     raise ConfigError(
-        f"Nothing ends {' '.join(limits)}. The nearest is {nearest.strategy} on {nearest.machines} {nearest.machine}"
-        f"{', spot' * nearest.spot}, which may take {bill.hours.high:.3g} h and cost {bill.money.high:,.2f} "
-        f"{bill.currency}. Allow that, or give other machines, or more workers with -n."
+        f"No candidate {' and '.join(limits)}. The nearest is {named(nearest)}: {bill.hours.high:.3g} h and "
+        f"{bill.money.high:,.2f} {bill.currency}. Allow that, or give other machines, or more workers with -n."
     )
 
 
@@ -149,10 +172,11 @@ def chosen(text: str) -> list[MachineType]:
     if text.endswith(".toml"):
         return [*read(Path(text)).values()]
     known = builtin()
-    return [named(one.strip(), known, "--machines") for one in text.split(",")]
+    found = {name: type_of(name, known, "--machines") for name in map(str.strip, text.split(","))}
+    return [*found.values()]
 
 
-def named(name: str, known: Mapping[str, MachineType], option: str) -> MachineType:
+def type_of(name: str, known: Mapping[str, MachineType], option: str) -> MachineType:
     """Return the type with a name.
 
     Raises:
@@ -161,6 +185,13 @@ def named(name: str, known: Mapping[str, MachineType], option: str) -> MachineTy
     if name not in known:
         raise ConfigError(f"{option} {name}: unknown type. Known are {', '.join(known)}; give others in a .toml file.")
     return known[name]
+
+
+def _of_worker(kind: MachineType, core_load: float) -> MachineType:
+    """Return a type with the FLOP rate and memory bandwidth that one worker has of it: a GPU, or the cores it uses."""
+    part = 1.0 if kind.gpus else min(1.0, (core_load or 1.0) / kind.cores)
+    rates = {name: getattr(kind, name) for name in ("flops", "bfloat16_flops", _BANDWIDTH)}
+    return replace(kind, **{name: part * rate for name, rate in rates.items() if rate is not None})
 
 
 def _layout(kind: MachineType) -> Layout:
@@ -176,7 +207,7 @@ def _layout(kind: MachineType) -> Layout:
 
 
 def _counts(per_machine: int, most: int) -> list[int]:
-    """Return powers of two, and whole machines of them: what fits on one machine, then 1, 2, 4, ... machines."""
-    within = [1 << power for power in range(per_machine.bit_length()) if 1 << power < per_machine]
-    beyond = [per_machine << power for power in range((most // per_machine).bit_length())]
-    return [count for count in (*within, *beyond) if count <= most]
+    """Return powers of two of the workers of one machine, of whole machines, and the largest number."""
+    on_one = [1 << power for power in range(min(per_machine, most).bit_length())]
+    on_many = [per_machine << power for power in range((most // per_machine).bit_length())]
+    return sorted({count for count in (*on_one, *on_many, most) if count <= most})

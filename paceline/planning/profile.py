@@ -23,6 +23,7 @@ from paceline.planning.blocks import blocks_of
 from paceline.planning.budget import may_fuse, measure_segments, sizes_of
 from paceline.planning.costs import Profile
 from paceline.schedule.balance import LayerCost
+from paceline.step.checks import sparse_parameters
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardRunner
 from paceline.step.gradients.accumulate import Values, add
@@ -42,6 +43,10 @@ def profile(context: TrainingContext) -> Profile:
     A model that cannot be cut is measured as one layer.
     """
     order, model = context.order, context.compute.model
+    if sparse := sparse_parameters(model, "modules"):
+        raise InputError(
+            f"{min(sparse)!r} has sparse gradients, which are not simulated: use sparse=False for the plan."
+        )
     uncut = _uncut(context)
     costs = _whole_cost if uncut else _layer_costs
     begin, used = time.perf_counter(), time.process_time()

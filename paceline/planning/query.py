@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 from paceline.launchers.base import Request
 from paceline.launchers.prepare import check
 from paceline.planning.costs import Profile
-from paceline.planning.offers import Market, chosen, named, within
+from paceline.planning.offers import Market, chosen, type_of, within
 from paceline.planning.renting.interruptions import read_trace
 from paceline.planning.renting.machines import builtin
 from paceline.planning.search import Candidate, best, candidates
@@ -42,7 +42,7 @@ class Query:
         for option in ("workers", "link", "memory", "steps", "epochs", "budget"):
             value = getattr(self, option)
             if value is not None and not 0 < value < math.inf and (option, value) != ("workers", 0):
-                raise ConfigError(f"--{option} {value}: give a number above 0.")
+                raise ConfigError(f"--{option} {value}: give a finite number above 0.")
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"--latency {self.latency}: give milliseconds, 0 or more.")
         if self.tolerance not in ("bits", "rounding", "convergent"):
@@ -53,7 +53,9 @@ class Query:
 
     def _check_machines(self) -> None:
         """Check what is said about machines to rent, before anything is measured."""
-        about = [name for name in ("here", "spot", "trace", "deadline", "budget") if getattr(self, name)]
+        about = [
+            name for name in ("here", "spot", "trace", "deadline", "budget") if getattr(self, name) not in (None, False)
+        ]
         if self.machines is None:
             if about:
                 raise ConfigError(f"--{about[0]} is about machines to rent: give their types with --machines.")
@@ -74,7 +76,7 @@ class Query:
             return None
         kinds = chosen(self.machines)
         known = {**builtin(), **{kind.name: kind for kind in kinds}}
-        here = None if self.here is None else named(self.here, known, "--here")
+        here = None if self.here is None else type_of(self.here, known, "--here")
         trace = None if self.trace is None else read_trace(self.trace)
         return Market(kinds, here, self.spot or self.trace is not None, trace)
 

@@ -133,7 +133,7 @@ def candidates(
         exact: whether workers send whole nodes of the canonical tree.
         convergent: whether strategies are allowed that compute another function.
     """
-    for workers in counts:
+    for workers in (count for count in counts if count <= measured[min(measured)].profile.microbatches):
         known = _nearest(measured, min(workers, layout.per_machine))
         place, sizes = layout.place(workers), known.profile.sizes
         together = measured[min(2, workers, max(measured))].work  # workers that tell each other something in a step
@@ -144,8 +144,6 @@ def candidates(
             yield judge(
                 "allreduce", {}, partial(data_parallel, work, folded), _memory(sizes, work, workers=1, tree=exact)
             )
-            continue
-        if workers > work.microbatches:
             continue
         run = partial(_memory, sizes, work, workers=workers, tree=exact)
         yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run())
@@ -258,7 +256,7 @@ def best(found: Sequence[Candidate], cheapest: bool = False) -> list[Candidate]:
         return sorted(fitting, key=lambda one: (one.time, one.price, one.memory_bytes))
     least = min(found, key=lambda one: one.memory_bytes)
     raise ConfigError(
-        f"Nothing fits into the memory of a worker: the least is {least.memory_bytes:,} bytes, with {_named(least)}. "
+        f"Nothing fits into the memory of a worker: the least is {least.memory_bytes:,} bytes, with {named(least)}. "
         f"Give more memory, or more workers with -n."
     )
 
@@ -284,9 +282,10 @@ def explained(ordered: Sequence[Candidate], word: str = "fastest") -> list[str]:
         word: what the first one is.
     """
     first, *others = ordered
-    alone = next((one for one in others if one.workers == 1 and one.machine == first.machine), None)
+    same = [one for one in others if one.machine == first.machine]
+    alone = next((one for one in same if one.workers == 1 < first.workers), None)
     gain = f", {alone.step_seconds / first.step_seconds:.1f} times as fast as one worker" if alone else ""
-    lines = [f"The {word} is {_named(first)}: {_takes(first)}{gain}."]
+    lines = [f"The {word} is {named(first)}: {_takes(first)}{gain}."]
     told = {first.strategy}
     for one in others:
         if one.strategy in told or one.workers == 1:
@@ -295,11 +294,12 @@ def explained(ordered: Sequence[Candidate], word: str = "fastest") -> list[str]:
         reason = max(one.waits, key=lambda name: one.waits[name], default="")
         told_of = one.waits.get(reason, 0.0) >= _TOLD * one.step_seconds
         waits = f"; of a step it waits {_time(one.waits[reason])} {_WAITS.get(reason, reason)}" if told_of else ""
-        lines.append(f"{_named(one)} takes {_takes(one)}{waits}.")
+        lines.append(f"{named(one)} takes {_takes(one)}{waits}.")
     return lines
 
 
-def _named(one: Candidate) -> str:
+def named(one: Candidate) -> str:
+    """Name a candidate for people."""
     given = one.settings.get("shard") or one.settings.get("pipeline", {}).get("schedule")
     rented = "" if one.bill is None else f" ({one.machines} {one.machine}{', spot' * one.spot})"
     return f"{one.strategy}{f' ({given})' if given else ''} on {one.workers} worker{'s' * (one.workers > 1)}{rented}"

@@ -109,7 +109,7 @@ def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
         InputError: an embedding gives sparse gradients, and none are allowed.
     """
     named = {name: one for name, one in model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
-    sparse = {id(one.weight): name for name, one in named.items() if one.sparse}
+    sparse = {id(one.weight): name for name, one in named.items() if one.sparse and one.weight.requires_grad}
     if sparse and allowed == "none":
         raise sparse_gradients(f"{next(iter(sparse.values()))!r} gives")
     return frozenset(name for name, one in model.named_parameters() if allowed == "any" or id(one) in sparse)

@@ -178,10 +178,12 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     assert config.read_plan(path) == {"strategy": "pipeline", "pipeline.cut": ["1"]}
     assert config.saved_plan(path) == (2, None)
     assert config.saved_plan(None) is config.saved_plan(tmp_path / "plan.toml") is None
-    path.write_text(json.dumps(saved | {"low": 0.0198, "high": 0.0432}))
+    path.write_text(json.dumps(saved | {"high": 0.0432, "machine": "this machine"}))
     planned = config.saved_plan(path)
     assert predicted(planned, 2) == ["steps > 43.200ms"]
     assert predicted(planned, 4) == predicted(None, 2) == []
+    path.write_text(json.dumps(saved | {"high": 0.0432, "machine": "g5.xlarge"}))
+    assert predicted(config.saved_plan(path), 2) == []
     others = (
         "[1]",
         json.dumps(saved | {"workers": "2"}),

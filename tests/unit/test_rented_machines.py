@@ -318,14 +318,37 @@ def test_offers_of_another_type_are_scaled_and_say_so() -> None:
     ]
 
 
+@pytest.mark.parametrize(("cores", "gpus", "flops", "most"), [(4, 0, 2e11, 2), (32, 0, 16e11, 16), (1, 1, 10e11, 10)])
+def test_scaled_workers_are_together_no_faster_than_their_machine(
+    cores: int, gpus: int, flops: float, most: int
+) -> None:
+    """Measured here with one worker on one of two cores, which has half of this machine's operations."""
+    here = replace(OFFERED, cores=2, memory_bytes_per_second=1e12, price_per_hour=None)
+    there = replace(FASTER, cores=cores, gpus=gpus, flops=flops, memory_bytes_per_second=1e14)
+    ideal = 8 * sum(layer.forward + layer.backward for layer in COSTS) / 2 / most  # of both cores here, scaled
+    found = [one for one in offers(Market([there, here], here), 8) if one.machines == 1]
+    assert found and all(one.step_seconds >= 0.99 * ideal for one in found)
+    usable = 1.0 if gpus else min(cores, 8) / cores
+    assert min(one.step_seconds for one in found) < 1.2 * ideal / usable
+
+
+def test_a_history_of_many_losses_ends() -> None:
+    storm = replay(replace(JOB, steps=10**12), Exponential(per_hour=1e5), histories=20)
+    assert storm.hours.low == math.inf and len(storm.histories) == 5
+
+
 def test_what_is_over_the_limits_is_no_choice() -> None:
     found = offers(Market([OFFERED]))
     price = min(one.price for one in found)
     assert {one.price for one in within(found, math.inf, price)} == {price}
     assert within(found, math.inf, math.inf) == found
-    with pytest.raises(ConfigError, match=r"Nothing ends within 0.001 h. The nearest is .* may take .* h and cost"):
+    with pytest.raises(
+        ConfigError, match=r"No candidate ends within 0.001 h. The nearest is .* h and .* USD. Allow that"
+    ):
         within(found, 0.001, math.inf)
-    with pytest.raises(ConfigError, match=r"Nothing ends for 0.1 USD. The nearest is sharded on 1 r"):
+    with pytest.raises(
+        ConfigError, match=r"No candidate costs at most 0.1 USD. The nearest is sharded .* on 2 workers .1 r."
+    ):
         within(found, math.inf, 0.1)
 
 
@@ -333,7 +356,12 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
     graphics = replace(OFFERED, name="g", gpus=1)
     for kinds, more, message in (
         ([replace(OFFERED, network_bytes_per_second=None)], {}, "'r' has no network_bytes_per_second"),
-        ([replace(OFFERED, spot_price_per_hour=None)], {"spot": True}, "'r' has no spot_price_per_hour"),
+        ([replace(OFFERED, price_per_hour=None)], {}, "'r' has no price_per_hour"),
+        (
+            [replace(OFFERED, spot_price_per_hour=None)],
+            {"spot": True},
+            "'r' has no spot_price_per_hour, which --spot needs",
+        ),
         ([replace(OFFERED, interruptions_per_hour=None)], {"spot": True}, "no interruptions_per_hour, .*--trace"),
         ([graphics], {}, "'g' has GPUs, .*--here"),
         ([FASTER], {"here": replace(OFFERED, flops=None)}, "'r' has no flops"),
@@ -353,7 +381,7 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
         ({"machines": "c5.4xlarge"}, "Give --steps or --epochs"),
         ({"machines": "c5.4xlarge", "steps": 5, "link": 10.0}, "--link and --machines"),
         ({"machines": "c5.4xlarge", "steps": 5, "deadline": "24"}, "--deadline 24: give a time such as"),
-        ({"machines": "c5.4xlarge", "steps": 5, "budget": -1.0}, "--budget -1.0: give a number above 0"),
+        ({"machines": "c5.4xlarge", "steps": 5, "budget": -1.0}, "--budget -1.0: give a finite number above 0"),
         ({"machines": "c5.4xlarge", "steps": 5, "here": "mine"}, "--here mine: unknown type"),
         ({"steps": 5, "epochs": 1.0}, "--steps and --epochs"),
         ({"tolerance": "none"}, "--tolerance none"),

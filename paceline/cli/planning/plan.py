@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.planning.search import Candidate
 
-_SAVED = "strategy", "workers", "settings", "step_seconds", "low", "high"
+_SAVED = "strategy", "workers", "settings", "machine", "machines", "spot", "step_seconds", "low", "high"
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ The script trains for a few steps with 1 worker, 2 workers and more, up to the cores of this machine.
 
@@ -91,7 +91,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     if save is not None:
         written = _values(first, total, pareto=True)
         given = {key: config.parse_value(value) for key, value in base.settings.items()}
-        written["settings"] = given | written["settings"]
+        written["settings"] = config.flattened(written["settings"]) | given
         save.write_text(json.dumps({key: written[key] for key in _SAVED}, indent=1) + "\n")
     if as_json:
         print(json.dumps([_values(one, total, one in pareto) for one in (*ordered, *too_large)], indent=1))
@@ -126,6 +126,8 @@ def _check(prove: int, elsewhere: bool, as_json: bool, save: Path | None) -> Non
         raise ConfigError("--prove runs plans on this machine: leave out --link and --machines.")
     if prove and as_json:
         raise ConfigError("--prove prints a table, not --json: leave out one of them.")
+    if save is not None and save.suffix != ".json":
+        raise ConfigError(f"--save {save}: give a name that ends in .json.")
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
         raise ConfigError(f"--save {save}: give a file in a folder that exists.")
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from itertools import islice
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
@@ -28,6 +29,8 @@ _PROBES = 100
 """Histories from which the mean time between two losses of the state is estimated."""
 _MOST = 20
 """Multiple of the undisturbed time after which a history counts as one that never ends."""
+_EVENTS = 50_000
+"""Number of lost machines after which a history counts as one that never ends, and no further one is replayed."""
 _HOPELESS = 5
 """Number of histories after which a replay stops if none of them ends."""
 
@@ -143,7 +146,8 @@ def replay(job: Job, interruptions: Interruptions, histories: int = 1000, seed: 
     found: list[History] = []
     for number in range(histories):
         found.append(_Replay(job).run(interruptions, Random(f"{seed} {number}")))
-        if number + 1 == _HOPELESS and all(math.isinf(one.seconds) for one in found):
+        lost = sum(one.interruptions for one in found)
+        if number + 1 >= _HOPELESS and (lost > _EVENTS or all(math.isinf(one.seconds) for one in found)):
             break
     return Expected(job, tuple(found))
 
@@ -183,7 +187,7 @@ class _Replay:
         slots, count = self.job.machines + self.job.standbys, 0
         self.training, self.standbys = set(range(self.job.machines)), list(range(self.job.machines, slots))
         limit = _MOST * self.job.ideal_seconds
-        for time, hit, delay in interruptions.history(random, slots):
+        for time, hit, delay in islice(interruptions.history(random, slots), _EVENTS):
             while self.joining and self.joining[0][0] <= time:
                 if self._advance(self.joining[0][0]):
                     break

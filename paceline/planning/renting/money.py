@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def _bill(kind: MachineType, spot: bool, runs: list[tuple[float, float, int, int
     return Bill(
         hours,
         Spread.of(billed),
-        Spread.of([price * one for one in billed]),
+        Spread.of([math.inf if math.isinf(one) else price * one for one in billed]),
         kind.currency,
         None if kind.watts is None else Spread.of([kind.watts / 1000 * one for one in billed]),
     )

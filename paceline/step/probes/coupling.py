@@ -14,6 +14,7 @@ left out: it uses its running statistics in the probe.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -103,7 +104,7 @@ def _probe(context: TrainingContext, data: Any, samples: int, cuts: Sequence[int
         total, count = loss_and_count(0, samples)
         for cut in cuts:
             halves = [loss_and_count(0, cut), loss_and_count(cut, samples)]
-            if draws.unknown or not count or not all(one[1] for one in halves):
+            if draws.unknown or not count or not all(one[1] for one in halves) or not math.isfinite(total):
                 continue
             whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
             size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))

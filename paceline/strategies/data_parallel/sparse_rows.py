@@ -42,7 +42,7 @@ class SparseRows:
 
     def __init__(self, context: TrainingContext, parameters: Mapping[str, nn.Parameter], most: int) -> None:
         self._world, self._update, self._most = context.world, context.update, most
-        self._parameters = dict(parameters)
+        self._parameters, self._checked = dict(parameters), False
         self._counts = AllGather(context.world, ROWS_TAG, 8 * most * len(parameters), host=True)
         self.missing: list[list[int]] = []
         """For each microbatch of a step, the indices of the parameters to which it gave no gradient."""
@@ -51,6 +51,12 @@ class SparseRows:
         """Start a step."""
         self._sums, self.missing = Accumulator(exact), []
         self.clear()
+        if not self._checked:
+            self._check_state()
+
+    def _check_state(self) -> None:
+        """Raise InputError if the optimizer keeps sparse tensors, which it makes in the first update."""
+        self._checked = any(parameter in self._update.optimizer.state for parameter in self._parameters.values())
         for name, parameter in self._parameters.items():
             for key, value in self._update.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_sparse:
@@ -90,46 +96,66 @@ class SparseRows:
         for row, values in enumerate(own):
             counts[row] = torch.tensor([_NO_GRADIENT if one is None else one.values().shape[0] for one in values])
         table = self._counts.start(counts).wait().tolist()
-        columns = [
-            self._gathered(
-                place, parameter, [values[place] for values in own], [[row[place] for row in one] for one in table]
-            )
-            for place, parameter in enumerate(self._parameters.values())
+        rows = [
+            _Rows(index, parameter, [[counts[index] for counts in of_rank] for of_rank in table])
+            for index, parameter in enumerate(self._parameters.values())
         ]
+        sends, receives = list[Message](), list[Message]()
+        for index, one in enumerate(rows):
+            one.fill(self._world.rank, [values[index] for values in own])
+            sends += [message for peer in self._world.others for message in one.messages(self._world.rank, peer)]
+            receives += [message for peer in self._world.others for message in one.messages(peer, peer)]
+        for transfer in self._world.start_transfers(sends, receives):
+            transfer.wait()
+        columns = [one.sums() for one in rows]
         summands: list[tuple[Node, Values]] = []
-        for rank, held in enumerate(nodes):
-            summands += [(node, [column[rank][row] for column in columns]) for row, node in enumerate(held)]
-        means = total(sorted(summands, key=lambda one: first_of(one[0])), add)
-        divide_all([one.values() for one in means if one is not None], divisor)
+        for rank, of_rank in enumerate(nodes):
+            summands += [(node, [column[rank][at] for column in columns]) for at, node in enumerate(of_rank)]
+        means = total(sorted(summands, key=lambda pair: first_of(pair[0])), add)
+        divide_all([mean.values() for mean in means if mean is not None], divisor)
         for parameter, mean in zip(self._parameters.values(), means, strict=True):
             parameter.grad = mean
 
-    def _gathered(self, place: int, parameter: nn.Parameter, own: Values, counts: list[list[int]]) -> list[Values]:
-        """Return the sums of one parameter's gradient over each node of each rank, given their numbers of rows."""
-        world, whole = self._world, [sum(max(one, 0) for one in held) for held in counts]
+
+class _Rows:
+    """Rows of one parameter's gradient on all ranks, with their indices.
+
+    Args:
+        index: number of the parameter.
+        parameter: the parameter.
+        counts: for each rank, the number of rows of each of its nodes.
+    """
+
+    def __init__(self, index: int, parameter: nn.Parameter, counts: list[list[int]]) -> None:
+        self._tag, self._counts, self._shape = _TAGS + 2 * index, counts, parameter.shape
         narrow = torch.int32 if parameter.shape[0] < 1 << 31 else torch.int64
-        given = [one for one in own if one is not None]
-        indices, rows = {}, {}
-        for rank, count in enumerate(whole):
-            indices[rank] = torch.empty(count, dtype=narrow, device=parameter.device)
-            rows[rank] = torch.empty(count, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+        of_rank = [sum(max(count, 0) for count in of_nodes) for of_nodes in counts]
+        self._indices = [torch.empty(count, dtype=narrow, device=parameter.device) for count in of_rank]
+        self._rows = [parameter.new_empty(count, *parameter.shape[1:]) for count in of_rank]
+
+    def fill(self, rank: int, values: Values) -> None:
+        """Put in the rows of this worker's nodes."""
+        given = [value for value in values if value is not None]
         if given:
-            indices[world.rank].copy_(torch.cat([one.indices()[0] for one in given]))
-            torch.cat([one.values() for one in given], out=rows[world.rank])
-        parts = (_TAGS + 2 * place, indices), (_TAGS + 2 * place + 1, rows)
-        sends = [
-            Message(part[world.rank], peer, tag) for peer in world.others for tag, part in parts if whole[world.rank]
-        ]
-        receives = [Message(part[peer], peer, tag) for peer in world.others for tag, part in parts if whole[peer]]
-        for transfer in world.start_transfers(sends, receives):
-            transfer.wait()
+            self._indices[rank].copy_(torch.cat([value.indices()[0] for value in given]))
+            self._rows[rank].copy_(torch.cat([value.values() for value in given]))
+
+    def messages(self, rank: int, peer: int) -> list[Message]:
+        """Return the messages that carry a rank's rows, for the exchange with a peer."""
+        if not len(self._indices[rank]):
+            return []
+        return [Message(self._indices[rank], peer, self._tag), Message(self._rows[rank], peer, self._tag + 1)]
+
+    def sums(self) -> list[Values]:
+        """Return the sums over each node of each rank."""
         return [
-            _cut(indices[rank].to(torch.int64), rows[rank], held, parameter.shape) for rank, held in enumerate(counts)
+            _cut(indices.to(torch.int64), rows, counts, self._shape)
+            for indices, rows, counts in zip(self._indices, self._rows, self._counts, strict=True)
         ]
 
 
 def _cut(indices: torch.Tensor, rows: torch.Tensor, counts: list[int], shape: torch.Size) -> Values:
-    """Return the sparse tensors of one worker's nodes, which have so many rows each."""
+    """Cut the rows of one worker into the sparse tensors of its nodes, given the number of rows of each."""
     ends = [0]
     for count in counts:
         ends.append(ends[-1] + max(count, 0))
