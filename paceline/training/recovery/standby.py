@@ -65,6 +65,7 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
 def move_to_device(context: TrainingContext) -> None:
     """Move the model, optimizer state and feed from the CPU to this worker's device. Tensors keep their identity."""
     device, model = context.world.device, context.compute.model
+    context.probe_results.slices_alike = None  # the optimizer was probed on the CPU
     for tensor in (*model.parameters(), *model.buffers()):
         put(tensor, tensor.data.to(device))
     for parameter, state in context.update.optimizer.state.items():
