@@ -276,6 +276,8 @@ def _become(command: dict[str, Any], opened: tuple[int, int]) -> NoReturn:
         _take(command["environment"], *(os.open(command[name], os.O_WRONLY | os.O_APPEND) for name in ("out", "err")))
         words = tuple(command["words"])
         code = _run_paceline(words[2:]) if words[:2] == PACELINE else _run_script(words)
+    except BaseException:  # noqa: BLE001 - torch raises at any time when a loader process ends, also in a report
+        sys.__excepthook__(*sys.exc_info())  # type: ignore[arg-type]
     finally:
         _end(code)
 
