@@ -64,15 +64,11 @@ class Trace:
         losses: time since the beginning of the recording, and the part of the machines that is lost.
         seconds: length of the recording.
         delays: seconds from each interruption until the next machine started, the longest waiting first.
-        machine_hours: hours for which machines were up, over all machines.
-        interruptions: number of interrupted machines.
     """
 
     losses: tuple[tuple[float, float], ...]
     seconds: float
     delays: tuple[float, ...]
-    machine_hours: float
-    interruptions: int
 
     def history(self, random: Random, slots: int) -> Iterator[Interruption]:
         """Yield the interruptions of so many machines."""
@@ -88,10 +84,6 @@ class Trace:
                 yield Interruption(time - begin + turn * self.seconds, lost, delay)
             place += 1
         yield Interruption(math.inf, (), 0.0)
-
-    def fitted(self) -> Exponential:
-        """Return the process without memory that has the same rate."""
-        return Exponential(self.interruptions / self.machine_hours if self.interruptions else 0.0)
 
 
 class _Row(NamedTuple):
@@ -179,10 +171,9 @@ def _trace(path: Path, rows: Sequence[_Row]) -> Trace:
             first.setdefault(row.machine, row)
     state = {name: row._replace(event=_START) for name, row in first.items() if row.event == _INTERRUPTION}
     up, begin = len(state), rows[0].time
-    losses, delays, missing, held, last = [], [], list[float](), 0.0, begin
+    losses, delays, missing = [], [], list[float]()
     for time, together in groupby(rows, key=lambda row: row.time):
-        held += up * (time - last)
-        before, lost, last = up, 0, time
+        before, lost = up, 0
         for row in together:
             if row.event == _OBSERVED:
                 continue
@@ -202,5 +193,4 @@ def _trace(path: Path, rows: Sequence[_Row]) -> Trace:
                 delays.append(time - missing.pop(0))
         if lost:
             losses.append((time - begin, min(1.0, lost / max(before, lost))))
-    interruptions = len(delays) + len(missing)
-    return Trace(tuple(losses), rows[-1].time - begin, tuple(delays), held / 3600, interruptions)
+    return Trace(tuple(losses), rows[-1].time - begin, tuple(delays))

@@ -130,7 +130,12 @@ def _parse(text: str, where: str, known: Mapping[str, MachineType]) -> dict[str,
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"The machines file {where} is not TOML: {error}.") from None
     tables = values.get("machine")
-    if [*values] != ["machine"] or not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+    if (
+        [*values] != ["machine"]
+        or not isinstance(tables, list)
+        or not tables
+        or not all(isinstance(one, dict) for one in tables)
+    ):
         keys = ", ".join(map(repr, values)) or "nothing"
         raise ConfigError(f"The machines file {where} has {keys}: write a table [[machine]] for each type.")
     found: dict[str, MachineType] = {}

@@ -43,7 +43,7 @@ def undisturbed(kind: MachineType, machines: int, seconds: float) -> Bill:
     return _bill(kind, False, [(seconds, machines * seconds, machines, machines)])
 
 
-def interrupted(kind: MachineType, expected: Expected, spot: bool = True) -> Bill:
+def interrupted(kind: MachineType, expected: Expected) -> Bill:
     """Return the bill of training with interruptions, with an interval.
 
     A replacement is billed while it starts, and not while the provider has none.
@@ -53,7 +53,7 @@ def interrupted(kind: MachineType, expected: Expected, spot: bool = True) -> Bil
     """
     machines = expected.job.machines + expected.job.standbys
     runs = [(one.seconds, one.machine_seconds, machines, machines + one.interruptions) for one in expected.histories]
-    return _bill(kind, spot, runs)
+    return _bill(kind, True, runs)
 
 
 def _bill(kind: MachineType, spot: bool, runs: list[tuple[float, float, int, int]]) -> Bill:
