@@ -130,7 +130,7 @@ def _check_wires(settings: Settings, capabilities: Capabilities, forward: object
 
 def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forward: object) -> None:
     if wire not in capabilities.wires:
-        other = "'allreduce'" if wire in PARTIAL_WIRES else "'allreduce' or 'stealing'"
+        other = "'allreduce'" if wire in PARTIAL_WIRES else "'allreduce', 'sharded' or 'stealing'"
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {settings.wire!r}): it sends "
             f"{' and '.join(capabilities.wires)}. Leave out wire, or use {other}."
@@ -193,7 +193,7 @@ def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn
     if not capabilities.fixed_point:
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot add up gradients in fixed point: set exact=True, or use "
-            f"'allreduce' or 'stealing'."
+            f"'allreduce', 'sharded' or 'stealing'."
         )
     asked, cure = (
         ("exact='fixed-point'", "Set exact=True")

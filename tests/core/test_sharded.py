@@ -26,7 +26,7 @@ DIVIDED = (
         "empty",
         "averaged",
     ),
-    *("size", "moved", "not divisible, small buckets", "small buckets, gradients"),
+    *("size", "moved", "not divisible, small buckets", "small buckets, gradients", "fixed point", "int8"),
 )
 
 SCRIPT = """
@@ -95,10 +95,10 @@ def changed():
             group["lr"] *= 0.9
     return session.fingerprint()
 
-def skipped():
+def skipped(**more):
     data = classes(200)
     data.tensors[0][[5, 80, 81]] = float("nan")
-    session = start(data=data, nonfinite="skip")
+    session = start(data=data, nonfinite="skip", **more)
     applied = [session.step(batch).applied for batch in session.batches(steps=8)]
     assert not all(applied) and any(applied)
     return [session.fingerprint(), applied]
@@ -269,6 +269,12 @@ ways = {
         for name in ("transformer, tied weights, clipping, schedule", "layer used sometimes", "not divisible")
     },
     "small buckets, gradients": lambda: steps(start(shard="gradients", bucket_megabytes=0.0005)),
+    "fixed point": lambda: steps(start(exact="fixed-point", clip_norm=0.1)),
+    "fixed point, optimizer": lambda: steps(start(exact="fixed-point", shard="optimizer")),
+    "skipped in fixed point": lambda: skipped(exact="fixed-point"),
+    "int8": lambda: steps(start(wire="int8")),
+    "int4, gradients": lambda: steps(start(wire="int4", shard="gradients", autocast="float16")),
+    "by class": lambda: steps(start(wire="Linear=fp8-e4m3", shard="optimizer", bucket_megabytes=0.0005)),
 }
 def refused(act):
     try:
@@ -324,7 +330,7 @@ if "REFUSED" in os.environ:
         "Normed": lambda: steps(start(optimizer=partial(Normed, lr=0.1))),
         "Noisy": lambda: steps(start(optimizer=partial(Noisy, lr=0.1))),
         "LBFGS": lambda: steps(start(optimizer=optim.LBFGS)),
-        "fixed": lambda: steps(start(exact="fixed-point")),
+        "partial": lambda: steps(start(wire="topk")),
     }
 for name in os.environ["ONLY"].split(";") if "ONLY" in os.environ else ways:
     way = ways[name]
@@ -397,7 +403,7 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert "Normed updates a parameter in another way when the others have no gradients" in found["Normed"]
         assert "Noisy draws random numbers" in found["Noisy"] and "'allreduce'" in found["Noisy"]
         assert "LBFGS" in found["LBFGS"] and "allreduce" in found["LBFGS"]
-        assert found["fixed"].startswith("ConfigError: strategy 'sharded' cannot add up gradients in fixed point")
+        assert found["partial"].startswith("ConfigError: strategy 'sharded' cannot send gradients as topk")
         assert found["contradicting"].startswith("ConfigError: shard_copy = False contradicts shard_within")
         assert "this run ends when a worker is lost" in found["copied"][-1]
         assert "torch.float32 with strides (12, 1) to torch.bfloat16" in found["converted"]

@@ -79,7 +79,7 @@ def check(wire: str, **given: Any) -> None:
     requirements.check(settings, registry.capabilities(settings, 2), None, nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("strategy", ["backup", "hogwild", "parameter-server", "pipeline", "sharded"])
+@pytest.mark.parametrize("strategy", ["backup", "hogwild", "parameter-server", "pipeline"])
 def test_other_strategies_refuse_a_format(strategy: str) -> None:
     check("float32", strategy=strategy)
     for wire in WIRES[1:]:

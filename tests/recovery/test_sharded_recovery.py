@@ -349,13 +349,16 @@ Reducer.norm_of = norm
 
 @pytest.mark.sampled(1)
 @PATHS
+@pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("heard", [(0,), (1,), (), (0, 1)], ids=str)
-def test_some_do_not_know_whether_a_step_was_done(run: Run, undisturbed: Any, path: str, heard: Any) -> None:
+def test_some_do_not_know_whether_a_step_was_done(
+    run: Run, undisturbed: Any, path: str, heard: Any, wire: str
+) -> None:
     """They make the update that others have made, or nobody does; what the lost worker has written does not count."""
-    script = UNDECIDED.replace("HEARD", str(heard)) + SEEN
+    script, given = UNDECIDED.replace("HEARD", str(heard)) + SEEN, json.dumps({"strategy": "sharded", "wire": wire})
     killed = faults.kill(rank=2, step=5, point="after update")
-    ran = run(script if path == "memory" else OVER_THE_NETWORK + script, *ELASTIC, faults=killed, GIVEN=COPIED)
-    check(ran, undisturbed(SEEN), 2)
+    ran = run(script if path == "memory" else OVER_THE_NETWORK + script, *ELASTIC, faults=killed, GIVEN=given)
+    check(ran, undisturbed(SEEN, GIVEN=json.dumps({"wire": wire})), 2)
     assert not went_back(ran), ran.report()
 
 

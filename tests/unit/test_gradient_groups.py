@@ -17,7 +17,7 @@ from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.schedule.slices import Slice, even
 from paceline.schedule.tree import Node, total
-from paceline.strategies.data_parallel.gradient_groups import groups_of
+from paceline.strategies.data_parallel.gradient_groups import Slices, groups_of
 from paceline.strategies.data_parallel.reducer import Reducer
 
 SIZES = [2000, 7, 500, 64, 2000]
@@ -69,7 +69,7 @@ def reducer_of(
     copies = None if slices is None else dict[int, list[int]]()
     exchange = DirectExchange(world, 1, homes=homes, copies=copies, windowed=windowed)  # type: ignore[arg-type]
     reduction = Counted(world, exchange, values, EventLog(None, 0), "gradients", size)  # type: ignore[arg-type]
-    return Reducer(context, named, world, reduction, slices=slices)  # type: ignore[arg-type]
+    return Reducer(context, named, world, reduction, slices=slices and Slices(slices))  # type: ignore[arg-type]
 
 
 def step(reducer: Reducer, named: dict[str, nn.Parameter], microbatches: list[int]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +29,7 @@ from paceline.comm.collectives.all_gather import AllGather, PendingGather
 from paceline.comm.collectives.step_header import LARGEST_TAG
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.keys import ROUNDING
+from paceline.schedule.slices import Slice
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
 from paceline.step.gradients.lane_memory import LaneMemory
@@ -59,6 +61,10 @@ class Format(Protocol):
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the dtype and shape of a sum. The values are undefined."""
+        ...
+
+    def encoded(self, parts: Sequence[slice]) -> list[slice]:
+        """Return the elements of a sum that stand for these parts of the flattened gradient, in ascending order."""
         ...
 
     def fits(self, largest: float, bound: Any) -> bool:
@@ -112,6 +118,19 @@ class Codec:
     def examples(self) -> list[torch.Tensor]:
         """Return a tensor with the dtype and shape of each sum. The values are undefined."""
         return [form.example(value) for form, value in zip(self._formats, self._parameters, strict=True)]
+
+    def slices(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Return the elements of the sums that stand for slices of the parameters, in the same order."""
+        of_parameter: dict[int, list[Slice]] = defaultdict(list)
+        for one in sorted(slices):
+            of_parameter[one.parameter].append(one)
+        found: dict[Slice, Slice] = {}
+        for place, every in of_parameter.items():
+            parts = self._formats[place].encoded([slice(one.start, one.stop) for one in every])
+            found |= {
+                one: one._replace(start=part.start, stop=part.stop) for one, part in zip(every, parts, strict=True)
+            }
+        return [found[one] for one in slices]
 
     def encode(self, gradients: Values, step: int, microbatch: int, places: Sequence[int] | None = None) -> Values:
         """Encode the gradients of a microbatch. The gradients are overwritten.
@@ -186,15 +205,27 @@ class Codec:
             self._context.events.mark("repeated", reason="gradients are larger than foreseen", parameters=list(larger))
         return not larger
 
-    def decode(self, sums: Values, divisor: torch.Tensor | float) -> Values:
-        """Return the means from the sums, NaN where a microbatch's gradient of a limited format was not finite."""
+    def decode(
+        self,
+        sums: Values,
+        divisor: torch.Tensor | float,
+        like: Sequence[torch.Tensor] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> Values:
+        """Return the means from the sums, NaN where a microbatch's gradient of a limited format was not finite.
+
+        Args:
+            like: slice of a parameter that each sum belongs to. Defaults to all parameters.
+            places: index of the parameter of each slice.
+        """
+        like, every = like or self._parameters, range(len(sums)) if places is None else places
         means: Values = [None] * len(sums)
         bounds = self._bounds()
-        for place, (value, form, parameter) in enumerate(zip(sums, self._formats, self._parameters, strict=True)):
+        for at, (place, value, one) in enumerate(zip(every, sums, like, strict=True)):
             if value is not None:
-                mean = form.unpack(value, parameter, bounds[place])
-                means[place] = mean if math.isfinite(self._largest[place]) else mean.fill_(math.nan)
-        given = [(place, mean) for place, mean in enumerate(means) if mean is not None]
+                mean = self._formats[place].unpack(value, one, bounds[place])
+                means[at] = mean if math.isfinite(self._largest[place]) else mean.fill_(math.nan)
+        given = [(place, mean) for place, mean in zip(every, means, strict=True) if mean is not None]
         limited = [(place, mean) for place, mean in given if self._formats[place].state]
         if limited:
             scale = self._context.compute.scale
@@ -202,10 +233,7 @@ class Codec:
             foreach_mul_([mean for _, mean in limited], units)
         if given:
             foreach_div_([mean for _, mean in given], divisor)
-        return [
-            None if mean is None else mean.to(parameter.dtype)
-            for mean, parameter in zip(means, self._parameters, strict=True)
-        ]
+        return [None if mean is None else mean.to(one.dtype) for mean, one in zip(means, like, strict=True)]
 
     def accept(self, applied: bool = True) -> None:
         """Update the bounds from the gradients of the completed step.

@@ -15,6 +15,7 @@ Rounding to a common unit before adding follows Demmel and Nguyen 2013 (Fast rep
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class WholeNumbers(PowerOfTwo):
         if parameter.element_size() == self._dtype.itemsize:
             return parameter.detach().view(self._dtype)
         return torch.empty_like(parameter, dtype=self._dtype)
+
+    def encoded(self, parts: Sequence[slice]) -> list[slice]:
+        return [*parts]
 
     def scale(self, bound: float | None) -> float:
         return 2.0 ** -self._exponent(bound)

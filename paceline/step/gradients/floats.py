@@ -17,6 +17,7 @@ two for each parameter, with which the sum of the batch stays below that. bfloat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class Plain:
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
         """See :class:`~paceline.step.gradients.codec.Format`."""
         return parameter.detach()
+
+    def encoded(self, parts: Sequence[slice]) -> list[slice]:
+        return [*parts]
 
     def fits(self, largest: float, bound: float | None) -> bool:
         """Return True: the range is that of the parameter."""

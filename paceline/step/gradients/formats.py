@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
@@ -11,6 +11,7 @@ import torch
 
 from paceline.data.keys import ROUNDING, seed_of
 from paceline.events import EventLog
+from paceline.schedule.slices import Slice
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values, add
 from paceline.step.gradients.codec import Codec, Format, number_of
@@ -28,7 +29,12 @@ _SAMPLE = 1 << 19
 _OWN: dict[str, Callable[[tuple[int, ...], int], Compression]] = {}
 
 
-def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], sends: bool = True) -> Codec | None:
+def codec_for(
+    context: TrainingContext,
+    parameters: Mapping[str, torch.Tensor],
+    sends: bool = True,
+    slices: Sequence[Slice] = (),
+) -> Codec | None:
     """Return the codec of the gradients of some parameters, or None if they are added up and sent as they are.
 
     Args:
@@ -36,6 +42,7 @@ def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], 
         parameters: parameters by name.
         sends: whether gradients are sent at all. A single process rounds only what is rounded with any number of
             workers.
+        slices: slices of the parameters that are sent to different workers, if any are cut.
     """
     settings = context.settings
     plain = {"float32"} if sends or settings.along_tree else {"float32", *DTYPES}
@@ -46,8 +53,8 @@ def codec_for(context: TrainingContext, parameters: Mapping[str, torch.Tensor], 
     formats = [
         Feedback(partial[name], memory, name, lambda step: step % len(context.order.parts_of(step)))
         if memory is not None and name in partial
-        else _format_of(context, name, value)
-        for name, value in parameters.items()
+        else _format_of(context, name, value, [slice(*one[1:3]) for one in sorted(slices) if one.parameter == place])
+        for place, (name, value) in enumerate(parameters.items())
     ]
     return Codec(context, parameters, formats, memory)
 
@@ -118,12 +125,12 @@ def _wire_of(context: TrainingContext, name: str) -> str:
     return wires["default"]
 
 
-def _format_of(context: TrainingContext, name: str, parameter: torch.Tensor) -> Format:
+def _format_of(context: TrainingContext, name: str, parameter: torch.Tensor, parts: Sequence[slice]) -> Format:
     """Return the format of a parameter. Biases and norms, with fewer than two dimensions, keep their precision."""
     wire, microbatches = _wire_of(context, name), context.order.microbatches
     matrix = parameter.dim() > 1
     if wire in LIMITS and matrix and parameter.dtype in TYPES:
-        return Codes(LIMITS[wire], microbatches)
+        return Codes(LIMITS[wire], microbatches, parts)
     if context.settings.fixed_point:
         return WholeNumbers(parameter.dtype, microbatches)
     if wire not in DTYPES or not (matrix and parameter.dtype in (torch.float32, torch.float64)):

@@ -22,6 +22,8 @@ step. Unbiased random rounding to few levels is QSGD (Alistarh et al. 2017, arXi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -124,18 +126,24 @@ class Codes:
     Args:
         limit: largest code that has to fit. Larger codes are used if a lane has room for their sum.
         microbatches: largest number of microbatches in a sum.
+        parts: parts of the flattened gradient that have words of their own. Defaults to the whole gradient.
     """
 
     state, whole = "codes", True
 
-    def __init__(self, limit: int, microbatches: int) -> None:
+    def __init__(self, limit: int, microbatches: int, parts: Sequence[slice] = ()) -> None:
+        self._parts = parts
         self._lanes = lanes_for(limit, microbatches)
         self._headroom = _HEADROOM[limit]
         self._limit = widest(self._lanes, microbatches)
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
-        room = words_of(parameter.numel(), self._lanes)
-        return torch.empty(room, dtype=self._lanes.dtype, device=parameter.device)
+        words = self.encoded(self._parts or [slice(0, parameter.numel())])
+        return torch.empty(words[-1].stop, dtype=self._lanes.dtype, device=parameter.device)
+
+    def encoded(self, parts: Sequence[slice]) -> list[slice]:
+        ends = accumulate((words_of(one.stop - one.start, self._lanes) for one in parts), initial=0)
+        return [slice(*pair) for pair in pairwise(ends)]
 
     def fits(self, largest: float, bound: float | None) -> bool:
         """Return whether no code would be above the limit."""
@@ -155,7 +163,10 @@ class Codes:
 
     def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return words with the codes of a gradient."""
-        return pack(round_at_random(value.reshape(-1), turn.chance()), self._lanes)
+        codes = round_at_random(value.reshape(-1), turn.chance())
+        if len(self._parts) < 2:
+            return pack(codes, self._lanes)
+        return torch.cat([pack(codes[part], self._lanes) for part in self._parts])
 
     def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
         """Return the sums of codes, with the strides of the parameter."""

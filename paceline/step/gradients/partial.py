@@ -13,7 +13,7 @@ Error feedback with a compression that all workers share, in place of one per wo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -75,6 +75,11 @@ class Feedback:
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
         """See :class:`~paceline.step.gradients.codec.Format`."""
         return self._compression.example().to(parameter.device)
+
+    def encoded(self, parts: Sequence[slice]) -> list[slice]:
+        """Return all elements: a compressed gradient cannot be cut."""
+        (_,) = parts
+        return [slice(0, self._compression.example().numel())]
 
     def fits(self, largest: float, bound: Any) -> bool:
         """Return True: the range is that of float32."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -23,10 +23,23 @@ from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.narrow import add
 from paceline.schedule.slices import Slice
 from paceline.step.gradients.accumulate import Values
+from paceline.step.gradients.codec import Codec
 from paceline.system.torch_internals import foreach_copy_
 
 Piece: TypeAlias = "tuple[list[int], list[tuple[Values, Values | None]]]"
 """Indices of tensors in one bucket of the reduction, and for each node, one or two values to add up for each tensor."""
+
+
+class Slices(NamedTuple):
+    """Slices of the parameters that a reduction reduces to different workers, in its order.
+
+    Attributes:
+        encoded: elements of the sums that stand for each slice.
+        codec: codec of the gradients. None if they are added up as they are.
+    """
+
+    encoded: Sequence[Slice]
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value, divided
 from paceline.step.gradients.formats import codec_for
-from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, filled, groups_of, put
+from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, Slices, filled, groups_of, put
 from paceline.system.torch_internals import foreach_norm
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
@@ -54,8 +54,8 @@ class Reducer:
         workers: workers that contribute to each sum. Defaults to all workers.
         reduction: reduction of the gradients, last parameter first. Defaults to a reduction that fits the workers.
         any_order: whether each worker has at most one sum, and the sums may be added in any order.
-        slices: slices of the parameters that ``reduction`` reduces, in its order. :meth:`finish` then leaves each mean
-            in the reduction, on its owner. Defaults to whole parameters.
+        slices: slices of the parameters that ``reduction`` reduces. :meth:`finish` then leaves each mean in the
+            reduction, on its owner. Defaults to whole parameters.
 
     With ``exact="fixed-point"`` or a format of the setting ``wire`` the sums are encoded (``step.gradients.codec``).
     """
@@ -68,14 +68,14 @@ class Reducer:
         reduction: Reduction | None = None,
         overlap: bool = True,
         any_order: bool = False,
-        slices: Sequence[Slice] | None = None,
+        slices: Slices | None = None,
     ) -> None:
         named = context.update.parameters if parameters is None else parameters
         self._context = context
         self._workers = workers or context.world
         self._any_order = any_order
         self._names, self._parameters = list(named), list(named.values())
-        self._codec = codec_for(context, named)
+        self._codec = codec_for(context, named) if slices is None else slices.codec
         self.memory = self._codec.memory if self._codec else None
         examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
         self.reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
@@ -86,7 +86,7 @@ class Reducer:
         self._sliced = slices is not None
         backwards = [Slice(place, 0, one.numel(), 0) for place, one in enumerate(self._parameters)][::-1]
         buckets = self.reduction.bucket_members if self.reduction else []
-        self._groups = groups_of(backwards if slices is None else slices, buckets)
+        self._groups = groups_of(slices.encoded if slices else backwards, buckets)
         self._hooks = [
             self._parameters[place].register_post_accumulate_grad_hook(partial(self._arrive, group, place))
             for group in (self._groups if overlap else ())
@@ -274,10 +274,18 @@ class Reducer:
             self._means = divided(nodes[0], sums, self._divisor())
         else:
             self._begin(nodes, count, held)
-            for members in filled(self.reduction, [values[::-1] for values in sums]):
+            for members in filled(self.reduction, [*map(self._by_member, sums)]):
                 self._written(members)
         if self._codec is not None:
             self._codec.send()
+
+    def _by_member(self, values: Values) -> Values:
+        """Return the value for each tensor of the reduction, given the value for each parameter."""
+        found: Values = [None] * sum(len(group.members) for group in self._groups)
+        for group in self._groups:
+            for member, value in zip(group.members, group.cut([values[place] for place in group.places]), strict=True):
+                found[member] = value
+        return found
 
     def go_on(self) -> None:
         """Add up the sums that have been held, and start to distribute the means."""
@@ -301,6 +309,8 @@ class Reducer:
                 self.reduction.divide_by(self._divisor())
             self.reduction.finish(self._context.update.measure if measure and self._codec is None else None)
             if self._sliced:
+                if self._codec is not None and not self._codec.fits():
+                    return False
                 for parameter in self._parameters:
                     parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # commit clears unused ones
                 return True
@@ -312,6 +322,20 @@ class Reducer:
         for parameter, mean in zip(self._parameters, means, strict=True):
             parameter.grad = mean
         return True
+
+    def means_of(self, slices: Mapping[int, torch.Tensor], places: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the means of slices by index of the tensor, after :meth:`finish`. The next step may overwrite them.
+
+        Args:
+            slices: slices of the parameters, by index of the tensor.
+            places: index of the parameter of each slice.
+        """
+        assert self.reduction is not None
+        sums: Values = [self.reduction.mean(member) for member in slices]
+        means = sums
+        if self._codec is not None:
+            means = self._codec.decode(sums, self._divisor(decodes=True), [*slices.values()], places)
+        return {member: mean for member, mean in zip(slices, means, strict=True) if mean is not None}
 
     def again(self, step: int, groups: list[MicrobatchGroup], nodes: list[list[Node]], header: StepHeader) -> None:
         """Compute and send the gradients of a step again, encoded with scales that fit.

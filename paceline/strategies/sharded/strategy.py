@@ -42,15 +42,18 @@ from paceline.data.order import BatchOrder
 from paceline.environments import env
 from paceline.errors import ConfigError, WorkerLost
 from paceline.schedule.slices import STAGES
+from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.divided.tensors import Division
+from paceline.step.gradients.formats import codec_for
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.step.probes.probe import warn
-from paceline.strategies.base import Capabilities, Strategy, check_shares
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.gradient_groups import Slices
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.averaged import DividedAverages
 from paceline.strategies.sharded.holders import receivers_of
@@ -68,6 +71,8 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of sharded training."""
     return Capabilities(
         replicated=False,
+        fixed_point=True,
+        wires=WHOLE_WIRES,
         divides_update=workers > 1,
         divides_state=STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
@@ -112,17 +117,29 @@ class Sharded(Strategy):
         self._divided.hashes = state.hashes
         homes = [one.owner for one in self._slices]
         windowed = context.settings.shard != "optimizer"
-        exchange: Exchange
-        if world.shared_memory is None:
-            exchange = DirectExchange(world, _TAGS, homes=homes, copies=copies, windowed=windowed, spread=receivers)
-        else:
-            exchange = SharedMemoryExchange(world.shared_memory, homes, windowed, copies)
         megabytes = context.settings.bucket_megabytes
         size = None if megabytes is None else int(megabytes * 1e6)
-        self._reduction = Reduction(world, exchange, self._parts, context.events, "gradients", size)
-        context.events.mark("reduction", what="gradients", **self._reduction.describe())
+
+        def reduction_of(tensors: list[torch.Tensor], what: str, windowed: bool) -> Reduction:
+            exchange: Exchange
+            if world.shared_memory is None:
+                exchange = DirectExchange(world, _TAGS, homes=homes, copies=copies, windowed=windowed, spread=receivers)
+            else:
+                exchange = SharedMemoryExchange(world.shared_memory, homes, windowed, copies)
+            found = Reduction(world, exchange, tensors, context.events, what, size, widen)
+            context.events.mark("reduction", what=what, **found.describe())
+            return found
+
+        codec = codec_for(context, context.update.parameters, slices=self._slices)
+        widen, sums, encoded = codec is not None and not context.settings.along_tree, self._parts, self._slices
+        if codec is not None:
+            examples, encoded = codec.examples(), codec.slices(self._slices)
+            sums = [part_of(examples[one.parameter], one) for one in encoded]
+        self._reduction = self._spreading = reduction_of(sums, "gradients", windowed)
+        if codec is not None and (self._weights is None or len(world.hosts) > 1):  # weights are wider than such sums
+            self._spreading = reduction_of(self._parts, "weights", windowed=True)
         self._tell_copies(held)
-        self._reducer = Reducer(context, reduction=self._reduction, slices=self._slices)
+        self._reducer = Reducer(context, reduction=self._reduction, slices=Slices(encoded, codec))
         self._workers = AllReduce(context, self._reducer, apply=self._apply)
         self._addresses = self._data_pointers()
         self._is_whole, self._first = not state.is_loaded, True
@@ -187,10 +204,11 @@ class Sharded(Strategy):
 
     def _apply(self, step: int) -> tuple[torch.Tensor, float]:
         """Update the held slices from their mean gradients, and exchange the weights."""
-        rank, reduction = self._context.world.rank, self._reduction
+        rank = self._context.world.rank
         used = [parameter.grad is not None for parameter in self._context.update.parameters.values()]
         self._reducer.clear()
-        gradients = {index: reduction.mean(index) for index in self._shard.own if used[self._slices[index].parameter]}
+        held = {index: self._parts[index] for index in self._shard.own if used[self._slices[index].parameter]}
+        gradients = self._reducer.means_of(held, [self._slices[index].parameter for index in held])
         owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
         copied = {index: value for index, value in gradients.items() if index not in owned}
         if self._context.world.shared_memory is not None:  # in the memory of their owners, which go on using it
@@ -243,11 +261,13 @@ class Sharded(Strategy):
         def take(index: int, value: torch.Tensor) -> None:
             of[index].copy_(value)
 
+        if self._spreading is not self._reduction:
+            self._spreading.begin([[Node(0, rank)] for rank in range(self._context.world.size)])
         with torch.no_grad():
             for index, value in self._shard.own.items():
                 if self._slices[index].owner == self._context.world.rank:
-                    self._reduction.mean(index).copy_(value)
-            self._reduction.spread(take)
+                    self._spreading.mean(index).copy_(value)
+            self._spreading.spread(take)
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the global norm of the gradients, after all workers have reduced their slices.
@@ -334,4 +354,6 @@ class Sharded(Strategy):
         self._parts, self._weights, self._division.weights = [], None, None
         self._shard.drop()
         self._reduction.close()
-        del self._workers, self._reducer, self._reduction  # a session that has ended may keep its strategy
+        self._spreading.close()
+        del self._workers, self._reducer  # a session that has ended may keep its strategy
+        del self._reduction, self._spreading
