@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 BLOCK = 64  # Number of elements in a block. With torch 2.13, slices of 32 gave the same bits, shorter ones did not.
@@ -29,20 +30,24 @@ _SLICE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class Slice(NamedTuple):
-    """Elements ``start`` to ``stop`` of the flattened parameter at index ``parameter``, owned by a rank."""
+    """Elements ``start`` to ``stop`` of the flattened parameter at index ``parameter``, owned by a rank.
+
+    ``row``: number of elements of a row if the slice has whole rows of a table with sparse gradients, otherwise 0.
+    """
 
     parameter: int
     start: int
     stop: int
     owner: int
+    row: int = 0
 
 
 def whole(sizes: Sequence[int], workers: int) -> list[Slice]:
     """Give each parameter to one worker, largest first, each to the worker with the fewest elements.
 
     >>> whole([10, 40, 30], 2)
-    [Slice(parameter=0, start=0, stop=10, owner=1), Slice(parameter=1, start=0, stop=40, owner=0), \
-Slice(parameter=2, start=0, stop=30, owner=1)]
+    [Slice(parameter=0, start=0, stop=10, owner=1, row=0), Slice(parameter=1, start=0, stop=40, owner=0, row=0), \
+Slice(parameter=2, start=0, stop=30, owner=1, row=0)]
     """
     loads, owner = [0] * workers, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
@@ -61,8 +66,8 @@ def even(sizes: Sequence[int], runs: Sequence[Sequence[int]], workers: int) -> l
         slices in the order of the runs.
 
     >>> even([1000, 64], [[0, 1]], 2)
-    [Slice(parameter=0, start=0, stop=512, owner=0), Slice(parameter=0, start=512, stop=1000, owner=1), \
-Slice(parameter=1, start=0, stop=64, owner=1)]
+    [Slice(parameter=0, start=0, stop=512, owner=0, row=0), Slice(parameter=0, start=512, stop=1000, owner=1, row=0), \
+Slice(parameter=1, start=0, stop=64, owner=1, row=0)]
     """
     slices = []
     for run in runs:
@@ -74,6 +79,17 @@ Slice(parameter=1, start=0, stop=64, owner=1)]
             slices += [one for one in found if one.start < one.stop] or found[:1]
             before += sizes[index]
     return slices
+
+
+def rows(parameter: int, count: int, row: int, workers: int) -> list[Slice]:
+    """Cut a table of ``count`` rows into an equal number of rows for each worker.
+
+    >>> [one[1:4] for one in rows(0, 5, 8, 2)]
+    [(0, 16, 0), (16, 40, 1)]
+    """
+    cuts = [count * rank // workers * row for rank in range(workers + 1)]
+    found = [Slice(parameter, start, stop, rank, row) for rank, (start, stop) in enumerate(pairwise(cuts))]
+    return [one for one in found if one.start < one.stop] or found[:1]
 
 
 def large(sizes: Sequence[int], workers: int) -> list[int]:
@@ -89,8 +105,8 @@ def partly_cut(sizes: Sequence[int], cut: Collection[int], workers: int) -> list
     """Cut some parameters into a part for each worker, and give each other parameter to one worker.
 
     >>> partly_cut([128, 8, 6], [0], 2)
-    [Slice(parameter=0, start=0, stop=64, owner=0), Slice(parameter=0, start=64, stop=128, owner=1), \
-Slice(parameter=1, start=0, stop=8, owner=0), Slice(parameter=2, start=0, stop=6, owner=1)]
+    [Slice(parameter=0, start=0, stop=64, owner=0, row=0), Slice(parameter=0, start=64, stop=128, owner=1, row=0), \
+Slice(parameter=1, start=0, stop=8, owner=0, row=0), Slice(parameter=2, start=0, stop=6, owner=1, row=0)]
     """
     parts = {index: even(sizes, [[index]], workers) for index in cut}
     rest = whole([0 if index in parts else size for index, size in enumerate(sizes)], workers)

@@ -14,7 +14,7 @@ from paceline.comm.transport.host_copy import HostCopy
 from paceline.comm.world import World
 from paceline.errors import DisagreementError, InputError
 
-HEADER_TAG, MISSING_TAG, NORMS_TAG, LOSSES_TAG, LARGEST_TAG, PHASE_TAG, ROWS_TAG = 1, 2, 3, 4, 5, 6, 7
+HEADER_TAG, MISSING_TAG, NORMS_TAG, LOSSES_TAG, LARGEST_TAG, PHASE_TAG, ROWS_TAG, UPDATED_TAG = 1, 2, 3, 4, 5, 6, 7, 8
 """Message tags of the step header, the table of missing gradients that may follow the header, the gradient norms, the
 header values on the device, the largest gradients, and the phase of a batch."""
 

@@ -87,7 +87,7 @@ class DirectExchange:
                     bucket.add_flat()
                 self._open_inbox(bucket, count)
             return
-        while len(self._buckets[0].flats) < count:
+        while self._buckets and len(self._buckets[0].flats) < count:
             size = max(bucket.start + bucket.nbytes for bucket in self._buckets)
             memory = torch.zeros(size, dtype=torch.uint8, device=self._buckets[0].examples[0].device)
             for bucket in self._buckets:

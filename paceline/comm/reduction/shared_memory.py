@@ -36,7 +36,7 @@ class SharedBuckets:
     def begin(self, count: int) -> None:
         """Start a step, and make room in each bucket for ``count`` nodes of each worker."""
         self._steps += 2  # means are announced with the first number of a step, spread values with the second
-        if self._windowed and not self._buckets[0].mean_views:
+        if self._windowed and self._buckets and not self._buckets[0].mean_views:
             self._keep_means()
         while self._buckets and len(self._buckets[0].flats) < count:
             blocks = self._memory.share(max(bucket.start + bucket.nbytes for bucket in self._buckets))

@@ -14,7 +14,7 @@ import io
 import logging
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
@@ -53,10 +53,12 @@ def probe_optimizer(context: TrainingContext) -> None:
 def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     split = _split(context)
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    every = [value for group in optimizer.param_groups for value in group["params"]]
+    count, names = len(every), {id(value): name for name, value in context.update.parameters.items()}
+    sparse = {place for place, value in enumerate(every) if names.get(id(value)) in context.sparse}
     with preserve_generators():
         try:
-            together = _probe_steps(optimizer, range(count))
+            together = _probe_steps(optimizer, range(count), sparse)
         except Exception as error:  # noqa: BLE001 - an optimizer may reject small parameters in any way
             _log.warning(
                 "The optimizer %s cannot be tried on small parameters (%s: %s), so it is not known whether it updates "
@@ -70,7 +72,7 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
             return
         for places in _some(optimizer):
             try:
-                alone = _probe_steps(optimizer, places)
+                alone = _probe_steps(optimizer, places, sparse)
             except Exception as error:
                 raise InputError(
                     f"The optimizer {kind} fails when some parameters have no gradients "
@@ -222,14 +224,19 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _probe_steps(optimizer: Optimizer, places: Sequence[int]) -> _ProbeSteps:
-    """Return the result of probe steps in which only the small parameters at ``places`` have gradients."""
+def _probe_steps(optimizer: Optimizer, places: Sequence[int], sparse: Container[int] = ()) -> _ProbeSteps:
+    """Return the result of probe steps in which only the small parameters at ``places`` have gradients.
+
+    Args:
+        sparse: places of the parameters whose gradients are sparse.
+    """
     small, parameters = copy_small(optimizer, corner_of)
     drew = False
     for step, scale in enumerate(PROBE_SCALES):
         for place, parameter in enumerate(parameters):
             seed_torch(step * len(parameters) + place)
             gradient = scale * torch.randn_like(parameter)
+            gradient = gradient.to_sparse(1) if place in sparse else gradient
             parameter.grad = gradient if place in places and parameter.requires_grad else None
         before = generator_states()
         step_of(small)(small)

@@ -37,7 +37,7 @@ from paceline.step.gradients.fusion import Fusion
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
-from paceline.strategies.data_parallel.sparse_rows import SparseRows
+from paceline.strategies.data_parallel.sparse_rows import Section, SparseRows
 from paceline.system.wires import PARTIAL_WIRES
 
 _STEPS, _UNEVEN = 16, 1.25
@@ -82,8 +82,10 @@ class AllReduce(Strategy):
         shares: deterministic function from the number of microbatches to each rank's share. Defaults to even shares. Of
             located data, workers compute what they have.
         apply: update function. Defaults to the same whole update on every worker.
+        sections: see :class:`SparseRows`.
 
     Attributes:
+        rows: exchange of sparse gradients. None if no embedding gives any.
         seconds: compute time of each worker in the last step, measured until workers begin to wait for each other.
     """
 
@@ -93,6 +95,7 @@ class AllReduce(Strategy):
         reducer: Reducer | None = None,
         shares: Callable[[int], Sequence[range]] | None = None,
         apply: Apply | None = None,
+        sections: Sequence[Section] | None = None,
     ) -> None:
         self._context = context
         self.seconds: list[float] = [0.0] * context.world.size
@@ -106,7 +109,7 @@ class AllReduce(Strategy):
         in_lanes = None if self._memory is None else self._memory.share
         self.shares = shares or in_lanes or (lambda microbatches: even(microbatches, context.world.size))
         self._results = Results(context, self._largest_share(), apply)
-        self._rows = SparseRows(context, sparse, self._largest_share()) if sparse else None
+        self.rows = SparseRows(context, sparse, self._largest_share(), sections) if sparse else None
         places = {name: place for place, name in enumerate(named)}
         self._dense, self._sparse = ([places[name] for name in names] for names in (dense, sparse))
         if context.order.located:
@@ -183,8 +186,8 @@ class AllReduce(Strategy):
         starts = [group.microbatches.start for group in groups]
         begin = perf_counter()
         reducer.begin(nodes, context.settings.along_tree, step)
-        if self._rows is not None:
-            self._rows.begin(context.settings.along_tree)
+        if self.rows is not None:
+            self.rows.begin(context.settings.along_tree)
         for group in groups:
             context.world.check()
             computed = self._fusion.forward(group, step)
@@ -196,8 +199,8 @@ class AllReduce(Strategy):
             computed.total.backward()
             if group is not groups[-1]:
                 reducer.push(group.microbatches.start)
-            if self._rows is not None:
-                self._rows.push(group.microbatches.start)
+            if self.rows is not None:
+                self.rows.push(group.microbatches.start)
         if not groups:
             header = self._results.send(step, starts, pairs, again=again)
             reducer.nothing(header)
@@ -207,17 +210,17 @@ class AllReduce(Strategy):
         missing = self._results.send_missing(layout, self._all_missing(without))
         while not reducer.finish(measure=self._results.whole_update):
             reducer.again(step, groups, nodes, header)
-        if self._rows is not None:
-            self._rows.finish(nodes, header.count() * context.compute.scale)
+        if self.rows is not None:
+            self.rows.finish(nodes, header.count() * context.compute.scale)
         return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
 
     def _all_missing(self, dense: list[list[int]]) -> list[list[int]]:
         """Return the indices of all parameters to which each microbatch gave no gradient, from those of the reducer."""
-        if self._rows is None:
+        if self.rows is None:
             return dense
         return [
             [*(self._dense[place] for place in one), *(self._sparse[place] for place in other)]
-            for one, other in zip(dense, self._rows.missing, strict=True)
+            for one, other in zip(dense, self.rows.missing, strict=True)
         ]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +24,25 @@ from paceline.step.probes.slice_probe import updates_slices_alike
 
 
 def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
-    """Return the slices of the trained parameters, last parameter first, each with its owner.
+    """Return the slices of the trained parameters, each with its owner: last parameter first, then those of tables.
 
     A parameter is cut only if that does not change the bits of its update: the optimizer works element by element. If
     the norm of each gradient is needed to clip, only parameters that are larger than a share are cut, because such a
-    norm takes the whole gradient on one worker.
+    norm takes the whole gradient on one worker. Tables with sparse gradients are cut by rows.
     """
+    named = [*context.update.parameters.items()]  # whose values may not be computed yet
+    dense = [place for place, (name, _) in enumerate(named) if name not in context.sparse]
+    found = [one._replace(parameter=dense[one.parameter]) for one in _dense_slices(context, dense, workers)]
+    for place, (name, value) in enumerate(named):
+        if name in context.sparse:
+            found += slices.rows(place, value.shape[0], math.prod(value.shape[1:]), workers)
+    return found
+
+
+def _dense_slices(context: TrainingContext, dense: Sequence[int], workers: int) -> list[Slice]:
     update, settings = context.update, context.settings
-    parameters: list[torch.Tensor] = [*update.parameters.values()]  # whose values may not be computed yet
+    every = [*update.parameters.values()]
+    parameters: list[torch.Tensor] = [every[place] for place in dense]
     sizes = [value.numel() for value in parameters]
     cut = [*range(len(sizes))] if settings.clip_norm is None else slices.large(sizes, workers)
     able = not update.names and all(_can_be_cut(parameters[index]) for index in cut)
@@ -94,14 +106,14 @@ class OptimizerShard:
             return nn.Parameter(self._stored[index], requires_grad=parameter.requires_grad)
         if one.stop - one.start == parameter.numel():
             return parameter
-        return nn.Parameter(parameter.detach().view(-1)[one.start : one.stop], requires_grad=parameter.requires_grad)
+        return nn.Parameter(part_of(parameter.detach(), one), requires_grad=parameter.requires_grad)
 
     def follow(self) -> None:
         """Point the slices to the memory of their parameters again, in case the script has replaced ``.data``."""
         for index, value in self.own.items():
             one = self._every[index]
             if value is not self._parameters[one.parameter]:
-                value.data = self._parameters[one.parameter].detach().view(-1)[one.start : one.stop]
+                value.data = part_of(self._parameters[one.parameter].detach(), one)
 
     @property
     def names(self) -> frozenset[str]:
@@ -117,7 +129,7 @@ class OptimizerShard:
                 for key, tensor in entries_of(optimizer.state.get(value, {})):
                     name = f"optimizer/{self._names[one.parameter]}/{key}"
                     cut = not self._is_whole(one) and tensor.shape == value.shape
-                    found[slice_name(name, one.start, one.stop) if cut else name] = tensor
+                    found[slice_name(name, one.start, one.stop) if cut else name] = tensor.view(-1) if cut else tensor
         return found
 
     def entries(self, key: str) -> dict[int, torch.Tensor]:
@@ -193,7 +205,7 @@ class OptimizerShard:
                 if part is None or part == slice(one.start, one.stop):
                     optimizer, group = group_of[parameter]
                     on_host = key == "step" and not entry.ndim and not (group.get("fused") or group.get("capturable"))
-                    own = _cut(entry, parameter, one) if part is None else entry
+                    own = _cut(entry, parameter, one) if part is None else entry.view(value.shape)
                     put_entry(optimizer.state[value], key, own if on_host else own.to(value.device))
 
     def release(self) -> dict[str, torch.Tensor]:
@@ -239,10 +251,20 @@ def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
             state[key].view(-1)[part] = value
 
 
+def part_of(value: torch.Tensor, one: Slice) -> torch.Tensor:
+    """Return a slice of a tensor of the parameter's shape, or the tensor itself if it is not cut.
+
+    The slice is flat, or has the rows of a table.
+    """
+    if one.stop - one.start == value.numel():
+        return value
+    part = value.view(-1)[one.start : one.stop]
+    return part.view(-1, *value.shape[1:]) if one.row else part
+
+
 def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
     if one.stop - one.start == parameter.numel():
         return entry
     if isinstance(entry, torch.Tensor):
-        alike = entry.shape == parameter.shape
-        return entry.reshape(-1)[one.start : one.stop].clone() if alike else entry.clone()
+        return (part_of(entry.contiguous(), one) if entry.shape == parameter.shape else entry).clone()
     return entry

@@ -35,6 +35,7 @@ from paceline.errors import InputError, StartError
 from paceline.schedule.slices import Slice, split_name, whole
 from paceline.step.context import TrainingContext
 from paceline.strategies.sharded.holders import writer_of
+from paceline.strategies.sharded.shards import part_of
 from paceline.system.torch_internals import count_users
 
 _OF_A_PARAMETER = 2
@@ -188,11 +189,6 @@ def can_share(context: TrainingContext) -> bool:
 def _is_only_user(value: nn.Parameter) -> bool:
     found = deferred_in(value)
     return count_users(value.untyped_storage()) <= _OF_A_PARAMETER if found is None else found.is_only(value)
-
-
-def part_of(value: torch.Tensor, one: Slice) -> torch.Tensor:
-    """Return a slice of a parameter, or the parameter itself if it is not cut."""
-    return value if one.stop - one.start == value.numel() else value.view(-1)[one.start : one.stop]
 
 
 def _frozen(context: TrainingContext) -> list[nn.Parameter]:

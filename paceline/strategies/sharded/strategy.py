@@ -58,8 +58,8 @@ from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.averaged import DividedAverages
 from paceline.strategies.sharded.holders import receivers_of
 from paceline.strategies.sharded.prepared import prepared
-from paceline.strategies.sharded.shards import unite
-from paceline.strategies.sharded.shared_weights import part_of
+from paceline.strategies.sharded.shards import part_of, unite
+from paceline.strategies.sharded.tables import Tables
 from paceline.system.torch_internals import foreach_norm
 
 _log = logging.getLogger("paceline")
@@ -76,6 +76,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         divides_update=workers > 1,
         divides_state=STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
+        sparse_gradients="none" if settings.fixed_point or settings.wire != "float32" else "modules",
         batch_losses=True,
         located=True,
         shares_weights=workers > 1 and settings.shard == "parameters",
@@ -115,7 +116,8 @@ class Sharded(Strategy):
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
         self._divided = DividedOptimizerState(context, self._shard.tensors)
         self._divided.hashes = state.hashes
-        homes = [one.owner for one in self._slices]
+        tables = self._tables = Tables(context, self._slices, copies, receivers)
+        homes = [one.owner for one in tables.slices_of_others]
         windowed = context.settings.shard != "optimizer"
         megabytes = context.settings.bucket_megabytes
         size = None if megabytes is None else int(megabytes * 1e6)
@@ -130,17 +132,18 @@ class Sharded(Strategy):
             context.events.mark("reduction", what=what, **found.describe())
             return found
 
-        codec = codec_for(context, context.update.parameters, slices=self._slices)
-        widen, sums, encoded = codec is not None and not context.settings.along_tree, self._parts, self._slices
+        codec = codec_for(context, tables.others, slices=tables.slices_of_others)
+        widen, encoded = codec is not None and not context.settings.along_tree, tables.slices_of_others
+        sums = parts = self._parts[: tables.first]
         if codec is not None:
-            examples, encoded = codec.examples(), codec.slices(self._slices)
+            examples, encoded = codec.examples(), codec.slices(encoded)
             sums = [part_of(examples[one.parameter], one) for one in encoded]
         self._reduction = self._spreading = reduction_of(sums, "gradients", windowed)
         if codec is not None and (self._weights is None or len(world.hosts) > 1):  # weights are wider than such sums
-            self._spreading = reduction_of(self._parts, "weights", windowed=True)
+            self._spreading = reduction_of(parts, "weights", windowed=True)
         self._tell_copies(held)
-        self._reducer = Reducer(context, reduction=self._reduction, slices=Slices(encoded, codec))
-        self._workers = AllReduce(context, self._reducer, apply=self._apply)
+        self._reducer = Reducer(context, tables.others, reduction=self._reduction, slices=Slices(encoded, codec))
+        self._workers = AllReduce(context, self._reducer, apply=self._apply, sections=tables.sections)
         self._addresses = self._data_pointers()
         self._is_whole, self._first = not state.is_loaded, True
         self._averages = DividedAverages(world, state)
@@ -207,8 +210,10 @@ class Sharded(Strategy):
         rank = self._context.world.rank
         used = [parameter.grad is not None for parameter in self._context.update.parameters.values()]
         self._reducer.clear()
-        held = {index: self._parts[index] for index in self._shard.own if used[self._slices[index].parameter]}
-        gradients = self._reducer.means_of(held, [self._slices[index].parameter for index in held])
+        if self._workers.rows is not None:
+            self._workers.rows.clear()
+            self._tables.begin(self._workers.rows.means)
+        gradients = self._means([index for index in self._shard.own if used[self._slices[index].parameter]])
         owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
         copied = {index: value for index, value in gradients.items() if index not in owned}
         if self._context.world.shared_memory is not None:  # in the memory of their owners, which go on using it
@@ -226,6 +231,12 @@ class Sharded(Strategy):
         except WorkerLost as lost:  # the step is done: each worker has the new values of its slices
             self._unfinished = lost
         return norm, rate
+
+    def _means(self, given: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the mean gradients of held slices that have one, by index."""
+        dense = {index: self._parts[index] for index in given if index < self._tables.first}
+        means = self._reducer.means_of(dense, [self._tables.slices_of_others[index].parameter for index in dense])
+        return means | {index: self._tables.mean(index) for index in given if index >= self._tables.first}
 
     def _make(self, made: _Update, norm: torch.Tensor) -> float:
         """Update the held slices, and return the learning rate."""
@@ -265,9 +276,10 @@ class Sharded(Strategy):
             self._spreading.begin([[Node(0, rank)] for rank in range(self._context.world.size)])
         with torch.no_grad():
             for index, value in self._shard.own.items():
-                if self._slices[index].owner == self._context.world.rank:
+                if index < self._tables.first and self._slices[index].owner == self._context.world.rank:
                     self._spreading.mean(index).copy_(value)
             self._spreading.spread(take)
+            self._tables.spread(self._shard.own, of)
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
         """Return the global norm of the gradients, after all workers have reduced their slices.
@@ -276,7 +288,8 @@ class Sharded(Strategy):
         """
         parameters, last = self._context.update.parameters, len(self._slices) - 1
         if self._context.settings.clip_norm is None or last + 1 == len(parameters):
-            norms = zip(gradients, foreach_norm([*gradients.values()]) if gradients else (), strict=True)
+            values = [one.values() if one.is_sparse else one for one in gradients.values()]
+            norms = zip(gradients, foreach_norm(values) if values else (), strict=True)
             dtypes = [part.dtype for part in self._parts][::-1]
             return self._reducer.norm_of({last - index: norm for index, norm in norms}, dtypes)
         return self._reducer.norm_of(self._norms_of_whole(gradients), [one.dtype for one in parameters.values()])
@@ -284,11 +297,16 @@ class Sharded(Strategy):
     def _norms_of_whole(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return norms of the gradients of whole parameters. One worker puts the slices of a parameter together."""
         parameters = self._context.update.parameters
-        mine = {self._shard.name_of(self._slices[index]): value for index, value in gradients.items()}
-        division = Division(self._context.world, mine, lambda name: parameters[name].shape, "clipping")
+        dense = {index: one for index, one in gradients.items() if index < self._tables.first}
+        mine = {self._shard.name_of(self._slices[index]): one for index, one in dense.items()}
+        parts, shapes = self._tables.whole_means()
+        shape_of = {name: value.shape for name, value in parameters.items()} | shapes
+        division = Division(self._context.world, mine | parts, shape_of.__getitem__, "clipping")
         whole = division.put_together([*division.parts], lambda name: (division.owner_of(name),))
         places = {name: place for place, name in enumerate(parameters)}
-        return {places[name]: foreach_norm([value])[0] for name, value in whole}
+        norms = {places[name]: foreach_norm([value])[0] for name, value in whole}
+        empty = [name for name, shape in shapes.items() if not shape.numel() and not self._context.world.rank]
+        return norms | {places[name]: torch.zeros(()) for name in empty}
 
     @property
     def _owned(self) -> frozenset[str]:
