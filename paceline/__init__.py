@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.session import Batch, Report, Session, start
     from paceline.settings import CheckpointSettings, Settings
     from paceline.step.gradients.outputs import Sum
+    from paceline.step.gradients.sparse_embedding import SparseEmbedding
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ _HOMES = {
     "RunFailed": "errors",
     "Session": "session",
     "Settings": "settings",
+    "SparseEmbedding": "step.gradients.sparse_embedding",
     "StartError": "errors",
     "Sum": "step.gradients.outputs",
     "TokenRows": "data.recurrent.token_rows",
@@ -73,6 +75,7 @@ __all__ = [
     "RunFailed",
     "Session",
     "Settings",
+    "SparseEmbedding",
     "StartError",
     "Sum",
     "TokenRows",

@@ -81,15 +81,27 @@ Slice(parameter=1, start=0, stop=64, owner=1, row=0)]
     return slices
 
 
-def rows(parameter: int, count: int, row: int, workers: int) -> list[Slice]:
-    """Cut a table of ``count`` rows into an equal number of rows for each worker.
+def rows(tables: Mapping[int, tuple[int, int]], workers: int) -> list[Slice]:
+    """Cut tables into a part for each worker, of about the same number of elements.
 
-    >>> [one[1:4] for one in rows(0, 5, 8, 2)]
-    [(0, 16, 0), (16, 40, 1)]
+    Args:
+        tables: number of rows, and number of elements of a row, by index of the parameter.
+
+    >>> [one[:4] for one in rows({0: (5, 8), 2: (4, 8)}, 2)]
+    [(0, 0, 32, 0), (0, 32, 40, 1), (2, 0, 32, 1)]
     """
-    cuts = [count * rank // workers * row for rank in range(workers + 1)]
-    found = [Slice(parameter, start, stop, rank, row) for rank, (start, stop) in enumerate(pairwise(cuts))]
-    return [one for one in found if one.start < one.stop] or found[:1]
+    slices = []
+    total, before = sum(count * row for count, row in tables.values()), 0
+    for parameter, (count, row) in tables.items():
+        ends = [(total * (rank + 1) // workers - before) // row for rank in range(workers - 1)]
+        cuts = [0, *(min(max(end, 0), count) * row for end in ends), count * row]
+        slices += [
+            Slice(parameter, start, stop, rank, row)
+            for rank, (start, stop) in enumerate(pairwise(cuts))
+            if start < stop
+        ]
+        before += count * row
+    return slices
 
 
 def large(sizes: Sequence[int], workers: int) -> list[int]:

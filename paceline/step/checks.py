@@ -12,6 +12,7 @@ from torch import nn
 from paceline.errors import InputError, NonFiniteLoss, name_microbatches
 from paceline.schedule.tree import Node, total
 from paceline.settings import Exact
+from paceline.step.gradients.sparse_embedding import SparseEmbedding
 
 Sparse: TypeAlias = Literal["none", "modules", "any"]
 """Which gradients may be sparse: those of ``nn.Embedding(sparse=True)`` and ``EmbeddingBag``, or those of any code."""
@@ -108,8 +109,12 @@ def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
     Raises:
         InputError: an embedding gives sparse gradients, and none are allowed.
     """
-    named = {name: one for name, one in model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
-    sparse = {id(one.weight): name for name, one in named.items() if one.sparse and one.weight.requires_grad}
+    sparse = {}
+    for name, one in model.named_modules():
+        if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad:
+            sparse[id(one.weight)] = name
+        elif isinstance(one, SparseEmbedding):
+            sparse.update((id(block), name) for block in one.blocks if block.requires_grad)
     if sparse and allowed == "none":
         raise sparse_gradients(f"{next(iter(sparse.values()))!r} gives")
     return frozenset(name for name, one in model.named_parameters() if allowed == "any" or id(one) in sparse)

@@ -18,6 +18,7 @@ from paceline.settings import Settings
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import check_own_tensors
 from paceline.step.probes.optimizer_probe import probe_optimizer
+from paceline.step.probes.row_probe import probe_rows
 from paceline.strategies import auto, single
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.batch_losses import BatchLosses
@@ -181,6 +182,8 @@ def check_optimizer(context: TrainingContext, able: Capabilities) -> None:
             context.update.divided_by = strategy
     if context.divides_update:
         probe_optimizer(context)
+    if able.sparse_gradients == "modules":
+        probe_rows(context)
 
 
 def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:

@@ -62,8 +62,8 @@ class SparseRows:
         most: int,
         sections: Sequence[Section] | None = None,
     ) -> None:
-        self._world, self._update, self._most = context.world, context.update, most
-        self._parameters, self._checked, self._in_sections = dict(parameters), False, sections is not None
+        self._world, self._most = context.world, most
+        self._parameters, self._in_sections = dict(parameters), sections is not None
         everyone = range(context.world.size)
         whole = [Section(at, range(one.shape[0]), everyone) for at, one in enumerate(parameters.values())]
         self._sections = whole if sections is None else [*sections]
@@ -75,19 +75,6 @@ class SparseRows:
         """Start a step."""
         self._sums, self.missing = Accumulator(exact), []
         self.clear()
-        if not self._checked:
-            self._check_state()
-
-    def _check_state(self) -> None:
-        """Raise InputError if the optimizer keeps sparse tensors, which it makes in the first update."""
-        self._checked = any(parameter in self._update.optimizer.state for parameter in self._parameters.values())
-        for name, parameter in self._parameters.items():
-            for key, value in self._update.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.is_sparse:
-                    raise InputError(
-                        f"{self._update.kind} keeps a sparse {key!r} for the parameter {name!r}, which cannot be saved "
-                        f"or sent to workers that join. Use SGD without momentum, Adagrad or SparseAdam."
-                    )
 
     def clear(self) -> None:
         """Release the gradients."""
@@ -150,7 +137,7 @@ class SparseRows:
 
 
 class _Rows:
-    """Rows of one section of a gradient, with their indices: those of this rank, and those of all ranks if it needs them.
+    """Rows of one section of a gradient, with their indices, of this rank, or of all ranks if this rank needs them.
 
     Args:
         tag: tag of the messages with indices. The next one is that of the messages with rows.
@@ -206,7 +193,7 @@ def _section(value: torch.Tensor | None, rows: range) -> torch.Tensor | None:
     return _sparse(indices[begin:end] - rows.start, value.values()[begin:end], (len(rows), *value.shape[1:]))
 
 
-def _sparse(indices: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _sparse(indices: torch.Tensor, rows: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices.unsqueeze(0), rows, shape, is_coalesced=True, check_invariants=False)
 
 

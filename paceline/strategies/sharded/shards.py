@@ -33,10 +33,8 @@ def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     named = [*context.update.parameters.items()]  # whose values may not be computed yet
     dense = [place for place, (name, _) in enumerate(named) if name not in context.sparse]
     found = [one._replace(parameter=dense[one.parameter]) for one in _dense_slices(context, dense, workers)]
-    for place, (name, value) in enumerate(named):
-        if name in context.sparse:
-            found += slices.rows(place, value.shape[0], math.prod(value.shape[1:]), workers)
-    return found
+    tables = {place: value.shape for place, (name, value) in enumerate(named) if name in context.sparse}
+    return found + slices.rows({place: (shape[0], math.prod(shape[1:])) for place, shape in tables.items()}, workers)
 
 
 def _dense_slices(context: TrainingContext, dense: Sequence[int], workers: int) -> list[Slice]:
