@@ -71,6 +71,8 @@ def _with_snippets() -> list[object]:
         "launch.md",
         "data.md",
         "horovod.md",
+        "horovod-functions.md",
+        "faults.md",
         "optimizers.md",
         "weights.md",
     }

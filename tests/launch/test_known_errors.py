@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 from error_texts import KNOWN, OTHERS
 
-from paceline.coordinator.failure.known_error import KnownError
 from paceline.coordinator.failure.known_errors import KNOWN_ERRORS, find, find_printed
 
 PAGE = Path(__file__).parents[2] / "docs" / "ten-errors.md"
@@ -34,14 +33,6 @@ def test_a_warning_of_torch_explains_no_end() -> None:
     assert find_printed([f"[E1122 22:10:44.084102631 {warning}"]) is not None
 
 
-def section(one: KnownError) -> str:
-    """How the page tells a row of the table."""
-    causes = "\n".join(f"{number}. {cause}" for number, cause in enumerate(one.causes, 1))
-    means, cure = f"**What it means:** {one.means}.", f"**What to do:** {one.cure}."
-    check = f" [`paceline doctor`](doctor.md) tests it before the start ({one.doctor})." if one.doctor else ""
-    return f"{means}\n\nUsual causes, the most frequent first:\n\n{causes}\n\n{cure}{check}\n"
-
-
 def test_the_page_and_the_table_are_the_same() -> None:
     page = PAGE.read_text()
     parts = dict(re.findall(r"^## (.+?)\n(.+?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
@@ -49,7 +40,7 @@ def test_the_page_and_the_table_are_the_same() -> None:
     for one in KNOWN_ERRORS:
         part = parts[one.name]
         shown = re.findall(r"^```text\n(.+?)\n```", part, re.MULTILINE | re.DOTALL)
-        assert " ".join(section(one).split()) in " ".join(part.split()), f"{one.name}: write\n{section(one)}"
+        assert one.paragraph in " ".join(part.split()), f"{one.name}: write\n{one.paragraph}"
         assert shown
         for text in shown:
             assert find(" ".join(text.split())) is one, text

@@ -300,7 +300,7 @@ def test_the_bits_of_two_servers(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "server", like="allreduce")
 
 
-@pytest.mark.promise("docs/weights.md", "With `exact` the averages have the same bits on any number of workers")
+@pytest.mark.promise("docs/averages.md", "With `exact` the averages have the same bits on any number of workers")
 def test_the_bits_of_averages(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "averages")
     assert alone["averages"]["averages"] != alone["averages"]["of training"]

@@ -152,7 +152,7 @@ def test_collectives_by_hand(paceline: Paceline) -> None:
 
 
 @pytest.mark.promise(
-    "docs/errors.md",
+    "docs/collective-calls.md",
     "Paceline compares the calls and raises a `DisagreementError` instead, before the next update",
 )
 @pytest.mark.promise(

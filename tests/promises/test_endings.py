@@ -84,7 +84,7 @@ def test_the_console_shows_rank_0(good: Ran) -> None:
     assert "[rank 0] begun by 0" in good.said and "begun by 1" not in good.said, good.report()
 
 
-@pytest.mark.promise("docs/launch.md", "everything that a worker printed;")
+@pytest.mark.promise("docs/events.md", "everything that a worker printed;")
 def test_each_worker_prints_into_a_file(good: Ran) -> None:
     assert all(f"begun by {rank}" in good.logs[f"rank-{rank}"] for rank in range(3)), good.report()
 
@@ -95,19 +95,19 @@ def test_what_the_session_prints(good: Ran) -> None:
     assert printed == ["printed once by 0"], good.report()
 
 
-@pytest.mark.promise("docs/survive.md", "Rank 0 is the first of those that are left, so ranks may become smaller.")
+@pytest.mark.promise("docs/guarantees.md", "Rank 0 is the first of those that are left, so ranks may become smaller.")
 def test_the_next_rank_0(good: Ran) -> None:
     assert good.memberships() == [[0, 1, 2], [1, 2]], good.report()
     assert "printed once by 0" in good.logs["rank-1"], good.report()
 
 
-@pytest.mark.promise("docs/launch.md", "Only you can enter it;")
+@pytest.mark.promise("docs/events.md", "Only you can enter it;")
 def test_the_directory_of_a_run(good: Ran) -> None:
     assert stat.S_IMODE(good.run.stat().st_mode) == 0o700
 
 
 @pytest.mark.promise(
-    "docs/launch.md",
+    "docs/events.md",
     "In `launch.json`, arguments and settings that look like secrets",
     "The environment is not recorded.",
 )
@@ -144,7 +144,7 @@ def test_a_stranger_is_refused(good: Ran) -> None:
     assert heard and b"worker" not in heard and b"train.py" not in heard
 
 
-@pytest.mark.promise("docs/launch.md", "A name that exists is refused, unless the run resumes.")
+@pytest.mark.promise("docs/events.md", "A name that exists is refused, unless the run resumes.")
 def test_a_name_that_exists(good: Ran, fork_server: ForkServer) -> None:
     directory = good.run.parents[1]
     words = ["run", "--quiet", "--name", "one", "-n", "1", str(directory / "train.py")]
@@ -258,7 +258,7 @@ scripted.end(session)
 
 
 @pytest.mark.promise(
-    "docs/survive.md",
+    "docs/guarantees.md",
     "**A joiner fits.** It must have the script, settings, versions and data of the others",
     "One that does not is refused, and the others go on.",
 )
@@ -286,7 +286,7 @@ for batch in session.batches(steps=3):
 
 
 @pytest.mark.promise(
-    "docs/survive.md", "**What only one worker can train is refused early,** not when a second one joins"
+    "docs/guarantees.md", "**What only one worker can train is refused early,** not when a second one joins"
 )
 def test_what_only_one_worker_can_train(launched: Any) -> None:
     ran = launched(ONLY_ONE, "-n", 1, "--elastic", "1:2")

@@ -140,7 +140,7 @@ def fixed(undisturbed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.promise(
-    "docs/survive.md", "**No step is lost, and none is applied twice,** as long as one worker that trains lives."
+    "docs/guarantees.md", "**No step is lost, and none is applied twice,** as long as one worker that trains lives."
 )
 def test_two_of_three_are_killed_at_once(launched: Any, wanted: Any) -> None:
     check(launched(THREE, *ELASTIC, **given({"kill": [5, [0, 2]]})), wanted, 1)
@@ -165,7 +165,7 @@ def test_a_kill_in_a_forward_pass(launched: Any, wanted: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/survive.md", "**With `exact=True` the result has the same bits** as if nothing had happened: whoever was lost"
+    "docs/guarantees.md", "**With `exact=True` the result has the same bits** as if nothing had happened: whoever was lost"
 )
 def test_a_kill_inside_a_collective_of_the_network(launched: Any, wanted: Any) -> None:
     plan = faults.kill(rank=2, step=5, point="inside the collective")
@@ -173,7 +173,7 @@ def test_a_kill_inside_a_collective_of_the_network(launched: Any, wanted: Any) -
 
 
 @pytest.mark.promise(
-    "docs/survive.md",
+    "docs/guarantees.md",
     "But a worker may be lost when some of the others have made the update already, and some have not.",
 )
 def test_a_kill_after_the_update_over_the_network(launched: Any, wanted: Any) -> None:
@@ -181,7 +181,7 @@ def test_a_kill_after_the_update_over_the_network(launched: Any, wanted: Any) ->
     check(launched(NETWORK + THREE, *ELASTIC, faults=plan, **given()), wanted)
 
 
-@pytest.mark.promise("docs/survive.md", "**Every sample of an epoch is used exactly once.**")
+@pytest.mark.promise("docs/guarantees.md", "**Every sample of an epoch is used exactly once.**")
 def test_a_kill_between_exchange_and_update_on_two_machines(launched: Any, wanted: Any) -> None:
     plan = faults.kill(rank=1, step=6, point="between reduction and update")
     ran = launched(TWO_MACHINES + FOUR, "-n", 4, "--elastic", "1:4", faults=plan, **given())
@@ -196,13 +196,13 @@ def test_an_exit_in_the_loader_on_two_machines(launched: Any, wanted: Any) -> No
     assert "ended" in ran.launcher("lost")[0]["reason"], ran.report()
 
 
-@pytest.mark.promise("docs/survive.md", "**Evaluations give one value.** An evaluation under way is repeated")
+@pytest.mark.promise("docs/guarantees.md", "**Evaluations give one value.** An evaluation under way is repeated")
 def test_a_kill_in_an_evaluation(launched: Any, wanted: Any) -> None:
     plan = faults.kill(rank=0, step=4, point="in evaluate")
     check(launched(THREE, *ELASTIC, faults=plan, **given()), wanted)
 
 
-@pytest.mark.promise("docs/checkpoints.md", "A kill at any moment leaves the earlier checkpoints as they were")
+@pytest.mark.promise("docs/checkpoint-files.md", "A kill at any moment leaves the earlier checkpoints as they were")
 def test_a_kill_inside_a_save(launched: Any, wanted: Any) -> None:
     plan = faults.kill(rank=0, step=8, point="inside a save")
     ran = check(launched(THREE, *ELASTIC, faults=plan, **given()), wanted)
@@ -212,7 +212,7 @@ def test_a_kill_inside_a_save(launched: Any, wanted: Any) -> None:
 # joining, leaving, hanging
 
 
-@pytest.mark.promise("docs/survive.md", "**With `exact=True` the result has the same bits**", "and whoever joined.")
+@pytest.mark.promise("docs/guarantees.md", "**With `exact=True` the result has the same bits**", "and whoever joined.")
 def test_a_kill_while_another_one_joins(launched: Any, wanted: Any) -> None:
     """The worker that leads the recovery is killed in it."""
     plan = faults.kill(rank=2, step=2) + faults.kill(rank=0, step=3, point="during recovery")
@@ -290,11 +290,8 @@ def test_a_report_of_a_worker_that_hangs(hung: Ran) -> None:
     assert re.search(said, hung.said), hung.report()
 
 
-@pytest.mark.promise(
-    "docs/survive.md",
-    "If all of them are lost at once, training goes on from a checkpoint.",
-    "the new processes then go on from the newest one.",
-)
+@pytest.mark.promise("docs/guarantees.md", "If all of them are lost at once, training goes on from a checkpoint.")
+@pytest.mark.promise("docs/survive.md", "the new processes then go on from the newest one.")
 def test_all_are_killed_at_once(launched: Any, wanted: Any) -> None:
     ran = launched(SCRIPT, *ELASTIC, **given({"kill": [6, [0, 1, 2]]}))
     assert ran.code == 0, ran.report()

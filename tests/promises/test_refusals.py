@@ -379,13 +379,13 @@ def test_a_forward_pass_that_changes_weights(found: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/exact.md", "With `exact` such a model or data set is refused, and the message names the attribute."
+    "docs/audits.md", "With `exact` such a model or data set is refused, and the message names the attribute."
 )
 def test_a_generator_of_the_model(found: Any) -> None:
     check(found, "a_generator_in_the_model", "InputError", "noise")
 
 
-@pytest.mark.promise("docs/exact.md", "Without, there is one warning, in `report.notes` too")
+@pytest.mark.promise("docs/audits.md", "Without, there is one warning, in `report.notes` too")
 def test_a_generator_of_the_model_without_exact(found: Any) -> None:
     check(found, "a_generator_without_exact", "done")
     assert all(any("noise" in note for note in one["a_generator_without_exact"][1]) for one in found)
@@ -436,7 +436,7 @@ def test_a_mode_that_one_worker_changed(found: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/exact.md", "If a tensor differs, all workers stop, and name it, the ranks, and what may have changed it."
+    "docs/audits.md", "If a tensor differs, all workers stop, and name it, the ranks, and what may have changed it."
 )
 def test_weights_that_one_worker_changed(found: Any) -> None:
     check(found, "weights_that_differ", "DisagreementError", "bias", "rank")

@@ -246,7 +246,7 @@ def test_another_kind_of_sums(after: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/checkpoints.md",
+    "docs/checkpoint-stores.md",
     'If the newest checkpoint is damaged for one of the workers, `resume="auto"` takes the one before, on all workers.',
     "The damaged one is renamed to `damaged-step-000100`, so nothing is lost.",
 )
@@ -256,20 +256,20 @@ def test_a_damaged_checkpoint(after: Any, folder: Path) -> None:
 
 
 @pytest.mark.promise(
-    "docs/checkpoints.md", "If all are damaged, the run stops with a `CheckpointError` that names each."
+    "docs/checkpoint-stores.md", "If all are damaged, the run stops with a `CheckpointError` that names each."
 )
 def test_damaged_checkpoints_alone(after: Any) -> None:
     check(after, "all", "step-000004", "step-000006", "damaged")
 
 
-@pytest.mark.promise("docs/checkpoints.md", "A checkpoint named by its path is never replaced by another one.")
+@pytest.mark.promise("docs/checkpoint-stores.md", "A checkpoint named by its path is never replaced by another one.")
 def test_a_damaged_checkpoint_that_is_named(after: Any) -> None:
     check(after, "named", "step-000006", "damaged")
     check(after, "missing", "step-000099")
 
 
 @pytest.mark.promise(
-    "docs/checkpoints.md", "A directory `step-*` without a manifest is not a checkpoint and is skipped."
+    "docs/checkpoint-files.md", "A directory `step-*` without a manifest is not a checkpoint and is skipped."
 )
 def test_a_checkpoint_that_was_not_finished(after: Any) -> None:
     check_resumed(after, "no manifest", 4)
@@ -296,7 +296,7 @@ def test_an_earlier_checkpoint(after: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/checkpoints.md", "A checkpoint that is not signed, or with another key, is treated as damaged."
+    "docs/checkpoint-stores.md", "A checkpoint that is not signed, or with another key, is treated as damaged."
 )
 def test_signed_checkpoints(after: Any) -> None:
     check_resumed(after, "signed", 6)
