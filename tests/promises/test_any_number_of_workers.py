@@ -348,7 +348,7 @@ def test_a_state_from_batch_to_batch(everyone: Any, alone: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/train.md",
+    "docs/losses.md",
     "the means over the whole batch, the same on every worker, and with `exact` the same bits on any number of "
     "workers.",
 )

@@ -357,7 +357,7 @@ def test_a_loss_of_each_sample(found: Any) -> None:
     check(found, "a_loss_of_each_sample", "InputError", "The loss must be a scalar tensor", "for example with .mean()")
 
 
-@pytest.mark.promise("docs/train.md", 'It refuses a scalar that grows with the samples (`reduction="sum"`)')
+@pytest.mark.promise("docs/losses.md", 'It refuses a scalar that grows with the samples (`reduction="sum"`)')
 def test_a_loss_that_is_a_sum(found: Any) -> None:
     check(found, "a_sum", "InputError", "mean")
 
@@ -399,26 +399,26 @@ def test_bits_that_cannot_be_promised(found: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/train.md", "`step` raises `NonFiniteLoss` before the update, with the step, the microbatch and the rank."
+    "docs/losses.md", "`step` raises `NonFiniteLoss` before the update, with the step, the microbatch and the rank."
 )
 def test_a_loss_that_is_nan(found: Any) -> None:
     check(found, "a_loss_that_is_nan", "NonFiniteLoss", "The loss is nan at step 2, microbatch", "rank", "No update")
 
 
 @pytest.mark.promise(
-    "docs/train.md",
+    "docs/losses.md",
     'With `nonfinite="skip"` the step makes no update, `report.applied` is false, and training goes on.',
 )
 def test_a_step_that_is_skipped(found: Any) -> None:
     assert [one["a_step_that_is_skipped"] for one in found] == [["done", [[True, True, False, True], True, 3]]] * 2
 
 
-@pytest.mark.promise("docs/train.md", "`step` raises `InputError` and names the parameter and the microbatches.")
+@pytest.mark.promise("docs/losses.md", "`step` raises `InputError` and names the parameter and the microbatches.")
 def test_a_parameter_that_some_microbatches_use(found: Any) -> None:
     check(found, "a_parameter_that_is_used_sometimes", "InputError", "second.", "microbatch")
 
 
-@pytest.mark.promise("docs/train.md", '`missing_gradient="zero"`: such microbatches count as zero.')
+@pytest.mark.promise("docs/losses.md", '`missing_gradient="zero"`: such microbatches count as zero.')
 def test_a_parameter_that_some_microbatches_may_use(found: Any) -> None:
     assert [one["a_parameter_that_may_be_used_sometimes"] for one in found] == [["done", True]] * 2
 
