@@ -19,7 +19,7 @@ from paceline.testing import ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAGE = ROOT / "docs" / "train.md"
+PAGE = ROOT / "docs" / "porting.md"
 IN_ORDER = Path(__file__).with_name("run_in_order.py")
 
 
