@@ -70,6 +70,9 @@ def _with_snippets() -> list[object]:
         "keras-models.md",
         "launch.md",
         "data.md",
+        "streams.md",
+        "augmentation.md",
+        "growing-data.md",
         "horovod.md",
         "horovod-functions.md",
         "faults.md",
@@ -98,7 +101,10 @@ def test_snippets_run(page: Path, fork_server: ForkServer, tmp_path: Path) -> No
 
 
 def test_pages_with_snippets_are_found() -> None:
-    assert {"README.md", "train.md", "data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(WITH_SNIPPETS)
+    assert {"README.md", "train.md", "data.md",
+        "streams.md",
+        "augmentation.md",
+        "growing-data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(WITH_SNIPPETS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name_of)

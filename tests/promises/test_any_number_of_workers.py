@@ -320,7 +320,7 @@ def test_the_bits_of_several_passes(everyone: Any, alone: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/data.md",
+    "docs/augmentation.md",
     "So a sample gets the same noise on any worker, in any loader process, and after a resume; and other noise in the "
     "next epoch.",
 )
@@ -328,7 +328,7 @@ def test_augmentation(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "noise")
 
 
-@pytest.mark.promise("docs/data.md", "So the n-th sample of an epoch is the same on any number of workers")
+@pytest.mark.promise("docs/streams.md", "So the n-th sample of an epoch is the same on any number of workers")
 def test_streams(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "stream")
 
@@ -339,7 +339,7 @@ def test_an_order_of_ones_own(everyone: Any, alone: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/data.md",
+    "docs/streams.md",
     "The state belongs to a microbatch, so to the same rows in each step.",
     "with the state going on as well",
 )

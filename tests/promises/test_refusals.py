@@ -319,7 +319,7 @@ def test_data_without_samples(found: Any) -> None:
     check(found, "no_data", "InputError", "The data set is empty.")
 
 
-@pytest.mark.promise("docs/data.md", "A generator object is refused, as it gives its samples only once.")
+@pytest.mark.promise("docs/streams.md", "A generator object is refused, as it gives its samples only once.")
 def test_a_generator_as_data(found: Any) -> None:
     check(found, "a_generator", "InputError", "generator")
 

@@ -208,7 +208,7 @@ def test_old_checkpoints_are_removed(before: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/data.md", "and a resumed run draws the same numbers.", "a checkpoint needs no generator states"
+    "docs/augmentation.md", "and a resumed run draws the same numbers.", "a checkpoint needs no generator states"
 )
 def test_the_checkpoint_resumes_at_its_position(after: Any, before: Any) -> None:
     """Each refused attempt left the checkpoint as it was."""
