@@ -77,6 +77,7 @@ def _with_snippets() -> list[object]:
         "horovod-functions.md",
         "faults.md",
         "optimizers.md",
+        "several-losses.md",
         "weights.md",
     }
     pages = [page for page in PAGES if snippets(page)]

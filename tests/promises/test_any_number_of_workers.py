@@ -306,13 +306,13 @@ def test_the_bits_of_averages(everyone: Any, alone: Any) -> None:
     assert alone["averages"]["averages"] != alone["averages"]["of training"]
 
 
-@pytest.mark.promise("docs/optimizers.md", "A GAN has a loss for each optimizer, and updates one after the other")
+@pytest.mark.promise("docs/several-losses.md", "A GAN has a loss for each optimizer, and updates one after the other")
 def test_the_bits_of_losses_that_take_turns(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "phases")
 
 
 @pytest.mark.promise(
-    "docs/optimizers.md",
+    "docs/several-losses.md",
     "In each pass every worker has the microbatches that it had, with the same random numbers",
 )
 def test_the_bits_of_several_passes(everyone: Any, alone: Any) -> None:
