@@ -136,7 +136,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     headings = re.findall(r"^#+ .*$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    for name in paceline.__all__:
+    classes = re.findall(r"^\| `(\w+)` \| \d+ \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    for name in set(paceline.__all__) - set(classes):
         assert any(f"`{name}" in heading or f".{name}" in heading for heading in headings), name
 
 
