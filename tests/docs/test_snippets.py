@@ -79,6 +79,7 @@ def _with_snippets() -> list[object]:
         "optimizers.md",
         "several-losses.md",
         "weights.md",
+        "averages.md",
     }
     pages = [page for page in PAGES if snippets(page)]
     return [pytest.param(page, marks=[pytest.mark.slow] * (page.name in slow), id=_name_of(page)) for page in pages]
@@ -102,10 +103,7 @@ def test_snippets_run(page: Path, fork_server: ForkServer, tmp_path: Path) -> No
 
 
 def test_pages_with_snippets_are_found() -> None:
-    assert {"README.md", "train.md", "data.md",
-        "streams.md",
-        "augmentation.md",
-        "growing-data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(WITH_SNIPPETS)
+    assert {"README.md", "train.md", "data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(WITH_SNIPPETS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name_of)

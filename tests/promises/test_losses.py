@@ -165,7 +165,8 @@ def test_a_kill_in_a_forward_pass(launched: Any, wanted: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/guarantees.md", "**With `exact=True` the result has the same bits** as if nothing had happened: whoever was lost"
+    "docs/guarantees.md",
+    "**With `exact=True` the result has the same bits** as if nothing had happened: whoever was lost",
 )
 def test_a_kill_inside_a_collective_of_the_network(launched: Any, wanted: Any) -> None:
     plan = faults.kill(rank=2, step=5, point="inside the collective")
