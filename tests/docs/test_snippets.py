@@ -132,6 +132,16 @@ def test_every_page_is_in_the_navigation() -> None:
     }
 
 
+def test_pages_are_short() -> None:
+    """A page is of one kind. Reference pages are looked up, not read, and may be longer."""
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    reference = set(re.findall(r": (\S+\.md)$", navigation.partition("  - Reference:")[2], re.MULTILINE))
+    words = {_name_of(page).removeprefix("docs/"): len(page.read_text().split()) for page in DOCS}
+    assert not {name: count for name, count in words.items() if count > 1200 and name not in reference}
+    assert len(re.findall(r"^  - ", navigation, re.MULTILINE)) <= 7
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     headings = re.findall(r"^#+ .*$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     classes = re.findall(r"^\| `(\w+)` \| \d+ \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
