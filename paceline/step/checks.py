@@ -112,12 +112,22 @@ def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
     sparse = {}
     for name, one in model.named_modules():
         if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse and one.weight.requires_grad:
+            _check_embedding(name, one)
             sparse[id(one.weight)] = name
         elif isinstance(one, SparseEmbedding):
             sparse.update((id(block), name) for block in one.blocks if block.requires_grad)
     if sparse and allowed == "none":
         raise sparse_gradients(f"{next(iter(sparse.values()))!r} gives")
     return frozenset(name for name, one in model.named_parameters() if allowed == "any" or id(one) in sparse)
+
+
+def _check_embedding(name: str, one: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Raise InputError if an embedding has an option with which torch computes no sparse gradients."""
+    option = "scale_grad_by_freq=True" if one.scale_grad_by_freq else ""
+    if isinstance(one, nn.EmbeddingBag) and one.mode == "max":
+        option = "mode='max'"
+    if option:
+        raise InputError(f"{name!r} has {option}, for which torch computes no sparse gradients: use sparse=False.")
 
 
 def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None], sparse: Container[str] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -273,9 +274,22 @@ def name_call(error: Exception, microbatches: range, samples: int, step: int) ->
         small = _SMALL in str(error)
     except Exception:  # noqa: BLE001 - the error may be of a user's class
         small = False
-    more = " For larger microbatches set a larger batch, or fewer microbatches." if small else ""
+    more = " For larger microbatches set a larger batch, or fewer microbatches." if small else _not_in_table(error)
     cut = f"{samples} sample{'s' * (samples > 1)}"
     in_user_call(error, f"This was the forward pass of {name_microbatches(microbatches)} ({cut}) of step {step}.{more}")
+
+
+def _not_in_table(error: Exception) -> str:
+    """Return a sentence about the index that an embedding of torch did not find, if it raised the error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__ if isinstance(error, IndexError | RuntimeError) else None):
+        table, indices = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and isinstance(indices, torch.Tensor):
+            rows = table.num_embeddings
+            wrong = indices[(indices < 0) | (indices >= rows)].flatten()[:1].tolist()
+            return (
+                f" The index {wrong[0]} is not in an embedding of {rows:,} rows (0 to {rows - 1:,})." if wrong else ""
+            )
+    return ""
 
 
 Context = AbstractContextManager[object]

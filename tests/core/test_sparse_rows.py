@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,9 @@ from paceline.testing import faults
 Printed = Callable[..., list[dict[str, Any]]]
 
 MODEL = """
+import json, os
 import torch
+import paceline
 from functools import partial
 from torch import nn
 
@@ -25,23 +28,24 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.bag = nn.EmbeddingBag(rows, 8, sparse=sparse, mode="sum")
-        self.words, self.top = nn.Embedding(20, 8, sparse=sparse), nn.Linear(16, 1)
+        self.words, self.top = nn.Embedding(20, 8, sparse=sparse), nn.Linear(24, 1)
+        self.blocks = paceline.SparseEmbedding(300, 8, block=70)
 
     def forward(self, words):
-        return self.top(torch.cat([self.bag(words), self.words(words[:, 0] % 20)], 1)).squeeze(1)
+        rows = self.bag(words), self.words(words[:, 0] % 20), self.blocks(words).sum(1)
+        return self.top(torch.cat(rows, 1)).squeeze(1)
 
 def two(model):
-    tables = [*model.bag.parameters(), *model.words.parameters()]
+    tables = [*model.bag.parameters(), *model.words.parameters(), *model.blocks.parameters()]
     return {"tables": torch.optim.SparseAdam(tables, lr=0.01), "top": torch.optim.Adam(model.top.parameters(), lr=0.01)}
 
 words = torch.randint(0, 17, (84, 6), generator=torch.Generator().manual_seed(1)) ** 2  # some words are in most samples
 DATA = torch.utils.data.TensorDataset(words, words.float().mean(1) / 100)
-SGD, ADAGRAD = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.Adagrad, lr=0.1)
+SGD, ADAGRAD = partial(torch.optim.SGD, lr=0.05), partial(torch.optim.Adagrad, lr=0.1)
 """
 SCRIPT = (
     MODEL
     + """
-import paceline
 from subjects import tell
 
 def trained(optimizer, exact, **more):
@@ -54,16 +58,20 @@ class Table(nn.Embedding):
     def forward(self, words):
         return super().forward(words).mean((1, 2))
 
-def trained_alone(exact):
+def trained_alone(exact, **more):
     torch.manual_seed(0)
     session = paceline.start(model=Table(300, 4, sparse=True), data=DATA, optimizer=SGD, loss=nn.functional.mse_loss,
-                             exact=exact, batch=24, microbatches=6)
+                             exact=exact, batch=24, microbatches=6, **more)
     steps = [session.step(batch) for batch in session.batches(epochs=1)]
     return [session.fingerprint() if exact else "", [(one.loss, one.gradient_norm) for one in steps]]
 
 tell(**{f"no dense parameter, {exact}": trained_alone(exact) for exact in (True, False)})
 for name, optimizer in (("sgd", SGD), ("adagrad", ADAGRAD), ("two", two)):
     tell(**{f"{name}, {exact}": trained(optimizer, exact) for exact in (True, False)})
+if int(os.environ["WORLD_SIZE"]) > 1:
+    more = {"strategy": "sharded", **json.loads(os.environ["MORE"])}
+    tell(**{f"sharded, {name}, True": trained(one, True, **more) for name, one in (("adagrad", ADAGRAD), ("two", two))})
+    tell(**{"sharded, no dense parameter, True": trained_alone(True, **more)[:1]})
 """
 )
 
@@ -74,23 +82,40 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return one
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "workers", [4, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+    ("machines", "more"),
+    [
+        ([4], {}),
+        pytest.param([1, 2], {}, marks=SLOW),
+        pytest.param([3], {"shard": "gradients"}, marks=SLOW),
+        pytest.param([2, 1], {"shard_copy": True}, marks=SLOW),
+        pytest.param([5], {"shard_copy": True}, marks=SLOW),
+    ],
+    ids=str,
 )
-def test_one_fingerprint(printed: Printed, tmp_path: Path, alone: dict[str, Any], workers: int) -> None:
+def test_one_fingerprint(
+    printed: Printed, tmp_path: Path, alone: dict[str, Any], machines: list[int], more: dict[str, Any]
+) -> None:
     """Of four workers one has no microbatch of a short batch. Without ``exact`` losses are equal up to rounding."""
-    for one in printed(SCRIPT, workers, tmp_path):
+    environment = {"MORE": json.dumps(more)}
+    for one in printed(SCRIPT, sum(machines), tmp_path, machines=machines, environment=environment):
         for name, (fingerprint, steps) in alone.items():
             if name.endswith("True"):
                 assert one[name] == [fingerprint, steps], name
             for loss, before in zip(one[name][1], steps, strict=True):
                 assert loss == pytest.approx(before, rel=1e-5), name
+        for name in ("adagrad, True", "two, True", "no dense parameter, True"):  # without clipping, norms are rounded
+            found = one[f"sharded, {name}"]
+            assert found == alone[name][: len(found)], name
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_one_fingerprint_on_one_gpu(printed: Printed, tmp_path: Path) -> None:
-    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "MORE": "{}"}
     (single,) = printed(SCRIPT, 1, tmp_path / "1", environment=environment, deadline=300)
     for one in printed(SCRIPT, 3, tmp_path / "3", environment=environment, deadline=300):
         for name in single:
@@ -100,7 +125,6 @@ def test_one_fingerprint_on_one_gpu(printed: Printed, tmp_path: Path) -> None:
 BYTES = (
     MODEL
     + """
-import paceline
 from paceline.comm import world
 from subjects import tell
 
@@ -110,23 +134,27 @@ def counted(self, sends, receives, *more, **named):
     return transfers(self, sends, receives, *more, **named)
 world.World.start_transfers = counted
 found = {}
-for sparse in (False, True):
+for sparse, strategy in ((False, "allreduce"), (True, "allreduce"), (True, "sharded")):
     session = paceline.start(model=Net(sparse, rows=20_000), data=DATA, optimizer=SGD, loss=nn.functional.mse_loss,
-                             exact=True, batch=24, microbatches=6)
+                             exact=True, batch=24, microbatches=6, strategy=strategy)
     before = sent[0]
     for batch in session.batches(steps=3):
         session.step(batch)
-    found[str(sparse)] = (sent[0] - before) / 3
+    found[f"{sparse}, {strategy}"] = (sent[0] - before) / 3
 tell(**found)
 """
 )
 
 
 def test_the_rows_alone_are_sent(printed: Printed, tmp_path: Path) -> None:
-    """Of a batch of 24 samples: at most 2 x 17 rows a node, with an index each, to one other worker."""
+    """Of a batch of 24 samples: at most 3 x 17 rows a node, with an index each, to one other worker.
+
+    If the rows have owners, about half of them, and the rows that the owner has updated.
+    """
     for one in printed(BYTES, 2, tmp_path, one_machine=False):
-        assert one["False"] > 20_000 * 8 * 4
-        assert one["True"] < 3 * 2 * 17 * (8 * 4 + 4) + 8_000  # and headers, counts, digests and the other layer
+        assert one["False, allreduce"] > 20_000 * 8 * 4
+        for strategy in ("allreduce", "sharded"):
+            assert one[f"True, {strategy}"] < 3 * 3 * 17 * (8 * 4 + 4) + 8_000  # and headers, counts, digests, a layer
 
 
 REFUSED = {
@@ -138,8 +166,6 @@ REFUSED = {
 REFUSALS = (
     MODEL
     + """
-import paceline
-
 class Tied(Net):
     def forward(self, words):
         return super().forward(words) + self.bag.weight.sum()
@@ -174,8 +200,10 @@ scripted.end(session)
 
 
 @pytest.mark.slow
-def test_a_worker_is_killed_and_replaced(run: Run, printed: Printed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["allreduce", "sharded"])
+def test_a_worker_is_killed_and_replaced(run: Run, printed: Printed, tmp_path: Path, strategy: str) -> None:
     (single,) = printed(KILLED, 1, tmp_path / "single")
-    ran = run(KILLED, "-n", 3, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
+    elastic = "-n", 3, "--elastic", "2:3", "--standby", 1, "--set", f"strategy={strategy}"
+    ran = run(KILLED, *elastic, faults=faults.kill(rank=1, step=4))
     assert ran.code == 0 and len(ran.printed()) == 3, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {single["fingerprint"]}, ran.report()

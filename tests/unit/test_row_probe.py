@@ -1,0 +1,118 @@
+"""Embeddings with sparse gradients: what cannot train is refused before the first step, with the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
+from torch import nn
+
+import paceline
+from paceline.errors import InputError
+from paceline.step.checks import sparse_parameters
+from paceline.step.forward import name_call
+from paceline.step.probes.row_probe import probe_rows
+
+
+class Rule(torch.optim.Optimizer):
+    """SGD that also changes other rows, or looks at them, on the rows that have a gradient."""
+
+    def __init__(self, params: Any, decay: float = 1.0, normed: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1, "decay": decay, "normed": normed})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.mul_(group["decay"])
+                scale = value.norm() if group["normed"] else 1.0
+                value.sub_(value.grad.coalesce() * (group["lr"] * float(scale)))
+
+
+def probe(optimizer: Callable[[Any], torch.optim.Optimizer], divides: bool = True) -> None:
+    model = nn.Sequential(nn.Embedding(50, 100, sparse=True), nn.Linear(100, 1))
+    context: Any = SimpleNamespace(
+        compute=SimpleNamespace(model=model),
+        update=SimpleNamespace(optimizer=optimizer(model[0].parameters()), parameters=dict(model.named_parameters())),
+        settings=SimpleNamespace(strategy="sharded"),
+        divides_update=divides,
+    )
+    probe_rows(context)
+
+
+REFUSED = {
+    "AdamW cannot update the parameter '0.weight', whose gradient is sparse": torch.optim.AdamW,
+    "keeps a sparse 'momentum_buffer'": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "weight_decay option is not compatible with sparse gradients. Use torch's": partial(
+        torch.optim.Adagrad, weight_decay=0.1
+    ),
+    "SGD cannot update": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    "changes rows of the parameter '0.weight'.* that have no gradient": partial(Rule, decay=0.9),
+    "looks at all rows": partial(Rule, normed=True),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_an_optimizer_that_cannot_train_a_table_is_refused(words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        probe(REFUSED[words])
+
+
+@pytest.mark.parametrize(
+    "optimizer", [partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad, torch.optim.SparseAdam, Rule]
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_others_are_taken(optimizer: Any) -> None:
+    probe(optimizer)
+    probe(partial(Rule, normed=True), divides=False)
+
+
+@pytest.mark.parametrize(
+    ("table", "option"),
+    [
+        (nn.Embedding(9, 2, sparse=True, scale_grad_by_freq=True), "scale_grad_by_freq=True"),
+        (nn.EmbeddingBag(9, 2, sparse=True, mode="max"), "mode='max'"),
+    ],
+)
+def test_options_without_sparse_gradients_are_refused(table: nn.Module, option: str) -> None:
+    with pytest.raises(InputError, match=f"'0' has {option}, for which torch computes no sparse gradients"):
+        sparse_parameters(nn.Sequential(table), "any")
+
+
+@pytest.mark.parametrize("table", [nn.Embedding(9, 2), nn.EmbeddingBag(9, 2, sparse=True)])
+def test_an_index_that_is_not_in_the_table_is_named(table: nn.Module) -> None:
+    with pytest.raises((IndexError, RuntimeError)) as caught:
+        table(torch.tensor([[1, 9]]))
+    name_call(caught.value, range(3, 4), 1, 5)
+    assert "microbatch 3 (1 sample) of step 5. The index 9 is not in an embedding of 9 rows (0 to 8)" in (
+        str(caught.value) + " ".join(getattr(caught.value, "__notes__", ()))
+    )
+
+
+def test_a_table_in_blocks_has_the_values_and_gradients_of_one_embedding() -> None:
+    torch.manual_seed(0)
+    table, whole = paceline.SparseEmbedding(10, 3, block=4), nn.Embedding(10, 3)
+    with torch.no_grad():
+        whole.weight.copy_(torch.cat([*table.blocks]))
+    indices = torch.tensor([[8, 1], [1, 9]])
+    weights = torch.randn(2, 2, 3)
+    for one in (table, whole):
+        rows = one(indices)
+        (rows * weights).sum().backward()
+        assert torch.equal(rows, whole(indices))
+    gradients = [block.grad for block in table.blocks]
+    assert [one.coalesce().indices().tolist() for one in gradients if one is not None] == [[[1]], [[]], [[0, 1]]]
+    assert torch.equal(torch.cat([one.to_dense() for one in gradients if one is not None]), whole.weight.grad)
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_an_index_that_is_not_in_a_table_in_blocks_is_refused(index: int) -> None:
+    with pytest.raises(InputError, match=f"The index {index} is not in a table of 10 rows"):
+        paceline.SparseEmbedding(10, 3, block=4)(torch.tensor([2, index]))
+    with pytest.raises(InputError, match=r"SparseEmbedding\(rows=0\) needs at least 1"):
+        paceline.SparseEmbedding(0, 3)
