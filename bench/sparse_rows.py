@@ -1,8 +1,9 @@
 """Step time and bytes of a sparse embedding over those of a dense one, in the same run.
 
 A table of 1,000,000 x 32 and SparseAdam or Adam; a batch touches 4,096 rows. The workers are on this machine, with and
-without shared memory. Bytes are those of all messages of a worker in a step; a row needs its values and an index of 4
-bytes, for each other worker.
+without shared memory, and train with strategies allreduce and sharded. Bytes are those of all messages of a worker in a
+step. A row needs its values and an index of 4 bytes: with allreduce for each other worker; with sharded for its owner
+and, without shared memory, once more from there for each other worker.
 
     python bench/sparse_rows.py
     python bench/sparse_rows.py --workers 4 --steps 5
@@ -11,6 +12,7 @@ bytes, for each other worker.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -27,7 +29,7 @@ from torch import nn
 import paceline
 from paceline.comm import world
 
-kind, steps = os.environ["KIND"], int(os.environ["STEPS"])
+kind, strategy, steps = os.environ["KIND"], os.environ["STRATEGY"], int(os.environ["STEPS"])
 sent, transfers = [0], world.World.start_transfers
 def counted(self, sends, receives, *more, **named):
     sent[0] += sum(one.tensor.nbytes for one in sends)
@@ -49,7 +51,7 @@ def optimizers(model):
 torch.manual_seed(0)
 words = torch.randperm(ROWS)[: BATCH * WORDS * (steps + 3)].view(-1, WORDS)
 session = paceline.start(model=Net(), optimizer=optimizers, loss=nn.functional.mse_loss, exact=True, batch=BATCH,
-                         data=torch.utils.data.TensorDataset(words, words[:, 0] / ROWS))
+                         strategy=strategy, data=torch.utils.data.TensorDataset(words, words[:, 0] / ROWS))
 seconds, crossed = [], []
 for batch in session.batches(steps=steps + 3):
     begin, before = time.perf_counter(), sent[0]
@@ -61,11 +63,11 @@ print(json.dumps({"seconds": sorted(seconds[3:])[steps // 2], "bytes": sorted(cr
 """
 
 
-def measure(kind: str, workers: int, steps: int, one_machine: bool) -> dict[str, float]:
+def measure(kind: str, strategy: str, workers: int, steps: int, one_machine: bool) -> dict[str, float]:
     """Return the median time of a step, the bytes of a worker in it, and the fingerprint."""
     script = SCRIPT.replace("ROWS", str(ROWS)).replace("WIDTH", str(WIDTH))
     script = script.replace("BATCH", str(BATCH)).replace("WORDS", str(WORDS))
-    environment = {"KIND": kind, "STEPS": str(steps), "OMP_NUM_THREADS": "1"}
+    environment = {"KIND": kind, "STRATEGY": strategy, "STEPS": str(steps), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         everyone = ranks.run(script, workers, Path(folder), environment=environment, one_machine=one_machine)
     if any(one.code for one in everyone):
@@ -80,15 +82,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    alone = measure("sparse", 1, options.steps, True)
-    for one_machine in (True, False):
+    workers, steps = options.workers, options.steps
+    alone = measure("sparse", "allreduce", 1, steps, True)
+    own = BATCH * WORDS / workers * (4 * WIDTH + 4) * (workers - 1)
+    for strategy, one_machine in itertools.product(("allreduce", "sharded"), (True, False)):
         ratios, found = [], {}
         for _ in range(options.rounds):
-            found = {kind: measure(kind, options.workers, options.steps, one_machine) for kind in ("dense", "sparse")}
+            found = {kind: measure(kind, strategy, workers, steps, one_machine) for kind in ("dense", "sparse")}
             ratios.append(found["sparse"]["seconds"] / found["dense"]["seconds"])
-        needed = BATCH * WORDS / options.workers * (4 * WIDTH + 4) * (options.workers - 1)
+        needed = own if strategy == "allreduce" else own / workers + own * (not one_machine)
         print(
-            f"{options.workers} workers, {'shared memory' if one_machine else 'sockets'}: step "
+            f"{strategy}, {workers} workers, {'shared memory' if one_machine else 'sockets'}: step "
             f"{statistics.median(ratios):.2f} of dense ({found['sparse']['seconds']:.3f} s); bytes "
             f"{found['sparse']['bytes'] / needed:.2f} of what the rows need, {found['dense']['bytes']:,} with dense; "
             f"same bits as one worker: {found['sparse']['fingerprint'] == alone['fingerprint']}",

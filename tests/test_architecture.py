@@ -29,7 +29,7 @@ NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
     *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "plan", "ParquetDataset", "TokenRows"),
-    *("deferred", "Sum", "in_turn", "by_length", "by_tokens", "by_class"),
+    *("deferred", "Sum", "SparseEmbedding", "in_turn", "by_length", "by_tokens", "by_class"),
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),

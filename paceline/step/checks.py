@@ -15,7 +15,7 @@ from paceline.settings import Exact
 from paceline.step.gradients.sparse_embedding import SparseEmbedding
 
 Sparse: TypeAlias = Literal["none", "modules", "any"]
-"""Which gradients may be sparse: those of ``nn.Embedding(sparse=True)`` and ``EmbeddingBag``, or those of any code."""
+"""Which gradients may be sparse: those of embeddings with ``sparse=True``, or those of any code."""
 
 
 class MicrobatchResult(NamedTuple):
@@ -141,7 +141,8 @@ def sparse_gradients(what: str) -> InputError:
     """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(
         f"{what} sparse gradients, which several workers, now or later, cannot average here: use sparse=False, "
-        f"strategy 'hogwild', or strategy 'allreduce' with embeddings (modules with sparse=True) and wire 'float32'."
+        f"strategy 'hogwild', or strategy 'allreduce' or 'sharded' with embeddings (modules with sparse=True) and wire "
+        f"'float32'."
     )
 
 

@@ -87,3 +87,71 @@ def test_no_phase_holds_more_than_a_share(printed: Printed, tmp_path: Path) -> N
     for _ in ("started", "resumed"):
         for one in printed(SCRIPT, 4, tmp_path, environment={"SAVED": str(tmp_path / "saved")}):
             assert max(one["most"].values()) < 1.1 * share + sums + process, one["most"]
+
+
+TABLE = """
+import os, re, threading
+from functools import partial
+import torch
+from torch import nn
+import paceline
+from subjects import tell
+
+ROWS, WIDTH, workers = 1_000_000, 32, int(os.environ["WORLD_SIZE"])
+resume = "auto" if os.path.exists(os.environ["SAVED"]) else None
+torch.optim.SGD(nn.Linear(1, 1).parameters())
+
+class Net(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.top = paceline.SparseEmbedding(rows, WIDTH, block=1 << 15), nn.Linear(WIDTH, 1)
+    def forward(self, words):
+        return self.top(self.table(words).sum(1)).squeeze(1)
+
+def start(rows, **more):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randint(0, rows, (64, 16)), torch.ones(64))
+    with paceline.deferred():
+        model = Net(rows)
+    session = paceline.start(
+        model=model, optimizer=partial(torch.optim.SGD, lr=0.01), loss=nn.functional.mse_loss, data=data, exact=True,
+        batch=16, microbatches=4, strategy="sharded" if workers > 1 else "single", **more,
+    )
+    return data, session
+
+def megabytes():  # of this worker alone, and its part of the memory that the workers share
+    sizes = dict(re.findall(r"Rss(\\w+):\\s+(\\d+) kB", open("/proc/self/status").read()))
+    return (int(sizes["Anon"]) + int(sizes["Shmem"]) / workers) / 1e3
+
+data, session = start(99)
+for batch in session.batches(steps=2):
+    session.step(batch)
+session.evaluate(data)
+before, most, ended = megabytes(), [0.0], threading.Event()
+
+def watch():
+    while not ended.wait(0.003):
+        most[0] = max(most[0], megabytes() - before)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+data, session = start(ROWS, checkpoint={"directory": os.environ["SAVED"]}, resume=resume)
+for batch in session.batches(steps=4 if resume else 2):
+    session.step(batch)
+session.evaluate(data)
+session.save()
+ended.set()
+watcher.join()
+tell(most=most[0], fingerprint=session.fingerprint())
+"""
+
+
+@pytest.mark.slow
+def test_a_table_of_twice_the_memory_of_a_worker_trains(printed: Printed, tmp_path: Path) -> None:
+    table = 1_000_000 * 32 * 4 / 1e6
+    (single,) = printed(TABLE, 1, tmp_path, environment={"SAVED": str(tmp_path / "alone")})
+    assert single["most"] > table
+    for which in ("started", "resumed"):
+        for one in printed(TABLE, 4, tmp_path, environment={"SAVED": str(tmp_path / "saved")}):
+            assert one["most"] < table / 2
+            assert which == "resumed" or one["fingerprint"] == single["fingerprint"]

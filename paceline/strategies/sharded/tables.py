@@ -64,15 +64,15 @@ class Tables:
         ]
         sizes = 8 * len(self.sections)
         self._counts = AllGather(context.world, UPDATED_TAG, sizes, host=True) if self.sections else None
+        self._narrow = torch.int32 if all(len(one.rows) < 1 << 31 for one in self.sections) else torch.int64
         self._means: dict[int, torch.Tensor] = {}
         self._changed: dict[int, torch.Tensor] = {}
 
     def begin(self, means: Mapping[int, torch.Tensor | None]) -> None:
         """Take the mean gradients of this worker's sections, which the update may change."""
         given = {at: mean for at, mean in means.items() if mean is not None}
-        self._changed = {
-            at: mean.indices()[0] for at, mean in given.items() if self._slices[at].owner == self._world.rank
-        }
+        owned = [at for at in given if self._slices[at].owner == self._world.rank]
+        self._changed = {at: given[at].indices()[0].to(self._narrow) for at in owned}
         self._means = {self.first + at: mean for at, mean in given.items()}
 
     def mean(self, index: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ class Tables:
                     sends += [Message(changed[at], peer, tag), Message(values, peer, tag + 1)]
             elif count and world.rank in self._receivers[owner]:
                 target = targets[index]
-                rows = torch.empty(count, dtype=torch.int64, device=target.device)
+                rows = torch.empty(count, dtype=self._narrow, device=target.device)
                 coming.append((target, rows, target.new_empty(count, *target.shape[1:])))
                 receives += [Message(rows, owner, tag), Message(coming[-1][2], owner, tag + 1)]
         for transfer in world.start_transfers(sends, receives):
