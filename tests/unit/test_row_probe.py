@@ -22,14 +22,16 @@ from paceline.step.probes.row_probe import probe_rows
 class Rule(torch.optim.Optimizer):
     """SGD that also changes other rows, or looks at them, on the rows that have a gradient."""
 
-    def __init__(self, params: Any, decay: float = 1.0, normed: bool = False) -> None:
-        super().__init__(params, {"lr": 0.1, "decay": decay, "normed": normed})
+    def __init__(self, params: Any, decay: float = 1.0, normed: bool = False, sums: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1, "decay": decay, "normed": normed, "sums": sums})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for value in group["params"]:
                 value.mul_(group["decay"])
+                if group["sums"]:
+                    self.state[value]["sums"] = torch.zeros(len(value))
                 scale = value.norm() if group["normed"] else 1.0
                 value.sub_(value.grad.coalesce() * (group["lr"] * float(scale)))
 
@@ -52,8 +54,9 @@ REFUSED = {
         torch.optim.Adagrad, weight_decay=0.1
     ),
     "SGD cannot update": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
-    "changes rows of the parameter '0.weight'.* that have no gradient": partial(Rule, decay=0.9),
-    "looks at all rows": partial(Rule, normed=True),
+    "changes rows without a gradient of the parameter '0.weight'": partial(Rule, decay=0.9),
+    "looks at several rows to update one row": partial(Rule, normed=True),
+    "keeps a 'sums' of another shape than that of the parameter": partial(Rule, sums=True),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch import nn
@@ -41,27 +41,31 @@ def probe_rows(context: TrainingContext) -> None:
 def _probe(optimizer: Optimizer, places: Container[int], name: str, context: TrainingContext) -> None:
     kind, what = type(optimizer).__name__, f"the parameter {name!r}, whose gradient is sparse"
     try:
-        small = _Small(optimizer, places, cut=False)
-        parts = _Small(optimizer, places, cut=True)
+        small, parts = (_Small(optimizer, places, cut=cut) for cut in (False, True))
     except Exception:  # noqa: BLE001 - an optimizer may reject copies in any way
         return
     try:
         small.train()
     except Exception as error:
         raise InputError(f"{kind} cannot update {what}: {error}. {_CURE}") from error
-    for state in small.optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.is_sparse:
-                because = "which cannot be saved or sent to workers that join"
-                raise InputError(f"{kind} keeps a sparse {key!r} for {what}, {because}. {_CURE}")
-    if not context.divides_update:
-        return
-    strategy = f"With strategy {context.settings.strategy!r} different workers update different rows"
+    if key := small.key_of(lambda entry, _: entry.is_sparse):
+        because = "which cannot be saved or sent to workers that join"
+        raise InputError(f"{kind} keeps a sparse {key!r} for {what}, {because}. {_CURE}")
+    if context.divides_update:
+        cause = _cause_against_division(small, parts)
+        strategy = f"With strategy {context.settings.strategy!r} different workers update different rows"
+        if cause:
+            raise InputError(f"{kind} {cause} of {what}. {strategy}. {_CURE}")
+
+
+def _cause_against_division(small: _Small, parts: _Small) -> str:
+    """Return why workers cannot update different rows. Empty if they can."""
     if small.changes_others:
-        raise InputError(f"{kind} changes rows of {what}, that have no gradient. {strategy}. {_CURE}")
+        return "changes rows without a gradient"
+    if key := small.key_of(lambda entry, value: entry.ndim > 0 and entry.shape != value.shape):
+        return f"keeps a {key!r} of another shape than that"
     parts.train()
-    if not all(map(torch.equal, small.values, parts.values)):
-        raise InputError(f"{kind} looks at all rows of {what}, to update one. {strategy}. {_CURE}")
+    return "" if all(map(torch.equal, small.values, parts.values)) else "looks at several rows to update one row"
 
 
 class _Small:
@@ -88,6 +92,12 @@ class _Small:
                 for part, grad in zip(parts, gradient.split([*map(len, parts)]), strict=True):
                     part.grad = grad.detach().to_sparse(1)
             step_of(self.optimizer)(self.optimizer)
+
+    def key_of(self, fits: Callable[[torch.Tensor, torch.Tensor], bool]) -> str:
+        """Return the key of a state, given with its table, that fits. Empty if none does."""
+        states = [(value, entry) for value in self.values for entry in self.optimizer.state.get(value, {}).items()]
+        tensors = [(key, entry, value) for value, (key, entry) in states if isinstance(entry, torch.Tensor)]
+        return next((key for key, entry, value in tensors if fits(entry, value)), "")
 
     @property
     def changes_others(self) -> bool:

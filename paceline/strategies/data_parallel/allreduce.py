@@ -101,8 +101,9 @@ class AllReduce(Strategy):
         self.seconds: list[float] = [0.0] * context.world.size
         self._fusion = Fusion(context)
         named = context.update.parameters
-        modules = sparse_parameters(context.compute.model, "modules")
-        sparse = {name: one for name, one in named.items() if name in modules}
+        alone = context.world.size == 1
+        tables = sparse_parameters(context.compute.model, "modules") if alone else context.sparse
+        sparse = {name: one for name, one in named.items() if name in tables}
         dense = {name: one for name, one in named.items() if name not in sparse}
         self._reducer = reducer or Reducer(context, dense, any_order=not context.settings.along_tree)
         self._memory, self._notice = self._reducer.memory, 0

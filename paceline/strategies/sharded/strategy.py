@@ -306,7 +306,7 @@ class Sharded(Strategy):
         places = {name: place for place, name in enumerate(parameters)}
         norms = {places[name]: foreach_norm([value])[0] for name, value in whole}
         empty = [name for name, shape in shapes.items() if not shape.numel() and not self._context.world.rank]
-        return norms | {places[name]: torch.zeros(()) for name in empty}
+        return norms | {places[name]: torch.zeros((), device=self._context.world.device) for name in empty}
 
     @property
     def _owned(self) -> frozenset[str]:
