@@ -120,8 +120,9 @@ def start(rows, **more):
     return data, session
 
 def megabytes():  # of this worker alone, and its part of the memory that the workers share
-    sizes = dict(re.findall(r"Rss(\\w+):\\s+(\\d+) kB", open("/proc/self/status").read()))
-    return (int(sizes["Anon"]) + int(sizes["Shmem"]) / workers) / 1e3
+    text = open("/proc/self/smaps_rollup").read() + open("/proc/self/status").read()
+    sizes = {name: int(size) for name, size in re.findall(r"^(\\w+):\\s+(\\d+) kB", text, re.MULTILINE)}
+    return (sizes["Pss_Anon"] + sizes["RssShmem"] / workers) / 1e3
 
 data, session = start(99)
 for batch in session.batches(steps=2):
