@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.checkpoint.weights.deferred.model import deferred
+    from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding
     from paceline.cli.launch import launch
     from paceline.cli.planning.plan import plan
     from paceline.data.recurrent.token_rows import TokenRows
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from paceline.session import Batch, Report, Session, start
     from paceline.settings import CheckpointSettings, Settings
     from paceline.step.gradients.outputs import Sum
-    from paceline.step.gradients.sparse_embedding import SparseEmbedding
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ _HOMES = {
     "RunFailed": "errors",
     "Session": "session",
     "Settings": "settings",
-    "SparseEmbedding": "step.gradients.sparse_embedding",
+    "SparseEmbedding": "checkpoint.weights.sparse_embedding",
     "StartError": "errors",
     "Sum": "step.gradients.outputs",
     "TokenRows": "data.recurrent.token_rows",

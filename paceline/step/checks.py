@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding
 from paceline.errors import InputError, NonFiniteLoss, name_microbatches
 from paceline.schedule.tree import Node, total
 from paceline.settings import Exact
-from paceline.step.gradients.sparse_embedding import SparseEmbedding
 
 Sparse: TypeAlias = Literal["none", "modules", "any"]
 """Which gradients may be sparse: those of embeddings with ``sparse=True``, or those of any code."""
