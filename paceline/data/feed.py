@@ -54,7 +54,7 @@ def split_group(group: MicrobatchGroup, parts: Sequence[range], at: int | None =
     ``parts`` are the positions of all microbatches in the batch.
     """
     own = group.microbatches
-    if at is not None and at not in own:
+    if len(own) == 1 or (at is not None and at not in own):
         return [group]
     first, found = parts[own.start].start, []
     for start, stop in pairwise([*own, own.stop] if at is None else sorted({own.start, at, at + 1, own.stop})):

@@ -178,6 +178,12 @@ def test_the_audited_microbatch_is_computed_by_itself() -> None:
         assert [one.samples for one in found] == [len(one.data) for one in found]
 
 
+def test_a_microbatch_in_a_group_of_its_own_is_not_cut() -> None:
+    """Its data need not have samples as rows: the edges of several graphs have two rows."""
+    group = MicrobatchGroup(range(1, 2), 3, torch.zeros(2, 7))
+    assert split_group(group, [range(0, 3), range(3, 6)], 1) == [group]
+
+
 def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last step, which is not known when the groups of a step are loaded, like the others.
 
