@@ -348,7 +348,10 @@ def local(work: Work, place: Place, rank: int, step: int, replicas: int, every: 
 def pipeline(
     work: Work, place: Place, rank: int, step: int, schedule: Schedule, bounds: Sequence[tuple[int, int]]
 ) -> Program:
-    """Perform a worker's operations of a pipeline schedule (strategy ``pipeline``)."""
+    """Perform a worker's operations of a pipeline schedule (strategy ``pipeline``).
+
+    If the place has more workers than the schedule, the schedule is that of one of several equal pipelines.
+    """
     layers = work.layers(1)
     cost = [layers[slice(*bound)] for bound in bounds]
     total = sum(layer.parameter_bytes for layer in layers) or 1
@@ -370,8 +373,9 @@ def pipeline(
                 yield Wait(("activations", step, peer, stage, microbatch))
             case Kind.REDUCE:
                 group = schedule.workers_of(stage)
-                mean = sum(layer.parameter_bytes for layer in cost[stage]) * (len(group) - 1) / len(group)
-                for phase in ("gradients", "means") if len(group) > 1 else ():
+                count = len(group) * place.workers // len(schedule.workers)
+                mean = sum(layer.parameter_bytes for layer in cost[stage]) * (count - 1) / count
+                for phase in ("gradients", "means") if count > 1 else ():
                     yield Exchange(group, (phase, step, stage), mean, mean)
                     yield Wait((phase, step, stage))
             case Kind.UPDATE:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,33 @@ def test_a_pipeline_takes_the_time_of_its_schedules_clock(kind: str) -> None:
     forward = tuple(one.forward for one in costs)
     expected = clock.simulate(schedule, clock.Times(forward, forward, forward, (0.01,) * 2, nothing, nothing))
     assert ran.seconds == pytest.approx(expected.seconds, abs=0.02)  # and a header over the same link
+
+
+def test_equal_pipelines_are_simulated_once_and_exchange_their_gradients() -> None:
+    bounds = [(0, 1), (1, 2)]
+    work = Work({1: layers(2, megabytes=3.0, forward=0.0)}, 2, message_seconds=0.0)
+    schedule = synchronous_schedule(PipelineSettings(schedule="1f1b", stages=2), 4, 2)  # two pipelines
+    machines = (Machine(bytes_per_second=1e6),) * 4
+
+    def seconds(place: Place) -> float:
+        ran = Simulation(place.machines, place.of_worker).run(
+            {rank: pipeline(work, place, rank, 0, schedule, bounds) for rank in range(4)}
+        )
+        return ran.seconds
+
+    assert seconds(Place(machines, (0, 1, 2, 3))) == pytest.approx(2 * (1 / 2) * 3, abs=0.01)
+    assert seconds(Place(machines, (0, 1, 2, 3) * 3, (0, 1, 2, 3))) == pytest.approx(2 * (5 / 6) * 3, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["amoebanet", pytest.param("gpt-175b", marks=pytest.mark.slow)])
+def test_the_page_has_the_predictions_of_published_tables(name: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    bench = runpy.run_path(str(root / "bench/plan/published/__main__.py"))
+    text = (root / "docs/plan-published.md").read_text()
+    lines, _ = bench["table"](name)
+    assert "\n".join(lines) in text
+    errors = [abs(float(one)) for one in re.findall(r"\| ([+-][0-9.]+)% \|$", text, re.MULTILINE)]
+    assert f"Mean error of {len(errors)} rows: {sum(errors) / len(errors):.1f}%" in text
 
 
 def test_workers_that_do_the_same_are_simulated_once() -> None:
