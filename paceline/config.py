@@ -225,6 +225,7 @@ class SavedPlan(NamedTuple):
     """What ``paceline plan --save`` writes, besides settings."""
 
     workers: int
+    machines: int
     high: float | None  # end of the interval of a step's seconds, if the plan is for one machine like this
 
 
@@ -235,7 +236,12 @@ def saved_plan(plan: Path | None) -> SavedPlan | None:
     read_plan(plan)  # complains about what is not a plan
     values = json.loads(plan.read_bytes())
     high = values.get("high") if values.get("machine") == "this machine" else None
-    return SavedPlan(values["workers"], high if type(high) is float and high > 0 else None)
+    machines = values.get("machines")
+    return SavedPlan(
+        values["workers"],
+        machines if type(machines) is int and machines > 0 else 1,
+        high if type(high) is float and high > 0 else None,
+    )
 
 
 def resolve(

@@ -51,13 +51,14 @@ def command(given: DoctorOptions) -> None:
 
     options = given.of_cluster()
     place = chosen_place(given.on, options, given.rendezvous, quiet=given.as_json)
-    if given.workers < 0 or (given.workers < 1 and given.rendezvous is None):
-        raise ConfigError(f"--workers {given.workers}: at least one worker must train.")
+    workers = 1 if given.workers is None else given.workers
+    if workers < 0 or (workers < 1 and given.rendezvous is None):
+        raise ConfigError(f"--workers {workers}: at least one worker must train.")
     if not 0 <= given.patience <= 1e6:
         raise ConfigError(f"--patience {given.patience}: give a number of seconds from 0 to 1000000.")
     request = Request(
         script=Path(),
-        workers=given.workers,
+        workers=workers,
         runs=given.runs_dir,
         patience_seconds=given.patience,
         nodes=given.machines(place == LOCAL),

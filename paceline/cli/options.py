@@ -49,7 +49,7 @@ class MachineOptions:
     """Options of the commands that start on one or several machines."""
 
     workers: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--workers",
             "-n",
@@ -58,8 +58,9 @@ class MachineOptions:
             help="How many workers train on each machine.",
             parser=_whole_number,
             metavar="INTEGER",
+            show_default="1, or those of a saved plan",
         ),
-    ] = 1
+    ] = None
     nodes: Annotated[
         str | None,
         typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),

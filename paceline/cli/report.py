@@ -65,7 +65,7 @@ def report(
         resume_command(launch, request) if request is not None else "",
         coordinator,
     )
-    lines = [*message.short(failure, context), *message.details(failure), *_warned(launch.run / "events")]
+    lines = [*message.short(failure, context), *message.details(failure), *_warned(launch.run / "events", stays)]
     _keep(kept, "\n".join(lines) + "\n")
     _keep(kept.with_suffix(".json"), json.dumps(message.record(failure, context), indent=1) + "\n")
     for line in lines:
@@ -90,12 +90,12 @@ def run_quietly(request: Request, stays: bool = False) -> float:
     return result.seconds
 
 
-def _warned(events: Path) -> list[str]:
+def _warned(events: Path, stays: bool) -> list[str]:
     """Return the first warnings of ranks other than rank 0, briefly, because one may explain the failure."""
     found = warnings_elsewhere(events)
     lines = [f"warned before: {shorten(one, _WARNING_LENGTH, placeholder=' ...')}" for one in found[:_MOST_WARNINGS]]
     more = len(found) - len(lines)
-    return [*lines, f"warned before: {more} more, as notes in {events}"] if more > 0 else lines
+    return [*lines, f"warned before: {more} more{f', as notes in {events}' * stays}"] if more > 0 else lines
 
 
 def _keep(path: Path, text: str) -> None:

@@ -111,15 +111,14 @@ class RunOptions(MachineOptions):
 @early.ending()
 def command(given: RunOptions) -> None:
     """Train with a script on many workers."""
-    if not (given.no_preload or given.elsewhere) and pays_preload(given.workers, given.standby, given.elastic):
-        early.begin(given.launcher, given.script, given.arguments or (), given.workers, given.set_ or ())
+    workers = 1 if given.workers is None else given.workers
+    if not (given.no_preload or given.elsewhere) and pays_preload(workers, given.standby, given.elastic):
+        early.begin(given.launcher, given.script, given.arguments or (), workers, given.set_ or ())
     from paceline import config
     from paceline.cli.display import alerts
     from paceline.launchers.clusters.registry import LOCAL
 
     planned = config.saved_plan(given.plan)
-    if planned is not None and given.workers == 1:
-        given = replace(given, workers=planned.workers)
     alerts.check(given.alert or (), given.notify)
     settings = config.parse_command_line(given.set_ or [])
     if given.resume is not None:
@@ -129,11 +128,18 @@ def command(given: RunOptions) -> None:
     if discovery is not None:
         place = place_of_discovered(discovery, place, given.elastic, given.nodes, options)
     several = place != LOCAL or given.nodes is not None
-    least, most = bounds(given.elastic, given.workers, given.standby, several)
+    if planned is not None and given.workers is None:
+        workers = -(-planned.workers // planned.machines) if several else planned.workers
+        if planned.machines > 1 and not several and not given.quiet:
+            say(
+                f"note: {given.plan} is for {planned.machines} machines, and all of its {workers} workers start on "
+                f"this one. Give --hosts, or --on."
+            )
+    least, most = bounds(given.elastic, workers, given.standby, several)
     request = Request(
         script=given.script,
         arguments=tuple(given.arguments or ()),
-        workers=given.workers,
+        workers=workers,
         settings=settings,
         plan=given.plan,
         runs=given.runs_dir,
@@ -151,7 +157,7 @@ def command(given: RunOptions) -> None:
         preload=not given.no_preload,
         horovod=given.horovod,
         discovery=discovery,
-        alerts=(*(given.alert or ()), *alerts.predicted(planned, given.workers)),
+        alerts=(*(given.alert or ()), *alerts.predicted(planned, workers)),
         notify=given.notify,
         environment=_for_horovod(given.quiet) if given.horovod else {},
     )

@@ -29,11 +29,20 @@ class Profile:
     exact: bool  # whether the settings ask for the same bits with any number of workers
     sizes: Run  # sizes on which the memory of a worker depends
     uncut: str  # why the model, measured as one layer, cannot be cut; empty if it can
+    autocast: bool = False  # whether layers compute in 16 bits
+    shard_copy: bool | None = None  # as the setting
+    shard_within: str | None = None  # as the setting
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
         """Cost of each layer for one microbatch."""
         return self.passes[1]
+
+    def holders(self, machines: int, workers: int) -> int:
+        """Return the number of workers that keep and update each slice of the state with strategy ``sharded``."""
+        if self.shard_within is not None and machines > 1:
+            return machines
+        return min(1 + bool(self.shard_copy), workers)
 
     def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
         """Return a cluster of workers with the measured costs. Without a measured link, transfers are free."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.planning.costs import Profile
 from paceline.planning.renting.failures import Job, best_checkpoint_interval, replay
 from paceline.planning.renting.interruptions import Exponential, Interruptions
-from paceline.planning.renting.machines import MachineType, builtin, read, scale
+from paceline.planning.renting.machines import MachineType, Rate, builtin, read, scale
 from paceline.planning.renting.money import check_currency, interrupted, undisturbed
 from paceline.planning.search import Candidate, Layout, Measured, candidates, named
 from paceline.planning.simulate import Machine
 from paceline.planning.trials import REACHED
-from paceline.schedule.balance import LayerCost
 
 _HISTORIES = 100
 _BANDWIDTH = "memory_bytes_per_second"
@@ -23,6 +23,8 @@ _LEAST_INTERVAL = 60.0
 """Shortest time between two checkpoints that is worth it, in seconds."""
 _RECOVERY_SECONDS = 1.0
 """Time that the others wait when a worker is lost or joins (``bench/chaos.py``)."""
+_STANDBYS = 0, 1
+"""Numbers of machines that wait for another one to be lost."""
 _STATE_BYTES_PER_SECOND = 1e9
 """Speed with which a worker copies its state for a save, or loads a checkpoint."""
 
@@ -76,7 +78,13 @@ class Market:
         return found
 
     def offers(
-        self, measured: Mapping[int, Measured], most: int | None, steps: int, exact: bool, convergent: bool
+        self,
+        measured: Mapping[int, Measured],
+        most: int | None,
+        steps: int,
+        exact: bool,
+        convergent: bool,
+        every: int | None = None,
     ) -> Iterator[Candidate]:
         """Yield the candidates for training of so many steps on each type.
 
@@ -86,7 +94,10 @@ class Market:
             steps: steps of the whole training.
             exact: see :func:`~paceline.planning.search.candidates`.
             convergent: see there.
+            every: steps between two saves on spot machines. None: the interval that costs least.
         """
+        if self.spot:  # an elastic run keeps a copy of each slice
+            measured = {count: replace(one, profile=_elastic(one.profile)) for count, one in measured.items()}
         for kind in self.rented:
             layout = _layout(kind)
             alike = {1: measured[1]} if kind.gpus else measured  # a worker shares a GPU with no other
@@ -95,22 +106,22 @@ class Market:
             for one in candidates(known, layout, counts, exact, convergent):
                 yield replace(one, bill=undisturbed(kind, one.machines, steps * one.step_seconds))
                 if self.spot and kind.spot_price_per_hour is not None:
-                    yield self._interrupted(one, kind, steps)
+                    holders = measured[1].profile.holders(one.machines, one.workers)
+                    held = {"allreduce": one.machines, "pipeline": 1, "sharded": holders}.get(one.strategy, 2)
+                    for standbys in _STANDBYS:
+                        yield self._interrupted(one, kind, _job(one, kind, steps, held, standbys), every)
 
-    def _interrupted(self, one: Candidate, kind: MachineType, steps: int) -> Candidate:
+    def _interrupted(self, one: Candidate, kind: MachineType, job: Job, every: int | None) -> Candidate:
         """Return a candidate on spot machines, with the interval between checkpoints that costs least."""
-        loading = one.memory_bytes / _STATE_BYTES_PER_SECOND
-        copies = {"allreduce": one.machines, "pipeline": 1}.get(one.strategy, min(2, one.machines))
-        job = Job(
-            steps, one.step_seconds, one.machines, copies, _RECOVERY_SECONDS, loading, kind.start_up_seconds, loading
-        )
-        losses = self._losses(kind)
-        job = replace(job, interval_seconds=max(_LEAST_INTERVAL, best_checkpoint_interval(job, losses)))
-        settings = dict(one.settings)
-        if not math.isinf(job.interval_seconds):
-            settings["checkpoint"] = {"every": max(1, round(job.interval_seconds / one.step_seconds))}
+        losses, settings = self._losses(kind), dict(one.settings)
+        if every is not None:
+            job = replace(job, interval_seconds=every * one.step_seconds)
+        else:
+            job = replace(job, interval_seconds=max(_LEAST_INTERVAL, best_checkpoint_interval(job, losses)))
+            if not math.isinf(job.interval_seconds):
+                settings["checkpoint"] = {"every": max(1, round(job.interval_seconds / one.step_seconds))}
         bill = interrupted(kind, replay(job, losses, _HISTORIES))
-        return replace(one, settings=settings, spot=True, bill=bill)
+        return replace(one, settings=settings, spot=True, standbys=job.standbys, bill=bill)
 
     def _losses(self, kind: MachineType) -> Interruptions:
         if self.interruptions is not None:
@@ -128,12 +139,32 @@ class Market:
         here, there = (_of_worker(machine, work.core_load) for machine in (self.here, kind))
         purpose = f"scaling times from {here.name!r} to {there.name!r} needs"
         moving = here.needs(_BANDWIDTH, purpose) / there.needs(_BANDWIDTH, purpose)
-        passes = {count: scale(layers, here, there).layers for count, layers in work.passes.items()}
+        rate = _rate(one.profile)
+        passes = {count: scale(layers, here, there, rate).layers for count, layers in work.passes.items()}
         return replace(one, work=replace(work, passes=passes, update=moving * work.update, add=moving * work.add))
 
-    def extrapolated(self, layers: Sequence[LayerCost]) -> list[str]:
+    def extrapolated(self, profile: Profile) -> list[str]:
         """Say of each type whose times were not measured how they were found."""
-        return [scale(layers, self.here, kind).text for kind in self.rented if self.here and self._scales(kind)]
+        return [
+            scale(profile.layers, self.here, kind, _rate(profile)).text
+            for kind in self.rented
+            if self.here and self._scales(kind)
+        ]
+
+
+def _elastic(profile: Profile) -> Profile:
+    return replace(profile, shard_copy=profile.shard_copy is not False)
+
+
+def _rate(profile: Profile) -> Rate:
+    return "bfloat16_flops" if profile.autocast else "flops"
+
+
+def _job(one: Candidate, kind: MachineType, steps: int, held: int, standbys: int) -> Job:
+    """Return a candidate's training as what failures interrupt; ``held``: workers that hold each part of its state."""
+    loading, copies = one.memory_bytes / _STATE_BYTES_PER_SECOND, min(held, one.machines)
+    costs = _RECOVERY_SECONDS, loading, kind.start_up_seconds, loading
+    return Job(steps, one.step_seconds, one.machines, copies, *costs, standbys=standbys)
 
 
 def within(found: Sequence[Candidate], hours: float, money: float) -> list[Candidate]:

@@ -68,6 +68,9 @@ def profile(context: TrainingContext) -> Profile:
         exact=bool(context.settings.exact),
         sizes=sizes,
         uncut=uncut,
+        autocast=context.settings.autocast is not None,
+        shard_copy=context.settings.shard_copy,
+        shard_within=context.settings.shard_within,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from paceline import config
 from paceline.errors import ConfigError
 from paceline.launchers.base import Request
 from paceline.launchers.prepare import check
@@ -110,12 +111,14 @@ class Query:
         most = self.workers or cores
         apart = self.link is not None
         counts = _powers(min(most, 2 if apart else cores))
-        measured = measure(base, counts, cores, start)
+        measured = measure(base, counts, cores, start, self._steps)
         profile = measured[1].profile
         total, convergent = self._steps(profile), self.tolerance == "convergent"
         if self.market is not None:
             assert total is not None
-            found = self.market.offers(measured, self.workers or None, total, profile.exact, convergent)
+            every = config.parse_value(base.settings.get("checkpoint.every", "none"))
+            saved = every if isinstance(every, int) else None
+            found = self.market.offers(measured, self.workers or None, total, profile.exact, convergent, saved)
             budget = math.inf if self.budget is None else self.budget
             kept = within([*found], self.hours, budget)
         else:

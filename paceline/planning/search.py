@@ -93,6 +93,7 @@ class Candidate:
         fits: whether the memory is enough.
         machines: number of machines.
         spot: whether the provider may take the machines away.
+        standbys: further machines that wait for one to be lost.
         bill: what the whole training takes. None: its length or the prices are unknown.
     """
 
@@ -108,6 +109,7 @@ class Candidate:
     fits: bool = True
     machines: int = 1
     spot: bool = False
+    standbys: int = 0
     bill: Bill | None = None
 
     @property
@@ -147,12 +149,15 @@ def candidates(
             continue
         run = partial(_memory, sizes, work, workers=workers, tree=exact)
         yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run())
+        holders = known.profile.holders(len(place.machines), workers)
         for shard, stage in STAGES.items():
             shared = layout.per_machine if stage == STAGES["parameters"] else 1
             sharing = min(shared, workers)
             program = partial(data_parallel, work, folded, exact=exact, stage=stage)
             window = min(sizes.gradients, WINDOW_BUCKETS * full(workers))
-            yield judge("sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window))
+            yield judge(
+                "sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window, holders=holders)
+            )
         judge = _Judge(layout, place, known.spread)
         yield from _pipelines(replace(known, work=work), place, judge)
         if convergent and work.microbatches % _LOCAL.replicas == 0 and workers <= _LOCAL.replicas:
@@ -301,7 +306,8 @@ def explained(ordered: Sequence[Candidate], word: str = "fastest") -> list[str]:
 def named(one: Candidate) -> str:
     """Name a candidate for people."""
     given = one.settings.get("shard") or one.settings.get("pipeline", {}).get("schedule")
-    rented = "" if one.bill is None else f" ({one.machines} {one.machine}{', spot' * one.spot})"
+    waiting = f" + {one.standbys} that waits" if one.standbys else ""
+    rented = "" if one.bill is None else f" ({one.machines} {one.machine}{', spot' * one.spot}{waiting})"
     return f"{one.strategy}{f' ({given})' if given else ''} on {one.workers} worker{'s' * (one.workers > 1)}{rented}"
 
 

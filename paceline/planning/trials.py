@@ -29,7 +29,13 @@ Start = Callable[[Request], object]
 """Runs a request to its end, and raises if it fails."""
 
 
-def measure(base: Request, counts: Sequence[int], cores: int, start: Start) -> dict[int, Measured]:
+def measure(
+    base: Request,
+    counts: Sequence[int],
+    cores: int,
+    start: Start,
+    check: Callable[[Profile], object] = lambda profile: None,
+) -> dict[int, Measured]:
     """Measure a script with each number of workers on this machine.
 
     Args:
@@ -37,6 +43,7 @@ def measure(base: Request, counts: Sequence[int], cores: int, start: Start) -> d
         counts: numbers of workers; the first is 1.
         cores: cores of this machine.
         start: see :data:`Start`.
+        check: called with each profile before more is measured.
 
     Raises:
         InputError: the script does not call ``paceline.start``, or takes too few steps.
@@ -44,6 +51,7 @@ def measure(base: Request, counts: Sequence[int], cores: int, start: Start) -> d
     found: dict[int, Measured] = {}
     for workers in counts:
         profile = _profile(base, workers, start)
+        check(profile)
         seconds, fused = steps_of(base, workers, {"strategy": "allreduce"}, start)
         found[workers] = _fitted(profile, seconds, fused, workers, cores)
     return found

@@ -36,6 +36,19 @@ def test_a_run(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     assert sorted(path.name for path in (run / "output").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
+def test_a_saved_plan_says_how_many_workers_start_where(paceline: Paceline, script: Script, tmp_path: Path) -> None:
+    path = script("print('hello')")
+    plan = {"strategy": "allreduce", "workers": 4, "machines": 2, "settings": {}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    result = paceline("run", "--plan", "plan.json", "--dry-run", path)
+    assert result.out.startswith("on this machine: 4 x ")
+    assert "plan.json is for 2 machines, and all of its 4 workers start on this one" in result.err
+    result = paceline("run", "-n", 1, "--plan", "plan.json", "--dry-run", path)
+    assert result.out.startswith("on this machine: 1 x ") and "note" not in result.err
+    result = paceline("run", "--plan", "plan.json", "--on", "ssh", "--hosts", "a,b", "--dry-run", path)
+    assert "-n 2" in result.out and "-n 4" not in result.out and "note" not in result.err
+
+
 def test_the_number_of_workers_behind_the_script(paceline: Paceline, script: Script) -> None:
     path = script("print('hello', sys.argv[1:])")
     result = paceline("run", path, "-n", 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,13 @@ import pytest
 
 from paceline import config
 from paceline.cli.display.alerts import predicted
+from paceline.environments import env
 from paceline.errors import ConfigError, InputError
-from paceline.planning.costs import Profile
+from paceline.launchers.base import Request
+from paceline.planning.costs import Profile, write
 from paceline.planning.memory import Run, need
 from paceline.planning.programs import Place, Work, data_parallel, pipeline
+from paceline.planning.query import Query
 from paceline.planning.search import Candidate, Layout, Measured, best, candidates, explained, front
 from paceline.planning.simulate import Compute, Exchange, Machine, Program, Send, Simulation, Step, Wait
 from paceline.schedule.balance import LayerCost
@@ -186,9 +189,30 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     window = min(sizes.gradients, WINDOW_BUCKETS * full(4))
     gradients = next(one for one in found if one.settings.get("shard") == "gradients")
     assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window)).total
+    copied = replace(_measured(), profile=replace(_measured().profile, shard_copy=True))
+    found_copies = candidates({1: copied}, Layout(Machine(), 1), [4], exact=False, convergent=False)
+    gradients = next(one for one in found_copies if one.settings.get("shard") == "gradients")
+    assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window, holders=2)).total
+    within = replace(copied.profile, shard_within="machine")
+    assert [within.holders(machines, 4) for machines in (1, 2, 4)] == [2, 2, 4]
     held = next(one for one in found if one.strategy == "diloco")  # a replica, its weights, and the outer momentum
     replica = replace(sizes, workers=4, weights=sizes.weights + sizes.gradients)
     assert held.memory_bytes == need(replica).total + sizes.gradients
+
+
+def test_epochs_of_a_stream_are_refused_after_the_first_profile(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    started: list[Request] = []
+
+    def start(request: Request) -> None:
+        started.append(request)
+        write(replace(_measured().profile, steps_per_epoch=None), Path(request.environment[env.PROFILE]))
+
+    unknown = dict.fromkeys(field.name for field in fields(Query))
+    query = Query(**{**unknown, "workers": 2, "latency": 0.2, "tolerance": "rounding", "epochs": 2.0, "spot": False})
+    with pytest.raises(ConfigError, match="the data are a stream"):
+        query.candidates(Request(tmp_path / "train.py"), start)
+    assert len(started) == 1
 
 
 def test_the_front_has_the_fastest_and_the_cheapest() -> None:
@@ -205,7 +229,7 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     saved = {"strategy": "pipeline", "workers": 2, "settings": {"pipeline": {"cut": ["1"]}}, "step_seconds": 0.1}
     path.write_text(json.dumps(saved))
     assert config.read_plan(path) == {"strategy": "pipeline", "pipeline.cut": ["1"]}
-    assert config.saved_plan(path) == (2, None)
+    assert config.saved_plan(path) == (2, 1, None)
     assert config.saved_plan(None) is config.saved_plan(tmp_path / "plan.toml") is None
     path.write_text(json.dumps(saved | {"high": 0.0432, "machine": "this machine"}))
     planned = config.saved_plan(path)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from paceline.planning.search import Candidate
 
-_SAVED = "strategy", "workers", "settings", "machine", "machines", "spot", "step_seconds", "low", "high"
+_SAVED = "strategy", "workers", "settings", "machine", "machines", "spot", "standbys", "step_seconds", "low", "high"
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ The script trains for a few steps with 1 worker, 2 workers and more, up to the cores of this machine.
 
@@ -105,13 +105,13 @@ def command(  # noqa: PLR0913 - each argument is an option
     print(f"{profile.model}, batches of {profile.batch} in {profile.microbatches} microbatches")
     if profile.uncut:
         print(f"No pipelines, as the model cannot be cut: {profile.uncut}")
-    for line in query.market.extrapolated(profile.layers) if query.market else ():
+    for line in query.market.extrapolated(profile) if query.market else ():
         print(line)
     print("\n" + "\n".join(table.lines(_rows(rows))))
     print("\n" + "\n".join(explained(ordered, query.word)))
     if save is not None:
         again = ["paceline", "run", "--plan", save, script, *(arguments or ())]
-        many = "a machine for each worker" if link else f"{first.machines} {first.machine}"
+        many = "a machine for each worker" if link else f"{first.machines + first.standbys} {first.machine}"
         where = f", with {many} (--hosts, or --on)" if link or machines else ""
         print(f"Written to {save}: {shlex.join(map(str, again))}{where}")
     if prove:
@@ -219,6 +219,7 @@ def _values(one: Candidate, steps: int | None, pareto: bool) -> dict[str, Any]:
         "machine": one.machine,
         "machines": one.machines,
         "spot": one.spot,
+        "standbys": one.standbys,
         "step_seconds": one.step_seconds,
         "low": one.low,
         "high": one.high,
@@ -246,7 +247,8 @@ def _rows(values: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         mark = "*" if one["pareto"] else "" if one["fits"] else "too large"
         whole = [_short(one["hours"])]
         if rented:
-            many = f"{one['machines']} {one['machine']}{' spot' * one['spot']}"
+            waiting = f" + {one['standbys']}" if one["standbys"] else ""
+            many = f"{one['machines']}{waiting} {one['machine']}{' spot' * one['spot']}"
             whole = [many, *whole, " ".join(_short(one[name]) for name in ("money", "money_low", "money_high"))]
         else:
             whole.append(_short(one["worker_hours"]))

@@ -51,7 +51,6 @@ class Job:
         checkpoint_seconds: seconds that training stalls for a save.
         interval_seconds: seconds of training between two saves. Infinite: no saves.
         standbys: machines that wait for another one to be lost.
-        fewest: machines without which training waits for replacements. Defaults to 1.
     """
 
     steps: int
@@ -64,11 +63,10 @@ class Job:
     checkpoint_seconds: float = 0.0
     interval_seconds: float = math.inf
     standbys: int = 0
-    fewest: int = 1
 
     def __post_init__(self) -> None:
         assert self.steps > 0 and self.step_seconds > 0 and self.interval_seconds > 0 and self.standbys >= 0
-        assert 1 <= self.copies <= self.machines and 1 <= self.fewest <= self.machines
+        assert 1 <= self.copies <= self.machines
 
     @property
     def ideal_seconds(self) -> float:
@@ -205,7 +203,7 @@ class _Replay:
         job, begin = self.job, max(self.now, self.stalled)
         if self.done >= job.steps:
             return True
-        if begin >= until or len(self.training) < job.fewest:
+        if begin >= until or not self.training:
             self.now = until
             return False
         self.lost, self.unloaded = 0, False

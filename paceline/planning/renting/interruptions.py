@@ -18,6 +18,7 @@ from paceline.system.regular_files import read_text
 
 _COLUMNS = ["time", "machine", "event"]
 _START, _INTERRUPTION, _OBSERVED = "start", "interruption", "observed"
+_FORMS = "in seconds", "a date"
 _SILENCES, _SILENT = 20, 5
 """A silence in a trace of at least so many silences is a gap if it is so many times as long as the second longest."""
 
@@ -116,12 +117,15 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[_Row]:
-    reader = csv.reader(read_text(path).splitlines(), strict=True)
-    header = [name.strip() for name in next(reader, [])]
+    lines = read_text(path).removeprefix("\ufeff").splitlines()
+    if not lines:
+        raise ConfigError(f"The trace {path} is empty: its first line must be {','.join(_COLUMNS)}.")
+    reader = csv.reader(lines, strict=True)
+    header = [name.strip() for name in next(reader)]
     if header != _COLUMNS:
         raise ConfigError(f"The trace {path} has the columns {', '.join(header)}: they must be {', '.join(_COLUMNS)}.")
-    before = -math.inf
-    for cells in reader:
+    before, dated = -math.inf, None
+    for cells in filter(None, reader):
         where = f"The trace {path}, line {reader.line_num}"
         if len(cells) != len(_COLUMNS):
             raise ConfigError(f"{where}, has {len(cells)} values: it must have {', '.join(_COLUMNS)}.")
@@ -130,14 +134,18 @@ def _rows(path: Path) -> Iterator[_Row]:
             raise ConfigError(f"{where}: event {event!r} is unknown: write {_START}, {_INTERRUPTION} or {_OBSERVED}.")
         if not machine and event != _OBSERVED:
             raise ConfigError(f"{where}: the {event} has no machine: write its name.")
-        time = _seconds(text, where)
+        time, is_date = _seconds(text, where)
+        if dated not in (None, is_date):
+            raise ConfigError(f"{where}: time {text} is {_FORMS[is_date]}, and those above are {_FORMS[not is_date]}.")
+        dated = is_date
         if time < before:
             raise ConfigError(f"{where}: time {text} is before that of the row above: sort the rows by time.")
         before = time
         yield _Row(reader.line_num, time, machine, event)
 
 
-def _seconds(text: str, where: str) -> float:
+def _seconds(text: str, where: str) -> tuple[float, bool]:
+    """Return a time in seconds, and whether it is a date."""
     try:
         seconds = float(text)
     except ValueError:
@@ -145,10 +153,10 @@ def _seconds(text: str, where: str) -> float:
             date = datetime.fromisoformat(text)
         except ValueError:
             raise ConfigError(f"{where}: time {text!r} is neither seconds nor a date of ISO 8601.") from None
-        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp(), True
     if not math.isfinite(seconds):
         raise ConfigError(f"{where}: time {text} is not finite.")
-    return seconds
+    return seconds, False
 
 
 def _check_silences(path: Path, rows: Sequence[_Row]) -> None:

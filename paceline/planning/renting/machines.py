@@ -28,7 +28,7 @@ Positive = Annotated[float, Field(gt=0, strict=True)]
 NotNegative = Annotated[float, Field(ge=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Text = Annotated[str, Field(min_length=1)]
-Precision = Literal["float32", "bfloat16"]
+Rate = Literal["flops", "bfloat16_flops"]
 
 _MEMORY_BOUND = 0.5
 """Part of a pass's time from which its memory traffic, at full bandwidth, counts as the reason of that time."""
@@ -96,6 +96,18 @@ class MachineType:
         return value
 
 
+_REASONS = {
+    "missing": "each machine must have it",
+    "unexpected_keyword_argument": "there is no such field",
+    "float_type": "it must be a number",
+    "int_type": "it must be a whole number",
+    "finite_number": "it must be finite",
+    "greater_than": "it must be above 0",
+    "greater_than_equal": "it must be 0 or more",
+    "string_type": "it must be a text in quotes",
+    "string_too_short": "it must not be empty",
+}
+"""Reasons for which a value is refused, by the name of the check that failed."""
 _TYPE = TypeAdapter(MachineType)
 _FIELDS = [field.name for field in fields(MachineType)]
 
@@ -157,7 +169,8 @@ def _validated(table: dict[str, Any], where: str, known: Mapping[str, MachineTyp
         field = str(first["loc"][0])
         given = f" = {table[field]!r}" if field in table else ""
         raise ConfigError(
-            f"{where} ({name!r}): {field}{given} cannot be used: {first['msg']}. The fields are {', '.join(_FIELDS)}."
+            f"{where} ({name!r}): {field}{given} cannot be used: {_REASONS[first['type']]}. The fields are "
+            f"{', '.join(_FIELDS)}."
         ) from None
 
 
@@ -167,17 +180,15 @@ class Extrapolated:
 
     Attributes:
         layers: the costs.
-        bounds: what bounds each layer's forward and backward pass there, ``"compute"`` or ``"memory"``.
         text: label for people.
     """
 
     layers: tuple[LayerCost, ...]
-    bounds: tuple[tuple[str, str], ...]
     text: str
 
 
 def scale(
-    layers: Sequence[LayerCost], measured: MachineType, target: MachineType, precision: Precision = "float32"
+    layers: Sequence[LayerCost], measured: MachineType, target: MachineType, rate: Rate = "flops"
 ) -> Extrapolated:
     """Return the costs of layers on another type of machine by a roofline (Williams et al. 2009) for each pass.
 
@@ -195,30 +206,29 @@ def scale(
     Both types describe a whole device. If a worker was measured on a part of the cores, it has the same part there.
 
     Raises:
-        ConfigError: a type has no FLOP rate for the precision, or no memory bandwidth.
+        ConfigError: a type has no such rate, or no memory bandwidth.
     """
-    rate = "flops" if precision == "float32" else "bfloat16_flops"
     purpose = f"scaling times from {measured.name!r} to {target.name!r} needs"
     computing = measured.needs(rate, purpose) / target.needs(rate, purpose)
     bandwidth = measured.needs("memory_bytes_per_second", purpose)
     moving = bandwidth / target.needs("memory_bytes_per_second", purpose)
 
-    def one_pass(seconds: float, nbytes: float) -> tuple[float, str]:
+    def one_pass(seconds: float, nbytes: float) -> tuple[float, bool]:
+        """Return the seconds there, and whether memory bounds them."""
         least = nbytes / bandwidth
         if least >= _MEMORY_BOUND * seconds:
-            return seconds * moving, "memory"
-        return max((seconds * computing, "compute"), (least * moving, "memory"))
+            return seconds * moving, True
+        return max((seconds * computing, False), (least * moving, True))
 
-    found, bounds = [], []
+    found, by_memory = [], 0
     for layer in layers:
         kept = layer.kept_bytes + layer.parameter_bytes
         forward, forward_bound = one_pass(layer.forward, kept + layer.output_bytes)
         backward, backward_bound = one_pass(layer.backward, kept + layer.parameter_bytes + 2 * layer.output_bytes)
         found.append(replace(layer, forward=forward, backward=backward))
-        bounds.append((forward_bound, backward_bound))
-    by_memory = sum(one == "memory" for both in bounds for one in both)
+        by_memory += forward_bound + backward_bound
     text = (
-        f"extrapolated from {measured.name} to {target.name}: {2 * len(bounds) - by_memory} passes of layers by "
+        f"extrapolated from {measured.name} to {target.name}: {2 * len(found) - by_memory} passes of layers by "
         f"{rate}, {by_memory} by memory bandwidth"
     )
-    return Extrapolated(tuple(found), tuple(bounds), text)
+    return Extrapolated(tuple(found), text)
