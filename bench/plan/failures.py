@@ -200,20 +200,20 @@ def main() -> None:
                 for one in interruptions.history(Random(number), WORKERS)
             )
             history = Recorded([*takewhile(lambda one: one.time < 20 * options.seconds, accelerated)])
-            expected = replay(job, history, histories=1).goodput.mean
+            before = replay(job, history, histories=1).goodput.mean
             records, kills = run(folder, str(number), job.steps, history)
             times = ledger.completions(records)
             usual = pace(folder / str(number) / "events", times)
             measured = durations.goodput(times, times[0] - usual, usual)
-            differences.append(expected - measured)
+            after = replay(replace(job, step_seconds=usual), history, histories=1).goodput.mean
+            differences.append((before - measured, after - measured))
             print(
-                f"run {number}        {len(kills.faults)} kills   goodput predicted {expected:.1%}   measured "
-                f"{measured:.1%}   {100 * differences[-1]:+.1f} points   step {usual:.3f} s   load "
-                f"{os.getloadavg()[0]:.1f}",
+                f"run {number}        {len(kills.faults)} kills   goodput measured {measured:.1%}   predicted "
+                f"{before:.1%}, with this run's step of {usual:.3f} s {after:.1%}   load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-    mean = statistics.fmean(abs(one) for one in differences)
-    print(f"{len(differences)} runs       mean difference {100 * mean:.1f} points")
+    means = [100 * statistics.fmean(map(abs, those)) for those in zip(*differences, strict=True)]
+    print(f"{options.runs} runs       mean difference {means[0]:.1f} points, with the step of each run {means[1]:.1f}")
 
 
 if __name__ == "__main__":
