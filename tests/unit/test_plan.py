@@ -125,7 +125,10 @@ def test_equal_pipelines_are_simulated_once_and_exchange_their_gradients() -> No
     assert seconds(Place(machines, (0, 1, 2, 3) * 3, (0, 1, 2, 3))) == pytest.approx(2 * (5 / 6) * 3, abs=0.01)
 
 
-@pytest.mark.parametrize("name", ["amoebanet", pytest.param("gpt-175b", marks=pytest.mark.slow)])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet-101", "gpt-175b")]
+
+
+@pytest.mark.parametrize("name", ["amoebanet", *SLOW])
 def test_the_page_has_the_predictions_of_published_tables(name: str) -> None:
     root = Path(__file__).resolve().parents[2]
     bench = runpy.run_path(str(root / "bench/plan/published/__main__.py"))

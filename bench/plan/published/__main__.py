@@ -26,7 +26,7 @@ from paceline.settings import PipelineSettings
 FOLDER = Path(__file__).resolve().parent
 PAGE = FOLDER.parents[2] / "docs/plan-published.md"
 BEGIN, END = "<!-- begin: python bench/plan/published -->\n", "<!-- end -->\n"
-INPUTS = "amoebanet", "gpt-530b", "gpt-175b", "gpt-1t"
+INPUTS = "amoebanet", "resnet-101", "gpt-530b", "gpt-175b", "gpt-1t"
 
 
 def layers_of(given: dict[str, Any], row: dict[str, Any], rate: float) -> list[LayerCost]:
