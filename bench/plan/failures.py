@@ -182,7 +182,8 @@ def main() -> None:
     """Print a line for each run, then the mean of the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=30, help="of a run without kills")
+    parser.add_argument("--first", type=int, default=0, help="number of the first history")
+    parser.add_argument("--seconds", type=float, default=40, help="of a run without kills")
     parser.add_argument("--trace", type=Path, help="CSV, as for paceline plan --trace")
     parser.add_argument("--per-hour", type=float, default=0.25, help="interruptions of a machine, without a trace")
     parser.add_argument("--speed", type=float, default=360, help="seconds of the trace in a second")
@@ -194,7 +195,7 @@ def main() -> None:
         (folder / "script.py").write_text(SCRIPT)
         job = calibrated(folder)
         job = replace(job, steps=round(options.seconds / job.step_seconds))
-        for number in range(options.runs):
+        for number in range(options.first, options.first + options.runs):
             accelerated = (
                 Interruption(one.time / options.speed, one.slots, 0.0)
                 for one in interruptions.history(Random(number), WORKERS)
