@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -24,56 +24,44 @@ from paceline.comm.desync.compare import SYMMETRIC
 from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
 from paceline.system import user_code
 
-Place = tuple[int, str]  # position and name of an argument
-
 _KINDS = 4096  # Maximum number of cached kinds of calls. The text of a cached kind is built once.
 _SHOWN = 4
-
-
-@dataclass(frozen=True)
-class Operation:
-    """The arguments of a ``torch.distributed`` function that must agree on all members of the group."""
-
-    group: Place  # the argument with the group
-    tensors: Place | None = None  # a tensor or a list of tensors, whose shapes and types must agree
-    # not None if only the type must agree, provided that the tensors are a list or split sizes are given
-    typed: str | None = None
-    reduce: Place | None = None  # the kind of reduction
-    root: Place | None = None  # the rank that sends or receives everything: ``src`` or ``dst``
-    waits: Place | None = None  # ``async_op``, or None if the function has no such argument
-
-
-def _reduction(group: int, tensors: Place, reduce: int) -> Operation:
-    return Operation((group, "group"), tensors, reduce=(reduce, "op"), waits=(group + 1, "async_op"))
-
-
-def _plain(group: int, tensors: Place) -> Operation:
-    return Operation((group, "group"), tensors, waits=(group + 1, "async_op"))
-
-
-OPERATIONS = {
-    "all_reduce": _reduction(2, (0, "tensor"), 1),
-    "all_reduce_coalesced": _reduction(2, (0, "tensors"), 1),
-    "reduce_scatter": _reduction(3, (1, "input_list"), 2),
-    "reduce_scatter_tensor": _reduction(3, (1, "input"), 2),
-    "reduce_scatter_single": _reduction(3, (1, "input"), 2),
-    "reduce": Operation((3, "group"), (0, "tensor"), reduce=(2, "op"), root=(1, "dst"), waits=(4, "async_op")),
-    "broadcast": Operation((2, "group"), (0, "tensor"), root=(1, "src"), waits=(3, "async_op")),
-    "gather": Operation((3, "group"), (0, "tensor"), root=(2, "dst"), waits=(4, "async_op")),
-    "scatter": Operation((3, "group"), (0, "tensor"), root=(2, "src"), waits=(4, "async_op")),
-    "all_gather": _plain(2, (0, "tensor_list")),
-    "all_gather_coalesced": _plain(2, (1, "input_tensor_list")),
-    "all_gather_into_tensor": _plain(2, (1, "input_tensor")),
-    "all_gather_single": _plain(2, (1, "input_tensor")),
-    "all_to_all": Operation((2, "group"), (1, "input_tensor_list"), typed="", waits=(3, "async_op")),
-    "all_to_all_single": Operation((4, "group"), (1, "input"), typed="input_split_sizes", waits=(5, "async_op")),
-    "barrier": Operation((0, "group"), waits=(1, "async_op")),
-    "monitored_barrier": Operation((0, "group")),
-    "all_gather_object": Operation((2, "group")),
-    "broadcast_object_list": Operation((2, "group"), root=(1, "src")),
-    "gather_object": Operation((3, "group"), root=(2, "dst")),
-    "scatter_object_list": Operation((3, "group"), root=(2, "src")),
+_OPERATIONS = {
+    "all_reduce": "tensor",
+    "all_reduce_coalesced": "tensors",
+    "reduce_scatter": "input_list",
+    "reduce_scatter_tensor": "input",
+    "reduce_scatter_single": "input",
+    "reduce": "tensor",
+    "broadcast": "tensor",
+    "gather": "tensor",
+    "scatter": "tensor",
+    "all_gather": "tensor_list",
+    "all_gather_coalesced": "input_tensor_list",
+    "all_gather_into_tensor": "input_tensor",
+    "all_gather_single": "input_tensor",
+    "all_to_all": "input_tensor_list",
+    "all_to_all_single": "input",
+    "barrier": "",
+    "monitored_barrier": "",
+    "all_gather_object": "",
+    "broadcast_object_list": "",
+    "gather_object": "",
+    "scatter_object_list": "",
 }
+"""The argument of each operation, a tensor or a list, whose shapes and types must agree on all members of the group."""
+
+
+class Arguments:
+    """Arguments of calls of a ``torch.distributed`` function, by name."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._places = {name: place for place, name in enumerate(inspect.signature(original).parameters)}
+        self.root = next((name for name in ("src", "dst") if name in self._places), None)
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        """Return an argument, or None if it is not given."""
+        return args[place] if (place := self._places.get(name, len(args))) < len(args) else kwargs.get(name)
 
 
 def _nothing() -> None:
@@ -96,7 +84,7 @@ def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
         return
     atexit.register(stop)
     recorded = {}
-    for name in OPERATIONS:
+    for name in _OPERATIONS:
         original = getattr(dist, name, None)
         if original is not None:
             recorded[original] = recorder(name, original)
@@ -124,7 +112,7 @@ def _replace(module: ModuleType, name: str, original: Callable[..., Any], record
 
 def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an operation so that it records each call before making it."""
-    operation = OPERATIONS[name]
+    arguments = Arguments(original)
 
     @functools.wraps(original)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -134,14 +122,14 @@ def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         calls = _current() if _current is not None else None
         if calls is None:
             return original(*args, **kwargs)
+        find = functools.partial(arguments.find, args, kwargs)
         try:
-            given = _argument(args, kwargs, operation.group)
+            given = find("group")
             group = _group(given) if given is not None else None
-            what = _what(name, operation, args, kwargs)
+            what = _what(name, arguments.root, find)
         except (AttributeError, IndexError, TypeError, ValueError):  # invalid arguments: torch raises its own error
             return original(*args, **kwargs)
-        waits = operation.waits is None or not _argument(args, kwargs, operation.waits)
-        call = calls.enter(what, group, sys._getframe(1), waits)
+        call = calls.enter(what, group, sys._getframe(1), waits=not find("async_op"))
         if call is None:
             return original(*args, **kwargs)
         try:
@@ -155,43 +143,33 @@ def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> Any:
-    return args[place[0]] if place[0] < len(args) else kwargs.get(place[1])
+def _what(name: str, root: str | None, find: Callable[[str], Any]) -> What:
+    """Return what must agree in a call. Its text is built at the first call of a kind.
 
-
-def _what(name: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> What:
-    """Return what must agree in a call. Its text is built at the first call of a kind."""
-    given = _argument(args, kwargs, operation.tensors) if operation.tensors else None
+    Args:
+        root: name of the argument with the rank that sends or receives everything, if there is one.
+    """
+    given = find(_OPERATIONS[name])
     several = isinstance(given, list | tuple)
-    typed = operation.typed is not None and (several or _splits(args, kwargs))
+    # rows that all workers exchange may differ in their number
+    typed = name.startswith("all_to_all") and (several or find("output_split_sizes") or find("input_split_sizes"))
     tensors: object = None
     if given is not None and typed:
         tensors = (given[0] if several else given).dtype
     elif given is not None:
         tensors = tuple([(one.shape, one.dtype) for one in given]) if several else (given.shape, given.dtype)
-    reduce = _argument(args, kwargs, operation.reduce) if operation.reduce else None
-    root = _root(args, kwargs, operation.root) if operation.root else None
-    key = name, tensors, reduce, root
+    reduce = find("op")
+    rank = 0 if root is None else int(find(root) or find(f"group_{root}") or 0)
+    key = name, tensors, reduce, rank
     found = _kinds.get(key)
     if found is None:
-        text = name + _tensors_in_words(tensors, several, typed) + _reduced(reduce) + _rooted(operation, root)
+        rooted = "" if root is None else f" {'from' if root == 'src' else 'to'} rank {rank}"
+        text = name + _tensors_in_words(tensors, several, typed) + _reduced(reduce) + rooted
         symmetric = name in SYMMETRIC
         found = What(text, hash_of(text), symmetric, meets=symmetric or name == "barrier")
         if len(_kinds) < _KINDS:
             _kinds[key] = found
     return found
-
-
-def _splits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of ``all_to_all_single`` has split sizes, which may differ between workers."""
-    return any(_argument(args, kwargs, place) for place in ((2, "output_split_sizes"), (3, "input_split_sizes")))
-
-
-def _root(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> int:
-    given = _argument(args, kwargs, place)
-    if given is None:
-        given = kwargs.get("group_" + place[1])
-    return int(given or 0)
 
 
 def _group(given: Any) -> Group | None:
@@ -229,9 +207,3 @@ def _reduced(reduce: Any) -> str:
     if reduce is None or reduce == dist.ReduceOp.SUM:
         return ""
     return f" ({str(getattr(reduce, 'name', reduce)).rpartition('.')[2].lower()})"
-
-
-def _rooted(operation: Operation, root: int | None) -> str:
-    if operation.root is None:
-        return ""
-    return f" {'from' if operation.root[1] == 'src' else 'to'} rank {root}"
