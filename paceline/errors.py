@@ -127,6 +127,11 @@ def name_ranks(ranks: Iterable[int], workers: int | None = None, most: int | Non
     return f"ranks {', '.join(map(str, listed[:most]))}{more}"
 
 
+def counted(count: int, what: str) -> str:
+    """Return a count as text for a message: ``1 worker``, ``2 workers``."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def name_microbatches(microbatches: range) -> str:
     """Return microbatches as text for a message: ``microbatch 3``, or ``microbatches 4 to 7``."""
     if len(microbatches) == 1:

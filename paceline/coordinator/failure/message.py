@@ -12,7 +12,7 @@ from paceline.coordinator.failure.coordinator_report import CoordinatorReport
 from paceline.coordinator.failure.known_errors import LESS_TO_HOLD
 from paceline.coordinator.failure.root_cause import Failure
 from paceline.coordinator.failure.worker_report import WorkerReport
-from paceline.errors import name_ranks
+from paceline.errors import counted, name_ranks
 
 _LONGEST = 400  # maximum number of characters in the first line
 _WORTH_TELLING = 1.0  # shortest wait of other ranks that the message reports, in seconds
@@ -196,7 +196,7 @@ def lost_in_words(coordinator: CoordinatorReport) -> str:
     lost = len(coordinator.replaced()) or len(coordinator.lost)
     came = min(lost, coordinator.joined)
     verbs = ["was" if count == 1 else "were" for count in (lost, came)]
-    return f"{lost} worker{'' if lost == 1 else 's'} {verbs[0]} lost on the way; {came} {verbs[1]} replaced"
+    return f"{counted(lost, 'worker')} {verbs[0]} lost on the way; {came} {verbs[1]} replaced"
 
 
 def _saved_after(failure: Failure, context: Context) -> bool:

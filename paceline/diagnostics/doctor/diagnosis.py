@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ from paceline.diagnostics.doctor.examine import Answer, Examiner, Wanted
 from paceline.diagnostics.doctor.finding import Finding, from_json, ok
 from paceline.diagnostics.doctor.folders import check_shared
 from paceline.diagnostics.doctor.links import Link, rounds
-from paceline.diagnostics.doctor.machines import Asked, Gathering, GoneError, Joined, join, name_all, serve, token
-from paceline.errors import StartError
+from paceline.diagnostics.doctor.machines import Asked, Gathering, GoneError, Joined, join, name_all, serve
+from paceline.errors import StartError, counted
 from paceline.system.secret import Shared
 
 _CLOCK_LOOKS = 5
@@ -90,7 +91,7 @@ def alone(wanted: Wanted, problem: Finding | None = None) -> Diagnosis:
     """Examine this machine alone. ``problem`` is the finding that explains why."""
     examiner = Examiner(wanted)
     try:
-        facts = examiner.answer("facts", {"token": token(), "number": 0})
+        facts = examiner.answer("facts", {"token": secrets.token_hex(8), "number": 0})
     finally:
         examiner.close()
     findings = [*([problem] if problem else []), *_of_machine(facts, wanted.host)]
@@ -154,7 +155,7 @@ class First:
         try:
             others = self._wanted.machines - 1
             if others:
-                self._say(f"waiting for {others} more machine{'s' if others > 1 else ''} at {self._where}")
+                self._say(f"waiting for {counted(others, 'more machine')} at {self._where}")
             came = gathering.wait(others, patience)
             self._machines = [
                 Asked(self._wanted.host, self._where.address, examiner),
@@ -189,7 +190,7 @@ class First:
         )
 
     def _ask_all(self) -> None:
-        mark = token()
+        mark = secrets.token_hex(8)  # name of this examination in the files of the shared folder
         self._say("examining " + ", ".join(one.name for one in self._machines))
         offsets = self._clocks()
         self._try_large_messages()

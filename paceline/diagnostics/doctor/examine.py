@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -109,10 +110,10 @@ class Examiner:
     def _check_network(self) -> list[Finding]:
         if self._wanted.machines < 2:
             return []
-        host = self._wanted.host
+        host, interfaces = self._wanted.host, [name for _, name in socket.if_nameindex()]
         return [
             network.own_name(host, network.resolve(host), self._others + 1),
-            network.interface_variables(env.inherited(), self._interface, network.interfaces()),
+            network.interface_variables(env.inherited(), self._interface, interfaces),
         ]
 
     def _look(self, names: list[str], token: str) -> Answer:

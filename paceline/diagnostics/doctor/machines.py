@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import secrets
 import select
 import socket
 import threading
@@ -151,11 +150,6 @@ def name_all(machines: Sequence[Asked]) -> None:
             one.name += f" #{number}"
 
 
-def token() -> str:
-    """Return a random name for the doctor's files in a shared folder."""
-    return secrets.token_hex(8)
-
-
 @dataclass(frozen=True)
 class Joined:
     """Result of joining the first machine: the connection and the secret, or the problem."""
@@ -171,9 +165,18 @@ def join(where: Rendezvous, host: str, shared: Shared, seconds: float) -> Joined
     while True:
         secret = shared.read()
         try:
-            joined = _try_to_join(where, host, secret) if secret else Joined(problem=_no_secret(shared, where))
+            joined = (
+                _try_to_join(where, host, secret)
+                if secret
+                else _without_secret(
+                    f"there is no secret file {shared.file} here", f"copy it from {where.name}, with mode 0600"
+                )
+            )
         except Refused:  # a later try, when the first machine has given up, would find another problem
-            return Joined(problem=_other_secret(where))
+            return _without_secret(
+                f"{where} does not accept the secret of this machine",
+                "give both machines the same --secret-file (or PACELINE_SECRET)",
+            )
         if joined.connection is not None or time.monotonic() >= deadline:
             return joined
         time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
@@ -210,24 +213,9 @@ def unreachable(where: Rendezvous, cause: str) -> Finding:
     )
 
 
-def _no_secret(shared: Shared, where: Rendezvous) -> Finding:
-    return Finding(
-        "secret",
-        "failure",
-        f"there is no secret file {shared.file} here",
-        "Only who knows the secret of the run may take part.",
-        f"copy it from {where.name}, with mode 0600",
-    )
-
-
-def _other_secret(where: Rendezvous) -> Finding:
-    return Finding(
-        "secret",
-        "failure",
-        f"{where} does not accept the secret of this machine",
-        "Only who knows the secret of the run may take part.",
-        "give both machines the same --secret-file (or PACELINE_SECRET)",
-    )
+def _without_secret(values: str, cure: str) -> Joined:
+    why = "Only who knows the secret of the run may take part."
+    return Joined(problem=Finding("secret", "failure", values, why, cure))
 
 
 def serve(connection: Connection, wanted: Wanted, secret: Secret) -> int | None:

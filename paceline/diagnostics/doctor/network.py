@@ -152,11 +152,6 @@ def _chosen(value: str, interfaces: Sequence[str], prefixes: bool) -> list[str]:
     return [one for one in interfaces if (one in named) != without]
 
 
-def interfaces() -> list[str]:
-    """Return the names of this machine's interfaces."""
-    return [name for _, name in socket.if_nameindex()]
-
-
 def port_in_use(port: int, error: str) -> Finding:
     holder = holder_of(port)
     return Finding(

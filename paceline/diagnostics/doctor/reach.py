@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import errno
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 Kind = Literal["connected", "refused", "rejected", "no answer", "no machine", "no route", "failed"]
 
-CONNECT_SECONDS = 4.0  # long enough for two retransmissions of a lost SYN
+_CONNECT_SECONDS = 4.0  # long enough for two retransmissions of a lost SYN
 _NEIGHBOURS = Path("/proc/net/arp")
 _IP_RECVERR = 11
 _FROM_ICMP = 2
 _UNREACHABLE = 3
 _PROHIBITED = {9, 10, 13}  # ICMP codes by which a firewall prohibits a connection
-CAUSES = {
+_CAUSES = {
     "refused": "connection refused: the machine answers, but no program listens on this port",
     "rejected": "connection rejected by a firewall (it answers with ICMP)",
     "no answer": "no answer: a firewall drops what is sent, or the address is wrong",
@@ -31,30 +30,28 @@ class Attempt:
     """Result of an attempt to connect, with the socket if it was opened."""
 
     kind: Kind
-    seconds: float
     detail: str = ""
     socket: socket.socket | None = None
 
     @property
     def cause(self) -> str:
         """Reason why the attempt failed."""
-        return CAUSES.get(self.kind, self.detail)
+        return _CAUSES.get(self.kind, self.detail)
 
 
-def attempt(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Attempt:
+def attempt(address: str, port: int) -> Attempt:
     """Try to open a connection. The caller closes its socket."""
-    started = time.monotonic()
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
-        connection.settimeout(seconds)
+        connection.settimeout(_CONNECT_SECONDS)
         connection.connect((address, port))
     except OSError as error:
         kind = _kind(error, connection, address)
         connection.close()
-        return Attempt(kind, time.monotonic() - started, error.strerror or str(error))
+        return Attempt(kind, error.strerror or str(error))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Attempt("connected", time.monotonic() - started, socket=connection)
+    return Attempt("connected", socket=connection)
 
 
 def _kind(error: OSError, connection: socket.socket, address: str) -> Kind:

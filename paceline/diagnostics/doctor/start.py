@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -26,14 +26,10 @@ def _cuda() -> str | None:
     try:
         found = importlib.util.find_spec("torch")
         text = (Path(str(found.origin)).parent / "version.py").read_text() if found else ""
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.AnnAssign | ast.Assign):
-                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-                if ast.unparse(target) == "cuda" and isinstance(node.value, ast.Constant):
-                    return str(node.value.value) if node.value.value else None
-    except (OSError, ValueError, SyntaxError, ImportError):
-        pass
-    return None
+    except (OSError, ValueError, ImportError):
+        return None
+    version = re.search(r"^cuda\b.*= '(.+)'", text, re.MULTILINE)
+    return version[1] if version else None
 
 
 def differences(own: Message, host: str, theirs: Mapping[str, object]) -> list[str]:

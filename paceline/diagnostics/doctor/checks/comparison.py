@@ -17,13 +17,14 @@ Machines = Mapping[str, Facts]  # facts by machine name
 
 
 def compare(machines: Machines) -> list[Finding]:
+    loaded = {name: facts for name, facts in machines.items() if "error" not in facts["torch"]}
     return [
         *versions(machines),
         *(torch_loads(name, facts["torch"]) for name, facts in machines.items()),
-        *cuda(machines),
-        instructions(machines),
-        canary(machines),
-        gpus(machines),
+        *cuda(loaded, {name: facts["driver"] for name, facts in machines.items()}),
+        instructions(loaded),
+        canary(loaded),
+        gpus(loaded),
         script(machines),
         data(machines),
         mtu(machines),
@@ -86,9 +87,8 @@ def torch_loads(machine: str, facts: Facts) -> Finding:
     )
 
 
-def cuda(machines: Machines) -> list[Finding]:
+def cuda(loaded: Machines, drivers: Mapping[str, object]) -> list[Finding]:
     """Compare the CUDA, cuDNN and NCCL versions of torch where it loads, and the driver versions."""
-    loaded = {name: facts for name, facts in machines.items() if "error" not in facts["torch"]}
     found = [
         same(
             f"{library} version",
@@ -98,19 +98,17 @@ def cuda(machines: Machines) -> list[Finding]:
         )
         for library in ("CUDA", "cuDNN", "NCCL")
     ]
-    drivers = {name: facts["driver"] for name, facts in machines.items()}
     why, cure = "An old driver may not load the newest kernels.", "install the same NVIDIA driver everywhere"
     driver = same("driver version", drivers, why, cure)
     driver = replace(driver, status="warning") if driver.status == "failure" else driver
     return [one for one in [*found, driver] if not one.values.endswith((" None", " "))]
 
 
-def instructions(machines: Machines) -> Finding:
+def instructions(loaded: Machines) -> Finding:
     """Compare the instruction sets, which decide how libraries compute."""
     values = {
         name: f"{facts['torch'].get('instructions', 'unknown')} ({facts['processor']['instructions']})"
-        for name, facts in machines.items()
-        if "error" not in facts["torch"]
+        for name, facts in loaded.items()
     }
     return alike(
         "instruction sets",
@@ -122,12 +120,12 @@ def instructions(machines: Machines) -> Finding:
     )
 
 
-def canary(machines: Machines) -> Finding:
+def canary(loaded: Machines) -> Finding:
     check = "processor canary"
-    values = {name: facts["torch"].get("canary") for name, facts in machines.items() if "error" not in facts["torch"]}
+    values = {name: facts["torch"].get("canary") for name, facts in loaded.items()}
     if len(set(values.values())) < 2:
         return ok(check, f"the same bits ({next(iter(values.values()), 'none')})")
-    models = {name: facts["processor"]["model"] for name, facts in machines.items()}
+    models = {name: facts["processor"]["model"] for name, facts in loaded.items()}
     return Finding(
         check,
         "failure",
@@ -138,10 +136,9 @@ def canary(machines: Machines) -> Finding:
     )
 
 
-def gpus(machines: Machines) -> Finding:
+def gpus(loaded: Machines) -> Finding:
     check = "GPUs"
-    loaded = {name: facts["torch"] for name, facts in machines.items() if "error" not in facts["torch"]}
-    values = {name: ", ".join(_counted(torch.get("gpus", ()))) for name, torch in loaded.items()}
+    values = {name: ", ".join(_counted(facts["torch"].get("gpus", ()))) for name, facts in loaded.items()}
     if not any(values.values()):
         return skipped(check, "torch sees none")
     return alike(

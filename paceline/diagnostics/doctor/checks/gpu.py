@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from paceline.diagnostics.doctor.finding import Finding, ok, size, skipped
+from paceline.errors import counted
 
 FIELDS = (
     "name", "driver_version", "memory.total", "memory.used", "temperature.gpu",
@@ -156,7 +157,7 @@ def visible(gpus: int, seen: int, variable: str | None, built_with: str | None, 
         check,
         "failure" if workers > seen and seen else "warning",
         f"hidden GPUs: {values} ({reason if variable is not None or built_with else 'torch is built without CUDA'}), "
-        f"for {workers} worker{'s' if workers > 1 else ''}",
+        f"for {counted(workers, 'worker')}",
         "Each worker takes a GPU of its own; without one it trains on the CPU, or fails with 'invalid device ordinal'.",
         "unset CUDA_VISIBLE_DEVICES, install a torch built for this driver, or start as many workers as GPUs are seen",
     )

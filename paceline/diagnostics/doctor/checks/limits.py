@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.diagnostics.doctor.finding import Finding, ok, size
 from paceline.diagnostics.doctor.limits import Limits
+from paceline.errors import counted
 from paceline.launchers.machine import files_needed, processes_needed
 
 _GB = 10**9
@@ -35,8 +36,8 @@ def open_files(limits: Limits, workers: int) -> Finding:
     return Finding(
         check,
         "failure" if limits.files < max(_TOO_FEW_FILES, needed) else "warning",
-        f"too few file descriptors: a process may open {limits.files} (ulimit -n), {workers} "
-        f"worker{'s' if workers > 1 else ''} need {needed}",
+        f"too few file descriptors: a process may open {limits.files} (ulimit -n), "
+        f"{counted(workers, 'worker')} need {needed}",
         "Every connection between workers and every file of a data loader takes one; without one a worker fails with "
         "'Too many open files'.",
         "ulimit -n 65536 before the start; for good in /etc/security/limits.conf (nofile), or LimitNOFILE= of the "
@@ -116,7 +117,7 @@ def memory(limits: Limits, workers: int) -> Finding:
     return Finding(
         check,
         "failure" if each < _TOO_LITTLE_MEMORY else "warning",
-        f"too little memory: {whose}; {size(each)} for each of {workers} worker{'s' if workers > 1 else ''}",
+        f"too little memory: {whose}; {size(each)} for each of {counted(workers, 'worker')}",
         "Python and torch alone take half a gigabyte in each worker; who takes more than there is, is killed with "
         "signal 9.",
         "start fewer workers here, end what else runs, or raise the limit (--memory of the container, "
@@ -141,7 +142,7 @@ def cpu_quota(limits: Limits) -> Finding:
 
 def cores(limits: Limits, workers: int) -> Finding:
     check = "cores"
-    values = f"{limits.cores} of {limits.all_cores} for {workers} worker{'s' if workers > 1 else ''}"
+    values = f"{limits.cores} of {limits.all_cores} for {counted(workers, 'worker')}"
     if workers <= limits.cores:
         return ok(check, values)
     return Finding(
@@ -155,7 +156,7 @@ def cores(limits: Limits, workers: int) -> Finding:
 
 def numa(limits: Limits) -> Finding:
     check = "NUMA"
-    values = f"{limits.domains} memory domain{'s' if limits.domains > 1 else ''}"
+    values = counted(limits.domains, "memory domain")
     if limits.near_memory:
         return ok(check, values)
     return Finding(

@@ -23,12 +23,12 @@ def check_links(links: Links) -> list[Finding]:
     found = []
     for (here, other), link in links.items():
         place = f"{here} -> {other}"
-        found.append(connection(link, place))
+        found.append(connection(link).at(place))
         if not link.problem:
-            found += [loss(link, place), large_packets(link.speed > 0, link.mtu, place)]
+            found += [loss(link).at(place), large_packets(link.speed > 0, link.mtu, place)]
         back = links.get((other, here))
         if here < other and back is not None and not link.problem and not back.problem:
-            found.append(latency(min(link.latency, back.latency), f"{here} - {other}"))
+            found.append(latency(min(link.latency, back.latency)).at(f"{here} - {other}"))
             if link.speed and back.speed:
                 found.append(speed(link.speed, back.speed, (here, other), usual))
     return found
@@ -55,10 +55,10 @@ def better(first: Link, second: Link) -> Link:
     )
 
 
-def connection(link: Link, place: str) -> Finding:
+def connection(link: Link) -> Finding:
     check = "ports"
     if not link.problem:
-        return ok(check, "open").at(place)
+        return ok(check, "open")
     what = "a firewall closes the ports of the workers" if link.firewall else "no connection"
     return Finding(
         check,
@@ -68,15 +68,14 @@ def connection(link: Link, place: str) -> Finding:
         "'Connection refused', 'Connection timed out' or 'unhandled system error'.",
         "let all TCP ports through between these machines, in both directions (nft list ruleset, iptables -L, the "
         "security group of the cloud)",
-        place,
     )
 
 
-def latency(seconds: float, place: str) -> Finding:
+def latency(seconds: float) -> Finding:
     check = "latency"
     values = f"{1000 * seconds:.3g} ms for a round trip"
     if seconds <= _HIGH_LATENCY:
-        return ok(check, values).at(place)
+        return ok(check, values)
     return Finding(
         check,
         "warning",
@@ -84,22 +83,20 @@ def latency(seconds: float, place: str) -> Finding:
         "An all-reduce makes many round trips a step; within a building one takes less than a millisecond.",
         "use machines of one site and one zone, without a VPN or a proxy between them; or synchronize less often "
         "(strategy=local)",
-        place,
     )
 
 
-def loss(link: Link, place: str) -> Finding:
+def loss(link: Link) -> Finding:
     check = "packet loss"
     values = f"{100 * link.loss:.2g} % of the packets sent again"
     if link.loss <= _LOSS:
-        return ok(check, values).at(place)
+        return ok(check, values)
     return Finding(
         check,
         "warning",
         f"packets are lost: {values}",
         "TCP waits and slows down after each loss: a step then takes several times as long.",
         "look for a bad cable, a wrong duplex setting, an overloaded switch (ip -s link, ethtool -S)",
-        place,
     )
 
 
