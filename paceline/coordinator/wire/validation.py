@@ -5,12 +5,11 @@ Invalid messages close the connection, so handlers can rely on the types and siz
 
 from __future__ import annotations
 
-import ipaddress
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from ipaddress import ip_address
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 
 from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
 from paceline.coordinator.types import LONGEST_TEXT, Message
@@ -18,157 +17,140 @@ from paceline.coordinator.types import LONGEST_TEXT, Message
 BLOCK = 1000  # size of the range of worker numbers of each agent
 _MOST_WORKERS = 10**9
 _LARGEST = 2**63
-_HEX = re.compile(r"[0-9a-f]{0,128}")
 
-Check = Callable[[Any], bool]
-
-
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _text_of(most: int) -> Check:
-    return lambda value: isinstance(value, str) and len(value) <= most
-
-
-def _mapping(value: Any) -> bool:
-    return isinstance(value, dict)
+_Str = InstanceOf[str]  # a plain str would refuse names of files that are not UTF-8
+_Text = Annotated[_Str, Field(max_length=LONGEST_TEXT)]
+_Stored = Annotated[_Str, Field(max_length=2 * LARGEST_VALUE)]
+_Count = Annotated[int, Field(ge=0, lt=_LARGEST)]
+_Worker = Annotated[int, Field(ge=0, lt=_MOST_WORKERS)]
+_Pid = Annotated[int, Field(ge=1, lt=2**31)]
+_Seconds = Annotated[float, Field(ge=0, le=1e12)]
+_Deadline = Annotated[float, Field(ge=0.01, le=1e9)]
+_Number = Annotated[float, Field(ge=-1e12, le=1e12)]
+_Hex = Annotated[str, Field(pattern="^[0-9a-f]{0,128}$")]
 
 
-def _whole(least: int, below: int) -> Check:
-    return lambda value: type(value) is int and least <= value < below
+class _Fields(BaseModel):
+    """Fields of a message, or of an object in a message. Values are not converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-def _number(least: float, most: float = 1e12) -> Check:
-    return lambda value: type(value) in (int, float) and least <= value <= most and math.isfinite(value)
+class _About(_Fields):
+    host: _Text
+    pid: _Pid
+    address: Annotated[str, AfterValidator(ip_address)]
 
 
-def _address(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and bool(ipaddress.ip_address(value))
-    except ValueError:
-        return False
+class _Hello(_Fields):
+    about: _About
+    facts: dict[Any, Any]
+    hang_seconds: _Deadline | None
+    timeout_seconds: _Deadline
+    fits: list[Annotated[int, Field(ge=1, lt=_MOST_WORKERS)]]
+    session: Annotated[int, Field(ge=1, lt=_LARGEST)]
 
 
-def _optional(check: Check) -> Check:
-    return lambda value: value is None or check(value)
+class _Ready(_Fields):
+    progress: list[Annotated[int, Field(ge=-_LARGEST, lt=_LARGEST)]] | None
+    arena: Annotated[tuple[_Count, _Hex], Field(strict=False)] | None  # JSON has lists only
+    leaving: bool
+    planned: bool
+    ended: list[_Worker]
 
 
-def _each(check: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(check, value))
+class _Status(_Fields):
+    step: _Count
+    doing: _Text
+    waiting: bool
+    busy: bool
+    since: _Seconds
+    step_seconds: _Seconds | None
+    line: _Text
 
 
-def _pair(first: Check, second: Check) -> Check:
-    return lambda value: isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
+class _Heartbeat(_Fields):
+    status: _Status
 
 
-def _fields(checks: Mapping[str, Check]) -> Check:
-    return lambda value: isinstance(value, dict) and not _wrong(checks, value)
+class _Clock(_Fields):
+    sent: _Seconds
 
 
-def _report(value: Any) -> bool:
-    """Return whether a value is a valid failure report. Fields for display only may be any string or number."""
-    plain = isinstance(value, dict) and all(one is None or _text(one) or _scalar(one) for one in value.values())
-    return plain and not _wrong(_REPORT, _OF_REPORT | {name: one for name, one in value.items() if name in _REPORT})
+class _Store(_Fields):
+    generation: _Count
+    call: _Count | None
+    do: _Text
+    keys: list[Annotated[_Str, Field(max_length=LARGEST_KEY)]]
+    value: _Stored
+    expected: _Stored
 
 
-def _scalar(value: Any) -> bool:
-    return _flag(value) or _number(-1e12)(value)
+class _Agent(_Fields):
+    workers: Annotated[int, Field(ge=1, lt=BLOCK)]
+    host: _Text
+    script: _Text
+    name: _Text | None
+    about: dict[Any, Any]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Kind of message: the role that may send it, and the checks of its fields."""
+class _Started(_Fields):
+    worker: _Worker
+
+
+class _Output(_Fields):
+    stream: Annotated[_Str, Field(max_length=len("stdout"))]
+    line: _Text
+
+
+class _Report(_Fields, extra="allow"):
+    """Failure report of a worker. Other fields, which are only shown, may be any text or number."""
+
+    __pydantic_extra__: dict[str, bool | _Number | _Text | None]
+    type: _Text
+    message: _Text
+    consequence: bool
+    time: _Seconds
+    exit_code: Annotated[int, Field(ge=0, lt=256)] = 1
+    step: _Count | None = None
+    pid: _Pid = 1
+
+
+class _Ended(_Fields):
+    worker: _Worker
+    code: Annotated[int, Field(ge=-256, lt=256)]
+    out_of_memory: bool
+    report: _Report | Annotated[dict[str, Any], Field(max_length=0)]
+
+
+class _Machine(_Fields):
+    host: _Text
+
+
+class _Answer(_Fields):
+    value: dict[Any, Any]
+
+
+class Kind(NamedTuple):
+    """Kind of message: the role that may send it, and its fields."""
 
     sender: str
-    fields: Mapping[str, Check]
+    fields: type[BaseModel]
 
 
-_worker = _whole(0, _MOST_WORKERS)
-_text = _text_of(LONGEST_TEXT)
-_count = _whole(0, _LARGEST)
-_pid = _whole(1, 2**31)
-_seconds = _number(0.0)
-_deadline = _number(0.01, 1e9)
-_REPORT: Mapping[str, Check] = {
-    "type": _text,
-    "message": _text,
-    "consequence": _flag,
-    "time": _number(0.0),
-    "exit_code": _whole(0, 256),
-    "step": _optional(_count),
-    "pid": _pid,
-}
-_OF_REPORT = {"exit_code": 1, "step": None, "pid": 1}
-_STATUS: Mapping[str, Check] = {
-    "step": _count,
-    "doing": _text,
-    "waiting": _flag,
-    "busy": _flag,
-    "since": _seconds,
-    "step_seconds": _optional(_seconds),
-    "line": _text,
-}
-_ABOUT: Mapping[str, Check] = {"host": _text, "pid": _pid, "address": _address}
-_stored = _text_of(2 * LARGEST_VALUE)
 KINDS: Mapping[str, Kind] = {
-    "hello": Kind(
-        "worker",
-        {
-            "about": _fields(_ABOUT),
-            "facts": _mapping,
-            "hang_seconds": _optional(_deadline),
-            "timeout_seconds": _deadline,
-            "fits": _each(_whole(1, _MOST_WORKERS)),
-            "session": _whole(1, _LARGEST),
-        },
-    ),
-    "ready": Kind(
-        "worker",
-        {
-            "progress": _optional(_each(_whole(-_LARGEST, _LARGEST))),
-            "arena": _optional(_pair(_count, lambda value: isinstance(value, str) and bool(_HEX.fullmatch(value)))),
-            "leaving": _flag,
-            "planned": _flag,
-            "ended": _each(_worker),
-        },
-    ),
-    "heartbeat": Kind("worker", {"status": _fields(_STATUS)}),
-    "clock": Kind("worker", {"sent": _number(0.0)}),
-    "ending": Kind("worker", {}),
-    "store": Kind(
-        "worker",
-        {
-            "generation": _count,
-            "call": _optional(_count),
-            "do": _text,
-            "keys": _each(_text_of(LARGEST_KEY)),
-            "value": _stored,
-            "expected": _stored,
-        },
-    ),
-    "agent": Kind(
-        "agent",
-        {"workers": _whole(1, BLOCK), "host": _text, "script": _text, "name": _optional(_text), "about": _mapping},
-    ),
-    "started": Kind("agent", {"worker": _worker}),
-    "output": Kind("agent", {"stream": _text_of(len("stdout")), "line": _text}),
-    "ended": Kind(
-        "agent",
-        {
-            "worker": _worker,
-            "code": _whole(-256, 256),
-            "out_of_memory": _flag,
-            "report": lambda value: value == {} or _report(value),
-        },
-    ),
+    "hello": Kind("worker", _Hello),
+    "ready": Kind("worker", _Ready),
+    "heartbeat": Kind("worker", _Heartbeat),
+    "clock": Kind("worker", _Clock),
+    "ending": Kind("worker", _Fields),
+    "store": Kind("worker", _Store),
+    "agent": Kind("agent", _Agent),
+    "started": Kind("agent", _Started),
+    "output": Kind("agent", _Output),
+    "ended": Kind("agent", _Ended),
 }
-
-
-DOCTOR_KINDS: Mapping[str, Kind] = {
-    "machine": Kind("agent", {"host": _text}),
-    "answer": Kind("agent", {"value": _mapping}),
-}
+DOCTOR_KINDS: Mapping[str, Kind] = {"machine": Kind("agent", _Machine), "answer": Kind("agent", _Answer)}
 """Kinds of messages that machines send to the coordinator of ``paceline doctor``."""
 
 
@@ -181,12 +163,8 @@ def check(message: Message, role: str, kinds: Mapping[str, Kind] = KINDS) -> Non
     kind = kinds.get(message["type"])
     if kind is None or kind.sender != role:
         raise ValueError(f"a message that no {role} sends")
-    fields = {name: value for name, value in message.items() if name != "type"}
-    if wrong := _wrong(kind.fields, fields):
-        raise ValueError(f"{message['type']}: wrong {', '.join(wrong)}")
-
-
-def _wrong(checks: Mapping[str, Check], values: Mapping[str, Any]) -> list[str]:
-    """Return the names of missing or invalid fields, and ``fields`` if there are unexpected ones."""
-    wrong = [name for name, check in checks.items() if name not in values or not check(values[name])]
-    return wrong if values.keys() <= checks.keys() else [*wrong, "fields"]
+    try:
+        kind.fields.model_validate({name: value for name, value in message.items() if name != "type"})
+    except ValidationError as error:
+        wrong = dict.fromkeys(str(one["loc"][0]) for one in error.errors(include_url=False, include_input=False))
+        raise ValueError(f"{message['type']}: wrong {', '.join(wrong)}") from None
