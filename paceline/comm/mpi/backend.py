@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.comm.mpi.buffers import Move, Operator, Reduction, mpi_type
+from paceline.comm.mpi.buffers import Move, Operator, Reduction, whole
 from paceline.comm.mpi.communicators import at_store, of_ranks
 from paceline.comm.mpi.library import initialized, survives
 from paceline.comm.mpi.presence import TAGS, Presence
@@ -109,11 +109,8 @@ class MpiBackend(dist.ProcessGroup):
     # sends and receives
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> MpiWork:
-        sent, mpi = Move(tensors), self._mpi
-        tag = self._checked(tag)
-        return self._give(
-            f"a send to rank {dst}", lambda: [self._comm.Isend(sent.block(mpi), dst, tag)], collective=False
-        )
+        sent, tag = Move(tensors), self._checked(tag)
+        return self._give(f"a send to rank {dst}", lambda: [self._comm.Isend(sent.block(), dst, tag)], collective=False)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> MpiWork:
         return self._receive(tensors, src, tag, f"a receive from rank {src}")
@@ -122,10 +119,9 @@ class MpiBackend(dist.ProcessGroup):
         return self._receive(tensors, self._mpi.ANY_SOURCE, tag, "a receive from any rank")
 
     def _receive(self, tensors: list[torch.Tensor], source: int, tag: int, what: str) -> MpiWork:
-        room, mpi = Move(tensors, written=True), self._mpi
-        tag = self._checked(tag)
+        room, tag = Move(tensors, written=True), self._checked(tag)
         return self._give(
-            what, lambda: [self._comm.Irecv(room.block(mpi), source, tag)], room.deliver, tensors, collective=False
+            what, lambda: [self._comm.Irecv(room.block(), source, tag)], room.deliver, tensors, collective=False
         )
 
     def _checked(self, tag: int) -> int:
@@ -137,10 +133,10 @@ class MpiBackend(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         opts = opts or dist.AllreduceOptions()
-        own, mpi = Reduction(tensors, opts.reduceOp), self._mpi
+        own = Reduction(tensors, opts.reduceOp)
         return self._give(
             "an all-reduce",
-            lambda: [self._comm.Iallreduce(mpi.IN_PLACE, own.block(mpi), own.op(mpi))],
+            lambda: [self._comm.Iallreduce(self._mpi.IN_PLACE, own.block(), own.op())],
             lambda: own.deliver(own.flat, tensors, self.size()),
             tensors,
             opts.timeout,
@@ -149,7 +145,7 @@ class MpiBackend(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
-        own, mpi, root = Reduction(tensors, opts.reduceOp), self._mpi, opts.rootRank
+        own, root = Reduction(tensors, opts.reduceOp), opts.rootRank
         here = self.rank() == root
         total = own.room(own.flat.numel()) if here else None
 
@@ -159,9 +155,7 @@ class MpiBackend(dist.ProcessGroup):
 
         return self._give(
             f"a reduce to rank {root}",
-            lambda: [
-                self._comm.Ireduce(own.block(mpi), None if total is None else _whole(mpi, total), own.op(mpi), root)
-            ],
+            lambda: [self._comm.Ireduce(own.block(), None if total is None else whole(total), own.op(), root)],
             finish,
             tensors,
             opts.timeout,
@@ -193,23 +187,23 @@ class MpiBackend(dist.ProcessGroup):
     def _reduce_scatter_call(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], counts: list[int], operation: Operator
     ) -> _Call:
-        own, mpi = Reduction(inputs, operation), self._mpi
+        own = Reduction(inputs, operation)
         total = own.room(counts[self.rank()])
         if (given := own.flat.numel()) != sum(counts):
             raise ValueError(f"a reduce-scatter of {given} elements into parts of {counts}")
         return (
-            lambda: self._comm.Ireduce_scatter(own.block(mpi), _whole(mpi, total), counts, own.op(mpi)),
+            lambda: self._comm.Ireduce_scatter(own.block(), whole(total), counts, own.op()),
             lambda: own.deliver(total, outputs, self.size()),
         )
 
     # moves
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
-        root, mpi = opts.rootRank, self._mpi
+        root = opts.rootRank
         moved = Move(tensors, written=self.rank() != root)
         return self._give(
             f"a broadcast from rank {root}",
-            lambda: [self._comm.Ibcast(moved.block(mpi), root)],
+            lambda: [self._comm.Ibcast(moved.block(), root)],
             moved.deliver,
             tensors,
             opts.timeout,
@@ -242,30 +236,30 @@ class MpiBackend(dist.ProcessGroup):
         return self._give_all("an all-gather", calls, [one for of_rank in outputs for one in of_rank], opts)
 
     def _all_gather_call(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Call:
-        mpi, room = self._mpi, Move(outputs, written=True)
+        room = Move(outputs, written=True)
         shared = {one.untyped_storage().data_ptr() for one in outputs}
         sent = Move([one.clone() if one.untyped_storage().data_ptr() in shared else one for one in inputs])
         if len(outputs) == 1:
-            return lambda: self._comm.Iallgather(sent.block(mpi), room.block(mpi)), room.deliver
-        return lambda: self._comm.Iallgatherv(sent.block(mpi), room.parts(mpi)), room.deliver
+            return lambda: self._comm.Iallgather(sent.block(), room.block()), room.deliver
+        return lambda: self._comm.Iallgatherv(sent.block(), room.parts()), room.deliver
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> MpiWork:
-        sent, mpi, root = Move(inputs), self._mpi, opts.rootRank
+        sent, root = Move(inputs), opts.rootRank
         room = Move(outputs[0], written=True) if self.rank() == root else None
         return self._give(
             f"a gather to rank {root}",
-            lambda: [self._comm.Igatherv(sent.block(mpi), None if room is None else room.parts(mpi), root)],
+            lambda: [self._comm.Igatherv(sent.block(), None if room is None else room.parts(), root)],
             _nothing if room is None else room.deliver,
             [] if room is None else outputs[0],
             opts.timeout,
         )
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
-        room, mpi, root = Move(outputs, written=True), self._mpi, opts.rootRank
+        room, root = Move(outputs, written=True), opts.rootRank
         sent = Move(inputs[0]) if self.rank() == root else None
         return self._give(
             f"a scatter from rank {root}",
-            lambda: [self._comm.Iscatterv(None if sent is None else sent.parts(mpi), room.block(mpi), root)],
+            lambda: [self._comm.Iscatterv(None if sent is None else sent.parts(), room.block(), root)],
             room.deliver,
             outputs,
             opts.timeout,
@@ -287,10 +281,10 @@ class MpiBackend(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        sent, room, mpi = Move(inputs), Move(outputs, written=True), self._mpi
+        sent, room = Move(inputs), Move(outputs, written=True)
         return self._give(
             "an all-to-all",
-            lambda: [self._comm.Ialltoallv(sent.parts(mpi), room.parts(mpi))],
+            lambda: [self._comm.Ialltoallv(sent.parts(), room.parts())],
             room.deliver,
             outputs,
             opts and opts.timeout,
@@ -318,10 +312,6 @@ class _WithoutStore:
 def _with_store(options: Any, _: object) -> MpiBackend:
     comm = at_store(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
     return MpiBackend(comm, options.timeout, options.global_ranks_in_group)
-
-
-def _whole(mpi: Any, tensor: torch.Tensor) -> list[Any]:
-    return [tensor.numpy(), mpi_type(mpi, tensor.dtype)]
 
 
 def _rows(tensor: torch.Tensor, splits: list[int] | None, parts: int) -> list[torch.Tensor]:

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from paceline.comm.mpi.library import initialized
+
 Operator: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 _MOVED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -59,13 +61,14 @@ class Move:
         self.starts = [0, *accumulate(self.counts)][:-1]
         self._flat = parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def block(self, mpi: Any) -> list[Any]:
+    def block(self) -> list[Any]:
         """Return the block in the form that mpi4py expects."""
-        return [self._flat.numpy(), mpi_type(mpi, self._flat.dtype)]
+        return whole(self._flat)
 
-    def parts(self, mpi: Any) -> list[Any]:
+    def parts(self) -> list[Any]:
         """Return the block in the form that mpi4py expects, with one part for each tensor."""
-        return [self._flat.numpy(), self.counts, self.starts, mpi_type(mpi, self._flat.dtype)]
+        block, kind = whole(self._flat)
+        return [block, self.counts, self.starts, kind]
 
     def deliver(self) -> None:
         """Copy the received data into the tensors that MPI has not written directly."""
@@ -80,9 +83,6 @@ class Reduction:
 
     Args:
         tensors: tensors of one type, in the order of the block.
-
-    Raises:
-        ValueError: MPI cannot reduce these tensors with this operator, or their types differ.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], operation: Operator) -> None:
@@ -94,17 +94,16 @@ class Reduction:
         if self._dtype not in _NAMES or (self.operation == "AVG" and not (dtype.is_floating_point or dtype.is_complex)):
             raise ValueError(f"MPI does not reduce {dtype} by {self.operation}")
         parts = [_one_after_another(one).to(self._dtype) for one in tensors]
-        self.counts = [one.numel() for one in parts]
         self.flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._truth = dtype == torch.bool
 
-    def block(self, mpi: Any) -> list[Any]:
+    def block(self) -> list[Any]:
         """Return the block in the form that mpi4py expects."""
-        return [self.flat.numpy(), mpi_type(mpi, self._dtype)]
+        return whole(self.flat)
 
-    def op(self, mpi: Any) -> Any:
+    def op(self) -> Any:
         name = _OF_TRUTH.get(self.operation) if self._truth else None
-        return getattr(mpi, name or _OPERATIONS[self.operation])
+        return getattr(initialized(), name or _OPERATIONS[self.operation])
 
     def room(self, elements: int) -> torch.Tensor:
         """Return an uninitialized buffer for this number of results."""
@@ -122,8 +121,9 @@ class Reduction:
             start += tensor.numel()
 
 
-def mpi_type(mpi: Any, dtype: torch.dtype) -> Any:
-    return getattr(mpi, _NAMES[dtype])
+def whole(tensor: torch.Tensor) -> list[Any]:
+    """Return a contiguous tensor in the form that mpi4py expects."""
+    return [tensor.numpy(), getattr(initialized(), _NAMES[tensor.dtype])]
 
 
 def _one_after_another(tensor: torch.Tensor) -> torch.Tensor:
