@@ -16,8 +16,9 @@ from paceline.cli.display import table
 from paceline.cli.options import MachineOptions, chosen_place, takes
 from paceline.cli.report import say
 from paceline.environments import env
-from paceline.errors import ConfigError, StartError
+from paceline.errors import ConfigError, StartError, counted
 from paceline.launchers.base import Examination, Request
+from paceline.launchers.local.child import end_with_parent
 
 if TYPE_CHECKING:
     from paceline.diagnostics.doctor.diagnosis import Diagnosis
@@ -100,7 +101,6 @@ def _examine_here(request: Request) -> int:
     """Examine this machine, alone or at a rendezvous. Agents of a cluster leave the report to the first machine."""
     from paceline.diagnostics.doctor.diagnosis import examine
     from paceline.diagnostics.doctor.examine import Wanted
-    from paceline.launchers.local.child import end_with_parent
 
     if env.text(env.END_WITH_PARENT):
         end_with_parent()
@@ -155,18 +155,14 @@ def shown(found: Diagnosis, verbose: bool) -> list[str]:
     count = sum(one.status != "skipped" for one in found.findings)
     return [
         *lines,
-        f"{count} checks on {_number(len(found.machines), 'machine')} ({', '.join(found.machines)}): "
-        f"{_number(failures, 'failure')}, {_number(len(wrong) - failures, 'warning')}",
+        f"{count} checks on {counted(len(found.machines), 'machine')} ({', '.join(found.machines)}): "
+        f"{counted(failures, 'failure')}, {counted(len(wrong) - failures, 'warning')}",
     ]
 
 
 def _explained(one: Finding) -> list[str]:
     place = f" [{one.place}]" if one.place else ""
     return [f"{one.status.upper()}{place} {one.check}: {one.values}", f"  why: {one.why}", f"  do:  {one.cure}", ""]
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _printable(text: str) -> str:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import paceline
-from paceline import config
 from paceline.cli import run
-from paceline.cli.options import chosen_place, node_range
+from paceline.cli.options import chosen_place, node_range, parsed_settings
 from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, RunFailed
 from paceline.launchers import call_worker
@@ -105,7 +104,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             script=Path(call_worker.__file__),
             arguments=(str(folder),),
             workers=workers,
-            settings=config.parse_command_line(_as_on_the_command_line(settings or {})),
+            settings=parsed_settings(settings),
             runs=runs,
             name=name or f"{own}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             least=least,
@@ -138,11 +137,7 @@ _OPTION_TYPES: dict[str, tuple[Any, str]] = {
 
 
 def _check(workers: object, runs_dir: object, **given: object) -> None:
-    """Check the types of arguments. On the command line they are strings, which the options parse.
-
-    Raises:
-        ConfigError: an argument cannot be used.
-    """
+    """Check the types of arguments. On the command line they are strings, which the options parse."""
     if isinstance(workers, bool) or not isinstance(workers, Integral) or int(workers) < 1:
         raise ConfigError(f"workers = {workers!r}: give the number of workers of each machine, 1 or more.")
     if not isinstance(runs_dir, str | os.PathLike):
@@ -186,17 +181,6 @@ def _options(place: Mapping[str, Any]) -> Options:
             raise ConfigError(f"{name} = {value!r}: give {cure}.")
     hostfile = place.get("hostfile")
     return Options(**{**place, "hostfile": None if hostfile is None else Path(hostfile)})
-
-
-def _as_on_the_command_line(settings: Mapping[str, Any]) -> list[str]:
-    """Convert ``{"exact": True, "checkpoint": {"every": 3}}`` to ``exact=true``, ``checkpoint.every=3``."""
-    words = []
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            words += [f"{key}.{word}" for word in _as_on_the_command_line(value)]
-        else:
-            words.append(f"{key}={'none' if value is None else value if isinstance(value, str) else json.dumps(value)}")
-    return words
 
 
 def _write(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Signature, signature
@@ -171,6 +172,16 @@ def number_range(first: str, last: str) -> tuple[int, int] | None:
     if not all(part.isdecimal() and len(part) < 10 for part in (first, last)) or not 1 <= int(first) <= int(last):
         return None
     return int(first), int(last)
+
+
+def parsed_settings(settings: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the settings of a call in Python, such as ``{"exact": True}``, as ``--set`` gives them."""
+    from paceline import config
+
+    words = []
+    for key, value in config.flattened(settings or {}).items():
+        words.append(f"{key}={'none' if value is None else value if isinstance(value, str) else json.dumps(value)}")
+    return config.parse_command_line(words)
 
 
 def misplaced(request: Request) -> str:

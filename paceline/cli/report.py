@@ -16,13 +16,14 @@ import typer
 
 from paceline.environments import env
 from paceline.errors import name_ranks
+from paceline.launchers.base import Launch, Request, RunResult
+from paceline.launchers.local.kernel import state_of
 from paceline.observe.records import Record, parsed
 from paceline.system.regular_files import open_regular
 
 if TYPE_CHECKING:
     from paceline.coordinator.failure.coordinator_report import CoordinatorReport
     from paceline.coordinator.monitor import Alert, RunMonitor
-    from paceline.launchers.base import Launch, Request, RunResult
 
 _PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
@@ -145,7 +146,6 @@ def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
 def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
     """Return the line for an alert. For an absent worker, add the state of its process and its last output."""
     from paceline.coordinator.failure.worker_report import tail
-    from paceline.launchers.local.kernel import state_of
 
     if alert.kind == "lost":
         return f"lost: {monitor.exit_texts.get(alert.workers[0], alert.text)}"

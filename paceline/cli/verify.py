@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.display import table
 from paceline.cli.observing.logs import RunsDir
 from paceline.cli.options import Arguments, Plan, Script, Set
+from paceline.cli.report import run_quietly
+from paceline.environments import env
+from paceline.errors import ConfigError, counted
+from paceline.launchers.base import Request
 
 if TYPE_CHECKING:
     from paceline.diagnostics.verify.compare import Comparison
     from paceline.diagnostics.verify.run_trace import RunTrace
-    from paceline.launchers.base import Request
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ Or find where two runs begin to differ: paceline verify RUN RUN.
@@ -46,10 +50,7 @@ def command(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Check that a script trains the same on any number of workers, or compare two runs."""
-    from dataclasses import replace
-
     from paceline import config
-    from paceline.launchers.base import Request
     from paceline.launchers.prepare import check
 
     if len(arguments or ()) == 1 and script.suffix != ".py" and not script.is_file():
@@ -67,7 +68,6 @@ def command(
 
 def _sizes(text: str, steps: int) -> list[int]:
     from paceline.config import quoted
-    from paceline.errors import ConfigError
 
     try:
         sizes = [int(part) for part in text.split(",")]
@@ -81,23 +81,18 @@ def _sizes(text: str, steps: int) -> list[int]:
 
 
 def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
-    from dataclasses import replace
-
-    from paceline.cli.report import run_quietly
     from paceline.diagnostics.verify.run_trace import read
-    from paceline.environments import env
 
     traces = directory / f"trace-{workers}"
     traces.mkdir()
     asked = {env.TRACE_DIRECTORY: str(traces), env.TRACE_STEPS: str(steps)}
     request = replace(base, workers=workers, runs=directory, name=f"run-{workers}", environment=asked)
-    print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
+    print(f"{steps} steps on {counted(workers, 'worker')} ...", file=sys.stderr, flush=True)
     seconds = run_quietly(request)
     return Size(workers, read(traces / "trace.jsonl"), seconds)
 
 
 def _print_result(sizes: list[Size]) -> int:
-    from paceline.cli.display import table
     from paceline.diagnostics.verify.compare import compare
 
     reference, *others = sizes
@@ -110,7 +105,7 @@ def _print_result(sizes: list[Size]) -> int:
     causes: dict[str, list[str]] = {}
     for size, comparison in found:
         if comparison.result != "identical":
-            causes.setdefault(comparison.cause, []).append(f"  {_workers(size.workers)}: {_where(comparison)}")
+            causes.setdefault(comparison.cause, []).append(f"  {counted(size.workers, 'worker')}: {_where(comparison)}")
     for cause, where in causes.items():
         print("\n".join([*where, cause]))
     if not causes:
@@ -121,10 +116,6 @@ def _print_result(sizes: list[Size]) -> int:
 
 def _row(size: Size, result: str) -> tuple[str, ...]:
     return (str(size.workers), result, size.trace.fingerprint(), f"{size.seconds:.1f}")
-
-
-def _workers(count: int) -> str:
-    return f"{count} worker" + ("s" if count != 1 else "")
 
 
 def _where(comparison: Comparison) -> str:

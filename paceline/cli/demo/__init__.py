@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, counted
 from paceline.launchers.base import Request
 
 CONTEXT: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def command(workers: Annotated[int, typer.Option("--workers", "-n", help="How ma
 def _train(workers: int, directory: Path) -> dict[str, Any]:
     from paceline.cli.run import train
 
-    print(f"training on {workers} worker{'s' if workers != 1 else ''} ...", file=sys.stderr, flush=True)
+    print(f"training on {counted(workers, 'worker')} ...", file=sys.stderr, flush=True)
     directory.mkdir(exist_ok=True)
     result = directory / "result.json"
     code = train(Request(SCRIPT, (str(result),), workers, runs=directory / "runs"), closing=False)

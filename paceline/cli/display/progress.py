@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from paceline.errors import counted
 from paceline.system.regular_files import open_regular
 
 _POLL_SECONDS = 0.25
@@ -173,7 +174,7 @@ class Display:
             return
         workers, self._starting = self._starting[0], None
         if self.introduces and workers:
-            self.tell(f"starting {workers} worker{'s' if workers > 1 else ''}: none has come to paceline.start yet")
+            self.tell(f"starting {counted(workers, 'worker')}: none has come to paceline.start yet")
 
     def _introduce(self, record: Mapping[str, object]) -> None:
         self._starting = None

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.observing.logs import RunsDir
+from paceline.errors import ConfigError
 
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Runs may still train; the page follows them.
@@ -31,7 +32,6 @@ def command(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Look at runs in a browser."""
-    from paceline.errors import ConfigError
     from paceline.launchers.runs import found, newest
     from paceline.observe.dashboard.server import Dashboard
 

@@ -6,6 +6,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.errors import InputError
+
 if TYPE_CHECKING:
     from paceline.diagnostics.replay.recorded import RecordedRun
     from paceline.diagnostics.verify.run_trace import RunTrace
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
 def compare(runs_dir: Path, first: str, second: str) -> int:
     """Compare two runs, and print where they begin to differ. Return the exit code: 0 if they are equal, else 1."""
     from paceline.diagnostics.replay import parting, recorded
-    from paceline.errors import InputError
     from paceline.launchers.runs import found
 
     one, two = (recorded.load(found(runs_dir, name).resolve()) for name in (first, second))

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.display import table
 from paceline.cli.observing.logs import Run, RunsDir
+from paceline.cli.report import report, say
+from paceline.environments import env
+from paceline.errors import ConfigError, counted
+from paceline.launchers.base import Request
 
 if TYPE_CHECKING:
     from paceline.diagnostics.replay.recorded import RecordedRun, RecordedStep
-    from paceline.launchers.base import Request
     from paceline.observe.records import Record
 
 CONTEXT: dict[str, object] = {}
@@ -44,7 +48,6 @@ def command(  # noqa: PLR0913 - each argument is an option
 ) -> None:
     """Repeat a step of a run with the same bits."""
     from paceline.diagnostics.replay import recorded
-    from paceline.errors import ConfigError
     from paceline.launchers.runs import found
 
     asked = [name for name, is_asked in _observers(anomaly, samples, profile, pdb).items() if is_asked]
@@ -73,8 +76,6 @@ def replayed(
     Raises:
         ConfigError, InputError: the step cannot be replayed.
     """
-    from paceline.environments import env
-    from paceline.launchers.base import Request
     from paceline.observe import records
 
     known.check(step)
@@ -95,9 +96,10 @@ def replayed(
             name=known.folder.name,
             environment={env.REPLAY: json.dumps(asked), "OMP_NUM_THREADS": str(known.launch.get("threads", 1))},
         )
-        _say(
+        say(
             f"replaying {known.folder.name} from {checkpoint.name if checkpoint else 'the start'} on "
-            f"{_count(workers)}; {known.script.name} runs in {Path.cwd()}, and what it writes itself, it writes again"
+            f"{counted(workers, 'worker')}; {known.script.name} runs in {Path.cwd()}, and what it writes itself, it "
+            f"writes again"
         )
         code = _run(request, interactive=observe == "pdb")
     try:
@@ -108,13 +110,12 @@ def replayed(
 
 
 def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> int:
-    from paceline.errors import ConfigError
-
     recorded = known.workers_at(step)
+    had = counted(recorded, "worker")
     others = {known.workers_at(one) for one in range(known.checkpoint_before(step)[0], step)} - {recorded}
     if others and not known.same_bits:
         raise ConfigError(
-            f"--step {step}: {known.folder.name} had {_count(recorded)} there and {_count(max(others))} at an earlier "
+            f"--step {step}: {known.folder.name} had {had} there and {counted(max(others), 'worker')} at an earlier "
             f"step after the nearest checkpoint. Its bits depend on the number of workers, because exact is not set, "
             f"so no replay has them."
         )
@@ -123,16 +124,12 @@ def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> 
         raise ConfigError(f"--ranks {ranks}: at least one worker must train.")
     if workers != recorded and not known.same_bits:
         raise ConfigError(
-            f"--ranks {workers}: the bits of {known.folder.name} depend on its {_count(recorded)}, because exact is "
+            f"--ranks {workers}: the bits of {known.folder.name} depend on its {had}, because exact is "
             f"not set, or batch_per_worker or scale_lr is. Leave out --ranks."
         )
     if observe == "pdb" and workers > 1:
         raise ConfigError(f"--pdb debugs one worker, and this is a replay on {workers}: with exact, set --ranks 1.")
     return workers
-
-
-def _count(workers: int) -> str:
-    return f"{workers} worker{'s' * (workers > 1)}"
 
 
 @contextmanager
@@ -149,7 +146,6 @@ def _working_in(launch: Any) -> Iterator[None]:
 
 def _run(request: Request, interactive: bool) -> int:
     """Run the script up to the step, and return the exit code, 0 if it did not fail."""
-    from paceline.cli.report import report, say
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
 
@@ -212,8 +208,6 @@ def _place(found: Record) -> str:
 
 
 def _sample_lines(_: RecordedRun, records: Sequence[Record]) -> list[str]:
-    from paceline.cli.display import table
-
     found = [one for record in records for one in record["found"]]
     ranked = sorted(found, key=lambda one: (one["loss"] == one["loss"], -one["loss"]))  # NaN first
     rows = [(str(one["sample"]), str(one["microbatch"]), f"{one['loss']:.6g}") for one in ranked]
@@ -223,12 +217,6 @@ def _sample_lines(_: RecordedRun, records: Sequence[Record]) -> list[str]:
 def _profile_lines(_: RecordedRun, records: Sequence[Record]) -> Iterator[str]:
     for record in sorted(records, key=lambda one: -int(one["rank"])):
         yield from (record["text"], f"rank {record['rank']}: {record['path']}, for Perfetto")
-
-
-def _say(text: str) -> None:
-    from paceline.cli.report import say
-
-    say(text)
 
 
 _LINES = {"anomaly": _anomaly_lines, "samples": _sample_lines, "profile": _profile_lines}

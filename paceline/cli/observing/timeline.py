@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.display import table
+from paceline.cli.observing.logs import Run, RunsDir
+from paceline.errors import ConfigError
+
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Reads the events of a run with strategy pipeline, which may still be running.
 
@@ -15,20 +19,15 @@ The drawing is one self-contained HTML file.
 
 
 def command(
-    run: Annotated[
-        str | None,
-        typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
-    ] = None,
+    run: Run = None,
     step: Annotated[int | None, typer.Option(help="The step to draw.", show_default="one of median length")] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Where to write the page.", metavar="FILE", show_default="timeline.html of the run"),
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Draw a step of a pipeline, predicted above measured."""
-    from paceline.cli.display import table
-    from paceline.errors import ConfigError
     from paceline.launchers.runs import found
     from paceline.observe.timeline import summary
     from paceline.observe.timeline.comparison import compare

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.observing.logs import Collect, Run, RunsDir, Step, steps_of, up_to_date
+from paceline.errors import ConfigError, InputError
 
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Open the file at https://ui.perfetto.dev; it stays in the browser.
@@ -30,7 +31,6 @@ def command(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a trace of a run for Perfetto."""
-    from paceline.errors import ConfigError, InputError
     from paceline.observe.index import Search
     from paceline.observe.tracing import otel as open_telemetry
     from paceline.observe.tracing.clocks import described

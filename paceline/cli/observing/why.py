@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.observing.logs import Collect, Run, RunsDir, up_to_date
+from paceline.errors import InputError
 
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Names the rank, the stage or the part of a step that takes more time than it has to.
@@ -24,7 +25,6 @@ def command(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Say where the time of a run went."""
-    from paceline.errors import InputError
     from paceline.observe.index import Search
     from paceline.observe.why import EVENTS, STAGES, find, sentences
 

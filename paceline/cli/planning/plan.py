@@ -7,14 +7,16 @@ import math
 import shlex
 import sys
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.display import table
-from paceline.cli.options import Arguments, Plan, Script, Set
+from paceline.cli.options import Arguments, Plan, Script, Set, parsed_settings
 from paceline.cli.report import run_quietly
-from paceline.errors import ConfigError, RunFailed
+from paceline.environments import env
+from paceline.errors import ConfigError, RunFailed, counted
 from paceline.launchers.base import Request
 
 if TYPE_CHECKING:
@@ -181,30 +183,21 @@ def plan(  # noqa: PLR0913 - each argument is an option
         InputError: the script does not train, or takes too few steps.
         RunFailed: the script failed.
     """
-    from paceline import config
     from paceline.planning.query import Query
 
-    given = config.parse_command_line([f"{key}={_on_line(value)}" for key, value in (settings or {}).items()])
     recorded = None if trace is None else Path(trace)
     query = Query(
         workers or 0, link, latency, memory, steps, epochs, tolerance, machines, here, spot, recorded, deadline, budget
     )
     try:
-        return query.candidates(Request(Path(script), arguments, settings=given), _start)[2]
+        return query.candidates(Request(Path(script), arguments, settings=parsed_settings(settings)), _start)[2]
     except typer.Exit as error:
         raise RunFailed(f"{script} failed with exit code {error.exit_code}; its report is above.") from None
 
 
-def _on_line(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _start(request: Request) -> None:
-    from paceline.environments import env
-
     what = "profile" if env.PROFILE in request.environment else "a few steps"
-    many = f"{request.workers} worker{'s' * (request.workers > 1)}"
-    print(f"measuring: {what} on {many} ...", file=sys.stderr, flush=True)
+    print(f"measuring: {what} on {counted(request.workers, 'worker')} ...", file=sys.stderr, flush=True)
     run_quietly(request)
 
 
@@ -263,8 +256,6 @@ def _short(value: float | None) -> str:
 
 def _prove(base: Request, ordered: Sequence[Candidate], count: int) -> list[str]:
     """Run the fastest plans and the slowest one, and return what was predicted beside what was measured."""
-    from statistics import median
-
     from paceline.planning.trials import settings_text, steps_of
 
     rows: list[tuple[str, ...]] = [("plan", "predicted ms", "measured ms", "error")]

@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from paceline.cli.options import BEFORE_SCRIPT, Arguments, Plan, Script, Set
+from paceline.cli.report import run_quietly, say
+from paceline.environments import env
+from paceline.errors import ConfigError, InputError
+from paceline.launchers.base import Request
 
 if TYPE_CHECKING:
     from paceline.observe.noise import NoiseScale
@@ -52,7 +56,6 @@ def command(  # noqa: PLR0913 - each argument is an option
 ) -> None:
     """Recommend a learning rate and a batch."""
     from paceline import config
-    from paceline.errors import ConfigError
     from paceline.observe.tuning import critical_batch, learning_rate
     from paceline.observe.tuning.page import draw_batches, draw_rates, html
 
@@ -94,8 +97,6 @@ def command(  # noqa: PLR0913 - each argument is an option
 
 def _span(text: str) -> tuple[float, float]:
     """Return the smallest and the largest multiple of the script's learning rate."""
-    from paceline.errors import ConfigError
-
     try:
         low, high = map(float, text.split(":"))
     except ValueError:
@@ -119,15 +120,7 @@ class _Starter:
     def branch(
         self, name: str, seed: int, steps: int, first: float, last: float, settings: Mapping[str, str] | None = None
     ) -> tuple[Branch, list[Record]]:
-        """Run a branch, and return it with its records.
-
-        Raises:
-            InputError: the script ended before the branch.
-        """
-        from paceline.cli.report import run_quietly, say
-        from paceline.environments import env
-        from paceline.errors import InputError
-        from paceline.launchers.base import Request
+        """Run a branch, and return it with its records."""
         from paceline.observe import records
         from paceline.observe.tuning import branch_of
 
