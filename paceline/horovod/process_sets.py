@@ -79,11 +79,7 @@ def forget() -> None:
 
 
 def add(engine: Engine, given: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set and return it. All workers must call this.
-
-    Raises:
-        ValueError: a process set of these ranks exists, or the ranks are empty, repeated or out of range.
-    """
+    """Add a process set and return it, as ``add_process_set`` does."""
     one = given if isinstance(given, ProcessSet) else ProcessSet(given)
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or not 0 <= one.ranks[0] <= one.ranks[-1] < engine.size:
         raise ValueError(f"{one}: there are ranks 0 to {engine.size - 1}, each once.")
@@ -98,7 +94,7 @@ def add(engine: Engine, given: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove(engine: Engine, one: ProcessSet) -> bool:
-    """Remove a process set. Return False if it is global or not added. All workers must call this."""
+    """Remove a process set, as ``remove_process_set`` does."""
     if one.process_set_id in (None, GLOBAL):
         return False
     assert one.process_set_id is not None

@@ -47,11 +47,7 @@ _TRUE_HERE = {
 
 
 def read_settings() -> HorovodSettings:
-    """Return the settings from the environment.
-
-    Raises:
-        ConfigError: a numeric variable is not a number or is negative.
-    """
+    """Return the settings from the environment."""
     timeline = env.text("HOROVOD_TIMELINE") or ""
     disabled = env.horovod_number("STALL_CHECK_DISABLE", 0) != 0
     return HorovodSettings(

@@ -18,7 +18,7 @@ from paceline.cli.foreign import run_module
 from paceline.cli.report import say
 from paceline.environments import env
 from paceline.errors import ConfigError
-from paceline.horovod.runner.hosts import INSTEAD, fill, of_interfaces
+from paceline.horovod.runner.hosts import INSTEAD, fill, worker_variables
 
 CONTEXT: dict[str, object] = {
     "ignore_unknown_options": True,
@@ -148,9 +148,7 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
     found |= {variable: "1" for name, variable in _FLAG_VARIABLES.items() if said[name.replace("-", "_")]}
     if given.fusion_threshold_mb is not None:
         found["HOROVOD_FUSION_THRESHOLD"] = str(int(given.fusion_threshold_mb * 2**20))
-    if given.network is not None:
-        found |= of_interfaces(given.network)
-    return found
+    return found | worker_variables(None, given.network)
 
 
 def _script(words: Sequence[str]) -> list[str]:

@@ -13,11 +13,13 @@ from paceline.horovod.errors import HorovodInternalError
 
 
 class Handle:
-    """Handle of a submitted operation.
+    """Handle of a submitted operation, for ``poll`` and ``synchronize``.
 
     Args:
         on_wait: called with the handle when the script begins to wait for a pending operation.
     """
+
+    single = False  # whether :meth:`results` returns the only result itself, instead of a list
 
     def __init__(self, request: Request, task: Task, on_wait: Callable[[Handle], None]) -> None:
         self.request, self.task, self._on_wait = request, task, on_wait
@@ -44,6 +46,11 @@ class Handle:
         if self._error:
             raise HorovodInternalError(self._error)
         return self.task.outputs
+
+    def results(self) -> Any:
+        """Wait until the operation has ended and return its result, or the list of its results."""
+        found = self.wait()
+        return found[0] if self.single else found
 
     def end(self, error: str = "") -> None:
         """Mark the operation as ended and wake waiting threads. A nonempty ``error`` marks it as failed."""

@@ -85,11 +85,7 @@ class Waits:
             )
 
     def record(self, path: str, mark_cycles: bool = False) -> None:
-        """Close the current timeline and record operations to ``path``, if it is not empty. Only rank 0 records.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
+        """Close the current timeline and record operations to ``path``, if it is not empty. Only rank 0 records."""
         old, self.timeline = self.timeline, None
         if old is not None:
             old.close()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.horovod.ray.ray_logger import Callback
-from paceline.horovod.ray.runner import MiniSettings, without_executable
-from paceline.horovod.ray.slots import RayHostDiscovery, Slots, check_resources
+from paceline.horovod.ray.runner import MiniSettings, RayExecutor
+from paceline.horovod.ray.slots import RayHostDiscovery
 from paceline.horovod.runner.hosts import check_counts, check_others, renamed
 
 __all__ = ["ElasticRayExecutor", "ElasticSettings", "RayHostDiscovery"]
@@ -18,13 +18,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class ElasticSettings(MiniSettings):
-    """Settings returned by :meth:`ElasticRayExecutor.create_settings`.
-
-    Attributes:
-        min_num_proc: minimum number of workers, below which a run waits. Defaults to 1.
-        max_num_proc: maximum number of workers. Defaults to the capacity of the cluster.
-        elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
-    """
+    """Settings returned by :meth:`ElasticRayExecutor.create_settings`, whose arguments are its attributes."""
 
     min_num_proc: int = 1
     max_num_proc: int | None = None
@@ -92,12 +86,18 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, str] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        gpus = check_resources("ElasticRayExecutor", cpus_per_slot, use_gpu, gpus_per_slot)
-        self._settings = settings
-        self._resources = cpus_per_slot, gpus
-        self._variables = {**settings.variables(), **(env_vars or {})}
-        self._discovery = None if override_discovery else settings.discovery
-        self._slots: Slots | None = None
+        self._executor = RayExecutor(
+            settings,
+            min_workers=settings.min_num_proc,
+            max_workers=settings.max_num_proc,
+            cpus_per_worker=cpus_per_slot,
+            use_gpu=use_gpu,
+            gpus_per_worker=gpus_per_slot,
+            elastic_timeout=settings.elastic_timeout,
+            override_discovery=override_discovery,
+        )
+        self._variables = env_vars
+        self._started = False
 
     def start(self) -> None:
         """Determine the maximum number of workers from the cluster, unless the settings give it.
@@ -105,11 +105,8 @@ class ElasticRayExecutor:
         Raises:
             ConfigError: this process is not connected to Ray.
         """
-        known = self._settings
-        limits = known.min_num_proc, known.max_num_proc
-        seconds = known.elastic_timeout
-        name = "ElasticRayExecutor"
-        self._slots = Slots(name, *limits, *self._resources, seconds, self._discovery, self._variables)
+        self._executor.start(extra_env_vars=self._variables)
+        self._started = True
 
     def run(self, worker_fn: Callable[[], _T], callbacks: Sequence[Callback] | None = None) -> list[_T]:
         """Call a function on all workers, and return the results of those that finished, by rank.
@@ -123,7 +120,6 @@ class ElasticRayExecutor:
             RunFailed: too many workers were lost. An exception of the function that ends the run is raised itself, with
                 rank and traceback added.
         """
-        if self._slots is None:
+        if not self._started:
             self.start()
-        assert self._slots is not None
-        return self._slots.call(without_executable(worker_fn), tuple(callbacks or ()))
+        return self._executor.run(worker_fn, callbacks=callbacks)

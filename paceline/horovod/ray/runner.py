@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.ray.ray_logger import Callback
-from paceline.horovod.ray.slots import Slots, check_resources
+from paceline.horovod.ray.slots import Slots
 from paceline.horovod.ray.workers import Wanted, Workers
-from paceline.horovod.runner.hosts import check_counts, check_others, of_interfaces
+from paceline.horovod.runner.hosts import check_counts, check_others, worker_variables
 
 _T = TypeVar("_T")
 
@@ -33,8 +33,7 @@ class MiniSettings:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of the workers."""
-        nics = of_interfaces(",".join(sorted(self.nics))) if self.nics else {}
-        return {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.timeout_s), **nics}
+        return worker_variables(self.timeout_s, self.nics)
 
 
 class RayExecutor:
@@ -95,8 +94,8 @@ class RayExecutor:
         **others: Any,
     ) -> None:
         counts = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": num_workers_per_host}
-        elastic = {"min_workers": min_workers, "max_workers": max_workers}
-        check_counts("RayExecutor", counts | elastic)
+        counts |= {"min_workers": min_workers, "max_workers": max_workers}
+        check_counts("RayExecutor", counts | {"cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker})
         if sum(one is not None for one in (num_workers, num_hosts, min_workers)) != 1:
             raise ConfigError(
                 f"RayExecutor: num_workers={num_workers}, num_hosts={num_hosts}, min_workers={min_workers}: give one "
@@ -104,14 +103,16 @@ class RayExecutor:
             )
         if max_workers is not None and max_workers < (min_workers or max_workers + 1):
             raise ConfigError(f"RayExecutor: max_workers={max_workers}: give min_workers, too, and not more than that.")
-        gpus = check_resources("RayExecutor", cpus_per_worker, use_gpu, gpus_per_worker)
+        if gpus_per_worker and not use_gpu:
+            raise ConfigError(f"RayExecutor: gpus_per_worker={gpus_per_worker}: give use_gpu=True, too.")
+        gpus = (gpus_per_worker or 1) if use_gpu else 0
         check_others("RayExecutor", others)
         self._settings = settings or MiniSettings()
         self._started: Workers | Slots | None = None
         if min_workers is not None:
             discovery = None if override_discovery else self._settings.discovery
             found = (min_workers, max_workers, cpus_per_worker, gpus, elastic_timeout, discovery)
-            self._begin: Callable[..., Workers | Slots] = lambda *given: Slots("RayExecutor", *found, *given)
+            self._begin: Callable[..., Workers | Slots] = lambda *given: Slots(*found, *given)
         else:
             workers = num_workers or (num_hosts or 1) * num_workers_per_host
             seconds = self._settings.placement_group_timeout_s

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.environments import env
-from paceline.errors import ConfigError
 from paceline.horovod.ray import ray_logger
 from paceline.horovod.ray.ray_logger import Callback, Folder, follow
 from paceline.horovod.ray.workers import connected
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import check_counts
 
 _RUNS = Path("runs")
 _Executable = tuple[type, tuple[Any, ...], dict[str, Any]]
@@ -52,18 +50,6 @@ class RayHostDiscovery:
         return found
 
 
-def check_resources(function: str, cpus: int, use_gpu: bool, gpus: int | None) -> int:
-    """Check the resources of each worker, and return the number of its GPUs.
-
-    Raises:
-        ConfigError: a number is not a positive integer, or GPUs are requested without ``use_gpu``.
-    """
-    check_counts(function, {"CPUs of each worker": cpus, "GPUs of each worker": gpus})
-    if gpus and not use_gpu:
-        raise ConfigError(f"{function}: {gpus} GPUs of each worker: give use_gpu=True, too.")
-    return (gpus or 1) if use_gpu else 0
-
-
 class Slots:
     """Calls of functions on as many workers as the cluster has room for. Each call is a separate run.
 
@@ -72,14 +58,10 @@ class Slots:
         most: maximum number of workers. None means the capacity of the whole cluster at this time.
         seconds: timeout for reaching ``least`` workers.
         discovery: object that finds hosts and their slots. Defaults to :class:`RayHostDiscovery`.
-
-    Raises:
-        ConfigError: this process is not connected to Ray.
     """
 
-    def __init__(  # noqa: PLR0913 - the options of an executor
+    def __init__(
         self,
-        name: str,
         least: int,
         most: int | None,
         cpus: int,
@@ -88,11 +70,10 @@ class Slots:
         discovery: Any,
         variables: Mapping[str, str],
     ) -> None:
-        self._ray = connected(f"{name}.start")
+        self._ray = connected("RayExecutor.start")
         discovery = discovery or RayHostDiscovery(gpus > 0, cpus, gpus)
         most = max(least, sum(discovery.find_available_hosts_and_slots().values())) if most is None else most
         numbers = f"{least}:{most}"
-        self._name = name
         self._gpus = gpus
         self._variables = variables
         self._where: dict[str, Any] = {"elastic": numbers, "nodes": numbers, "patience": seconds, "slot_cpus": cpus}
@@ -119,7 +100,7 @@ class Slots:
                 folder = Folder(path)
                 stack.enter_context(follow(folder, callbacks))
             task = update_wrapper(partial(_call, function, self._executable, folder, seen), function, ("__name__",), ())
-            return call_on_workers(self._name, task, (), None, self._variables, on="ray", **self._where)
+            return call_on_workers("RayExecutor", task, (), None, self._variables, on="ray", **self._where)
 
 
 def _call(function: Callable[[Any], Any], executable: _Executable | None, folder: Folder | None, devices: str) -> Any:

@@ -46,11 +46,7 @@ class NoRoom(StartError, TimeoutError):
 
 
 def connected(function: str) -> Any:
-    """Return the module ``ray`` after checking that this process is connected to a cluster.
-
-    Raises:
-        ConfigError: Ray is not installed, or this process is not connected.
-    """
+    """Return the module ``ray`` after checking that this process is connected to a cluster."""
     try:
         import ray
     except ImportError:
@@ -61,12 +57,7 @@ def connected(function: str) -> Any:
 
 
 class Workers:
-    """Actors that run functions, started on creation.
-
-    Raises:
-        ConfigError: this process is not connected to Ray.
-        StartError: the cluster has no room for the actors, or an actor did not start.
-    """
+    """Actors that run functions, started on creation."""
 
     def __init__(self, wanted: Wanted, variables: Mapping[str, str]) -> None:
         self._ray = connected("RayExecutor.start")

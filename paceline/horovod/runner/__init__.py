@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import check_counts, check_others, check_python, fill, of_interfaces, renamed
+from paceline.horovod.runner.hosts import check_counts, check_others, check_python, fill, renamed, worker_variables
 
 _T = TypeVar("_T")
 
@@ -66,9 +66,7 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
         raise ConfigError("horovod.run: give hosts or hostfile, not both.")
     num_proc = max(num_proc, min_num_proc or 0)
     workers, there = fill(hosts, hostfile, slots or 1, num_proc)
-    variables = {} if start_timeout is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(start_timeout)}
-    if network_interface is not None:
-        variables |= of_interfaces(network_interface)
+    variables = worker_variables(start_timeout, network_interface)
     where: dict[str, Any] = {"workers": workers} if there is None else {"on": "ssh", "hosts": there}
     if min_num_proc is not None or max_num_proc is not None:
         where["elastic"] = f"{min_num_proc or num_proc}:{max_num_proc or num_proc}"

@@ -44,9 +44,6 @@ def fill(hosts: str | None, hostfile: str | None, slots: int, workers: int | Non
     Returns:
         the number of workers, or None if neither hosts nor workers are given, and the hosts with the number of workers
         on each, or None if only this machine is used.
-
-    Raises:
-        ConfigError: the hosts cannot be parsed or have too few slots.
     """
     listed = read_hostfile(Path(hostfile), slots) if hostfile else parse_hosts(hosts, slots) if hosts else []
     if not listed:
@@ -65,17 +62,16 @@ def fill(hosts: str | None, hostfile: str | None, slots: int, workers: int | Non
     return wanted, ",".join(f"{host}:{count}" for host, count in taken.items())
 
 
-def of_interfaces(names: str) -> dict[str, str]:
-    """Return environment variables that make gloo and NCCL use these comma-separated network interfaces."""
-    return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
+def worker_variables(start_timeout: int | None, interfaces: str | Collection[str] | None) -> dict[str, str]:
+    """Return environment variables for the timeout of ``init``, and for the network interfaces of gloo and NCCL."""
+    found = {} if start_timeout is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(start_timeout)}
+    if names := interfaces if isinstance(interfaces, str) else ",".join(sorted(interfaces or ())):
+        found |= {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
+    return found
 
 
 def check_counts(function: str, given: Mapping[str, Any]) -> None:
-    """Check that the given counts, such as numbers of workers, are None or positive integers.
-
-    Raises:
-        ConfigError: a count is not a positive integer.
-    """
+    """Check that the given counts, such as numbers of workers, are None or positive integers."""
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ConfigError(f"{function}: {name}={value!r}: give a whole number from 1 on.")
@@ -86,10 +82,6 @@ def check_others(function: str, given: Mapping[str, Any], without: Collection[st
 
     Args:
         without: arguments that this function ignores with a warning, although others refuse them.
-
-    Raises:
-        ConfigError: an argument has no counterpart. The message names a replacement.
-        TypeError: Horovod's function does not have the argument either.
     """
     ignored = []
     for name, value in given.items():

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import check_counts, check_others, check_python, of_interfaces, renamed
+from paceline.horovod.runner.hosts import check_counts, check_others, check_python, renamed, worker_variables
 
 __all__ = ["run", "run_elastic"]
 
@@ -50,7 +50,7 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     check_others("horovod.spark.run", others)
     check_python("horovod.spark.run", executable, "leave it out; PYSPARK_PYTHON names the executors' Python")
     session, tasks = _session("horovod.spark.run", num_proc)
-    variables = _variables(env, start_timeout, nics)
+    variables = {**(env or {}), **worker_variables(start_timeout, nics)}
     return call_on_workers("horovod.spark.run", fn, args, kwargs, variables, on=session, nodes=tasks)
 
 
@@ -98,24 +98,12 @@ def run_elastic(  # noqa: PLR0913 - the arguments are Horovod's
     session, workers = _session(name, num_proc)
     numbers = f"{min_num_proc or workers}:{max_num_proc or max(workers, min_num_proc or 1)}"
     where = {"elastic": numbers, "nodes": numbers, "patience": elastic_timeout or 600.0}
-    variables = _variables(env, start_timeout, nics)
+    variables = {**(env or {}), **worker_variables(start_timeout, nics)}
     return call_on_workers(name, fn, args, kwargs, variables, on=session, **where)
 
 
-def _variables(
-    given: Mapping[str, str] | None, start_timeout: int | None, nics: Collection[str] | None
-) -> dict[str, str]:
-    """Return the environment variables of the workers."""
-    seconds = {} if start_timeout is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(start_timeout)}
-    return {**(given or {}), **seconds, **(of_interfaces(",".join(sorted(nics))) if nics else {})}
-
-
 def _session(function: str, num_proc: int | None) -> tuple[Any, int]:
-    """Return the Spark session of this process and the number of workers.
-
-    Raises:
-        ConfigError: the process is not connected to Spark, or ``num_proc`` is not a positive integer.
-    """
+    """Return the Spark session of this process and the number of workers."""
     check_counts(function, {"num_proc": num_proc})
     try:
         from pyspark import SparkContext

@@ -15,9 +15,8 @@ import torch
 from paceline.horovod.engine.handle import Handle
 from paceline.horovod.engine.requests import GLOBAL
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.torch.compression import Compression, Compressor, compress_all
-from paceline.horovod.torch.gathering import allgather_part
-from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
+from paceline.horovod.torch.compression import Compression, Compressor, compressed
+from paceline.horovod.torch.handles import Tensors, differentiated, like
 from paceline.horovod.torch.requests import Adasum, Average, Sum, reduction_of, submit
 
 
@@ -48,9 +47,10 @@ def _reduced(
     """Reduce tensors. The gradient is the same reduction of the gradients."""
 
     def run(given: Tensors) -> Tensors:
-        small, contexts = compress_all(compression, given)
-        found = _start(small, like(small), name, op, factors, process_set, grouped).wait()
-        return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
+        def reduce(small: list[torch.Tensor]) -> list[torch.Tensor]:
+            return _start(small, like(small), name, op, factors, process_set, grouped).wait()
+
+        return compressed(compression, reduce, given)
 
     def back(gradients: Tensors) -> Tensors:
         return _start(gradients, like(gradients), None, op, factors, process_set).wait()
@@ -66,11 +66,11 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start :func:`allreduce` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
-    return Operation(_start([tensor], like([tensor]), name, op, factors, process_set), single=True)
+    return _start([tensor], like([tensor]), name, op, factors, process_set)
 
 
 def allreduce(  # noqa: PLR0913 - the arguments are Horovod's
@@ -105,10 +105,10 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start :func:`allreduce_` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
-    return Operation(_start([tensor], [tensor], name, reduction_of(op, average), factors, process_set), single=True)
+    return _start([tensor], [tensor], name, reduction_of(op, average), factors, process_set)
 
 
 def allreduce_(
@@ -134,11 +134,11 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start :func:`grouped_allreduce` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
-    return Operation(_start(tensors, like(tensors), name, op, factors, process_set, grouped=True), single=False)
+    return _start(tensors, like(tensors), name, op, factors, process_set, grouped=True)
 
 
 def grouped_allreduce(  # noqa: PLR0913 - the arguments are Horovod's
@@ -164,11 +164,11 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Operation:
+) -> Handle:
     """Start :func:`grouped_allreduce_` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
-    return Operation(_start(tensors, tensors, name, op, factors, process_set, grouped=True), single=False)
+    return _start(tensors, tensors, name, op, factors, process_set, grouped=True)
 
 
 def grouped_allreduce_(
@@ -197,8 +197,12 @@ def sparse_allreduce_async(
         raise ValueError(f"sparse_allreduce of {name!r} is for hvd.Average and hvd.Sum, not for {op}.")
     tensor = tensor.coalesce()
     described = f"{op} of a sparse tensor of shape {list(tensor.shape)}"
-    indices = allgather_part(tensor.indices().t().contiguous(), f"{name}.indices", process_set, described)
-    values = allgather_part(tensor.values().contiguous(), f"{name}.values", process_set, described)
+
+    def gather(part: str, entries: torch.Tensor) -> Handle:
+        given = [entries.contiguous()]
+        return submit("allgather", given, [None], f"{name}.{part}", process_set, detail=described)
+
+    indices, values = gather("indices", tensor.indices().t()), gather("values", tensor.values())
 
     def finish() -> torch.Tensor:
         found = values.results()

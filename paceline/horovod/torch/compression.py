@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,12 +26,15 @@ class Compressor:
         return tensor if cls.dtype is None else tensor.to(ctx)
 
 
-def compress_all(
-    compression: type[Compressor], tensors: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """Compress tensors. Leave other objects, which are refused later, unchanged."""
+def compressed(
+    compression: type[Compressor],
+    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Run an operation on compressed tensors. Leave other objects, which the operation refuses, unchanged."""
     pairs = [compression.compress(one) if isinstance(one, torch.Tensor) else (one, torch.float32) for one in tensors]
-    return [small for small, _ in pairs], [context for _, context in pairs]
+    found = run([small for small, _ in pairs])
+    return [compression.decompress(one, context) for one, (_, context) in zip(found, pairs, strict=True)]
 
 
 class NoneCompressor(Compressor):

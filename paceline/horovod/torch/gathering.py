@@ -9,14 +9,12 @@ import torch
 from paceline.horovod.engine.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.runtime import rank
-from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
+from paceline.horovod.torch.handles import Tensors, differentiated, like
 from paceline.horovod.torch.requests import Average, submit
 
 
-def _start_gather(
-    tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False, detail: str = ""
-) -> Handle:
-    return submit("allgather", tensors, [None] * len(tensors), name, process_set, grouped, detail=detail)
+def _start_gather(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> Handle:
+    return submit("allgather", tensors, [None] * len(tensors), name, process_set, grouped)
 
 
 def _gathered(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> list[torch.Tensor]:
@@ -44,14 +42,9 @@ def _mean(tensors: Tensors, process_set: ProcessSet) -> list[torch.Tensor]:
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+) -> Handle:
     """Start :func:`allgather` and return a handle for ``poll`` and ``synchronize``."""
-    return Operation(_start_gather([tensor], name, process_set), single=True)
-
-
-def allgather_part(tensor: torch.Tensor, name: str, process_set: ProcessSet, detail: str) -> Operation:
-    """Start to gather one component of an object whose description ``detail`` must be the same on all members."""
-    return Operation(_start_gather([tensor], name, process_set, detail=detail), single=True)
+    return _start_gather([tensor], name, process_set)
 
 
 def allgather(
@@ -63,9 +56,9 @@ def allgather(
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+) -> Handle:
     """Start :func:`grouped_allgather` and return a handle for ``poll`` and ``synchronize``."""
-    return Operation(_start_gather(tensors, name, process_set, grouped=True), single=False)
+    return _start_gather(tensors, name, process_set, grouped=True)
 
 
 def grouped_allgather(
@@ -83,10 +76,10 @@ def _start_broadcast(
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+) -> Handle:
     """Start :func:`broadcast` and return a handle for ``poll`` and ``synchronize``."""
     (output,) = like([tensor])
-    return Operation(_start_broadcast(tensor, output, root_rank, name, process_set), single=True)
+    return _start_broadcast(tensor, output, root_rank, name, process_set)
 
 
 def broadcast(
@@ -106,9 +99,9 @@ def broadcast(
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+) -> Handle:
     """Start :func:`broadcast_` and return a handle for ``poll`` and ``synchronize``."""
-    return Operation(_start_broadcast(tensor, tensor, root_rank, name, process_set), single=True)
+    return _start_broadcast(tensor, tensor, root_rank, name, process_set)
 
 
 def broadcast_(
@@ -137,9 +130,9 @@ def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process
 
 def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Operation:
+) -> Handle:
     """Start :func:`alltoall`. Results are always the rows and the number of rows from each member."""
-    return Operation(_start_alltoall(tensor, splits, name, process_set), single=False)
+    return _start_alltoall(tensor, splits, name, process_set)
 
 
 def alltoall(

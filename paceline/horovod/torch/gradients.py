@@ -38,6 +38,17 @@ class Reduces:
         """Factors before and after the reduction."""
         return (1.0 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of an operation that reduces gradients."""
+        before, after = self.factors
+        return {
+            "op": self.op,
+            "prescale_factor": before,
+            "postscale_factor": after,
+            "process_set": self.process_set,
+        }
+
 
 class Gradients:
     """Gradients submitted by name, separately or in groups, or in fixed buckets once the workers agree on a plan.
@@ -83,11 +94,7 @@ class Gradients:
         self._left = dict.fromkeys(self._names, passes)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Count a backward pass of a parameter, and submit its gradient after the last pass of the step.
-
-        Raises:
-            AssertionError: there were more passes than expected.
-        """
+        """Count a backward pass of a parameter, and submit its gradient after the last pass of the step."""
         self._renew()
         if self._left[parameter] <= 0:
             raise AssertionError(
@@ -118,10 +125,7 @@ class Gradients:
             total = sparse_allreduce_async(gradient, name, how.op, how.process_set)
             return lambda: _set(parameter, total())
         given, context = how.compression.compress(gradient.to_dense() if sparse else gradient.contiguous())
-        before, after = how.factors
-        handle = allreduce_async_(
-            given, name=name, op=how.op, prescale_factor=before, postscale_factor=after, process_set=how.process_set
-        )
+        handle = allreduce_async_(given, name=name, **how.arguments)
 
         def finish() -> None:
             result = how.compression.decompress(handle.results(), context)
@@ -132,15 +136,7 @@ class Gradients:
     def _start_group(self, group: tuple[torch.Tensor, ...]) -> Callable[[], None]:
         how = self._how
         given, contexts = zip(*[how.compression.compress(_gradient_of(one).contiguous()) for one in group], strict=True)
-        before, after = how.factors
-        handle = grouped_allreduce_async_(
-            list(given),
-            name=self._names[group[0]],
-            op=how.op,
-            prescale_factor=before,
-            postscale_factor=after,
-            process_set=how.process_set,
-        )
+        handle = grouped_allreduce_async_(list(given), name=self._names[group[0]], **how.arguments)
 
         def finish() -> None:
             for one, result, context in zip(group, handle.results(), contexts, strict=True):
@@ -149,11 +145,7 @@ class Gradients:
         return finish
 
     def finish(self) -> None:
-        """Submit the remaining gradients, with zeros for missing ones. Wait for the results and write them.
-
-        Raises:
-            HorovodInternalError: a reduction failed.
-        """
+        """Submit the remaining gradients, with zeros for missing ones. Wait for the results and write them."""
         self._renew()
         running = self._running
         if running.joins != self._joins:

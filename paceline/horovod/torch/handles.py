@@ -12,31 +12,15 @@ from paceline.horovod.engine.handle import Handle
 Tensors = Sequence[torch.Tensor]
 
 
-class Operation:
-    """Handle of a pending operation, for :func:`poll` and :func:`synchronize`.
-
-    Args:
-        single: whether to return the first result alone instead of the list of results.
-    """
-
-    def __init__(self, handle: Handle, single: bool) -> None:
-        self.handle, self._single = handle, single
-
-    def results(self) -> Any:
-        """Wait for the results and return them."""
-        found = self.handle.wait()
-        return found[0] if self._single else found
-
-
-def poll(handle: Operation) -> bool:
+def poll(handle: Handle) -> bool:
     """Return whether an operation has ended, so that :func:`synchronize` does not block.
 
     Raises:
         TypeError: ``handle`` is not a handle.
     """
-    if not isinstance(handle, Operation):
+    if not isinstance(handle, Handle):
         raise _no_handle("poll", handle)
-    return handle.handle.done()
+    return handle.done()
 
 
 def synchronize(handle: Any) -> Any:
@@ -46,7 +30,7 @@ def synchronize(handle: Any) -> Any:
         HorovodInternalError: the operation has failed.
         TypeError: ``handle`` is not a handle.
     """
-    if isinstance(handle, Operation):
+    if isinstance(handle, Handle):
         return handle.results()
     if not callable(handle):
         raise _no_handle("synchronize", handle)

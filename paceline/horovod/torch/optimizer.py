@@ -226,11 +226,7 @@ class AdasumReducing(Optimizer):
         """Do nothing, because gradients stay local to this worker."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Raise AssertionError, because there is no synchronization to skip.
-
-        Raises:
-            AssertionError: always.
-        """
+        """Raise AssertionError, because there is no synchronization to skip."""
         raise AssertionError("skip_synchronize is not for op=hvd.Adasum: it combines the updates in step().")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

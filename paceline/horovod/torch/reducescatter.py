@@ -8,10 +8,10 @@ import torch
 
 from paceline.horovod.engine.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.torch.compression import Compression, Compressor, compress_all
+from paceline.horovod.torch.compression import Compression, Compressor, compressed
 from paceline.horovod.torch.gathering import grouped_allgather
-from paceline.horovod.torch.handles import Operation, Tensors, differentiated
-from paceline.horovod.torch.requests import Average, Sum, reduction_of, submit
+from paceline.horovod.torch.handles import Tensors, differentiated
+from paceline.horovod.torch.requests import Average, Sum, submit
 
 
 def _start(
@@ -24,11 +24,7 @@ def _start(
 ) -> Handle:
     if op not in (Average, Sum):
         raise NotImplementedError(f"reducescatter is for Average and Sum, not for {op}.")
-    values: dict[str, Any] = {
-        "op": str(reduction_of(op, None)),
-        "prescale": float(factors[0]),
-        "postscale": float(factors[1]),
-    }
+    values: dict[str, Any] = {"op": str(op), "prescale": float(factors[0]), "postscale": float(factors[1])}
     return submit("reducescatter", tensors, [None] * len(tensors), name, process_set, grouped, **values)
 
 
@@ -39,9 +35,9 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Operation:
+) -> Handle:
     """Start :func:`reducescatter` and return a handle for ``poll`` and ``synchronize``."""
-    return Operation(_start([tensor], name, op, process_set, (prescale_factor, postscale_factor)), single=True)
+    return _start([tensor], name, op, process_set, (prescale_factor, postscale_factor))
 
 
 def reducescatter(
@@ -65,10 +61,10 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Operation:
+) -> Handle:
     """Start :func:`grouped_reducescatter` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
-    return Operation(_start(tensors, name, op, process_set, factors, grouped=True), single=False)
+    return _start(tensors, name, op, process_set, factors, grouped=True)
 
 
 def grouped_reducescatter(
@@ -97,9 +93,9 @@ def _scattered(
     """Reduce and scatter tensors. The gradient is gathered from the rows' gradients on all members."""
 
     def run(given: Tensors) -> Tensors:
-        small, contexts = compress_all(compression, given)
-        found = _start(small, name, op, process_set, factors, grouped).wait()
-        return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
+        return compressed(
+            compression, lambda small: _start(small, name, op, process_set, factors, grouped).wait(), given
+        )
 
     def back(gradients: Tensors) -> Tensors:
         factor = factors[0] * factors[1] * (len(process_set.ranks) if op == Sum else 1)

@@ -68,10 +68,10 @@ def submit(
     called = f"{'grouped_' * grouped}{kind}.{name}" if name else ""  # the engine replaces it by a counter
     words = Request(GLOBAL, called, kind).words
     running = engine(words)
-    number = number_of(process_set, words)
+    number = _number_of(process_set, f"Rank {running.rank}: {words}: ")
     strange = [type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor)]
     if strange:
-        refuse(running, Request(number, called, kind), f"a {strange[0]} was given, not a tensor.")
+        _refuse(running, Request(number, called, kind), f"a {strange[0]} was given, not a tensor.")
     request = Request(
         number,
         called,
@@ -81,18 +81,14 @@ def submit(
         **values,
     )
     if wrong := wrong or _wrong(request, tensors, process_set.ranks):
-        refuse(running, request, wrong)
-    return running.submit(request, Task(list(tensors), list(outputs)))
+        _refuse(running, request, wrong)
+    handle = running.submit(request, Task(list(tensors), list(outputs)))
+    handle.single = len(outputs) == 1 and not grouped
+    return handle
 
 
-def number_of(process_set: Any, words: str) -> int:
-    """Return the ID of a process set. ``words`` names the operation in error messages.
-
-    Raises:
-        InvalidRequest: ``process_set`` is not a ProcessSet.
-        NotInitialized: the process set is not added.
-    """
-    who = f"Rank {engine(words).rank}: {words}: "
+def _number_of(process_set: Any, who: str) -> int:
+    """Return the ID of a process set. ``who`` begins error messages."""
     if not isinstance(process_set, ProcessSet):
         raise InvalidRequest(f"{who}process_set={process_set!r}: give a ProcessSet, as hvd.add_process_set returns it.")
     if process_set.process_set_id is None:
@@ -100,12 +96,8 @@ def number_of(process_set: Any, words: str) -> int:
     return process_set.process_set_id
 
 
-def refuse(running: Engine, request: Request, why: str) -> None:
-    """Make the request fail on the other members with the reason ``why``, and raise.
-
-    Raises:
-        InvalidRequest: always.
-    """
+def _refuse(running: Engine, request: Request, why: str) -> None:
+    """Make the request fail on the other members with the reason ``why``, and raise InvalidRequest."""
     refused = Request(request.set, request.name, REFUSED, detail=why)
     running.submit(refused, Task([], [])).wait_for(_REFUSED_SECONDS)
     raise InvalidRequest(f"Rank {running.rank}: {request.words}: {why}")
