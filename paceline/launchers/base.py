@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,7 +208,7 @@ class WorkerProcess(Protocol):
         """Kill the worker and all processes it started, even if the worker itself has ended."""
 
 
-class Launcher(ABC):
+class Launcher:
     """Base class of launchers. Each launcher is a module of this package and an entry in ``registry.py``.
 
     A new launcher must implement ``start``. Each launch creates one instance.
@@ -273,36 +272,31 @@ class Launcher(ABC):
     @classmethod
     def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start slow preparations before the request is checked, for the expected command and environment."""
-        return None
 
     @classmethod
     def end_early(cls) -> None:
         """Undo ``begin_early`` unless a launch uses its result."""
-        return None
 
     def begin(self, launch: Launch) -> None:
         """Start slow preparations that must finish before the first worker starts."""
-        return None
 
     def wait_until_ready(self, stop: Callable[[], bool]) -> None:
         """Wait until workers can be started. Return early if `stop` returns true."""
-        return None
 
     def starts_at_once(self) -> bool:
         """Return whether workers start without using a core for seconds, as the import of torch does."""
         return False
 
-    @abstractmethod
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Start a worker that writes its output to these two file descriptors. The caller closes them.
 
         Raises:
             OSError: the worker could not be started.
         """
+        raise NotImplementedError
 
     def ended(self, worker: WorkerProcess) -> None:
         """Forget a worker that has ended and whose process group has been killed."""
-        return None
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the worker that has just failed was killed for lack of memory. False if unknown."""
@@ -310,7 +304,6 @@ class Launcher(ABC):
 
     def close(self) -> None:
         """Free the launcher's resources after all workers have ended."""
-        return None
 
 
 def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[int], ...]:

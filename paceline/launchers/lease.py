@@ -21,12 +21,7 @@ _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class Lease:
-    """Exclusive right to write a run directory, held until ``close``.
-
-    Raises:
-        ConfigError: another launcher holds the lock.
-        OSError: the directory cannot be written.
-    """
+    """Exclusive right to write a run directory, held until ``close``."""
 
     def __init__(self, run: Path) -> None:
         self._file = (run / FILE).open("a+")

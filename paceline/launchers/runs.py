@@ -74,11 +74,7 @@ def _new(request: Request, now: float | None = None) -> Path:
 
 @contextlib.contextmanager
 def claim(request: Request) -> Iterator[Path]:
-    """Create this run's directory or reuse the one to resume, and lock it until the ``with`` block ends.
-
-    Raises:
-        ConfigError: the name is not a valid directory name, or is taken, or the directory cannot be written.
-    """
+    """Create this run's directory or reuse the one to resume, and lock it until the ``with`` block ends."""
     while (run := _old(request)) is None:
         run = _new(request)
         try:
@@ -211,11 +207,7 @@ def _stem(run: Path) -> str | None:
 
 
 def make(launch: Launch, request: Request, machine: Machine) -> None:
-    """Create the run directory, or prepare an existing one to resume: keep its output, delete its failure reports.
-
-    Raises:
-        ConfigError: the directory cannot be written.
-    """
+    """Create the run directory, or prepare an existing one to resume: keep its output, delete its failure reports."""
     try:
         with contextlib.suppress(FileExistsError):
             _create(launch.run)

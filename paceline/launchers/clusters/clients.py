@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.environments import env
-from paceline.errors import StartError
+from paceline.errors import PREEMPTED, StartError
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.output import Lines, ends_within
@@ -28,6 +28,7 @@ _LAST_SECONDS = 10.0
 _SIGN_SECONDS = 2.0
 _KILL_SECONDS = 2.0
 _KEPT_LINES = 20
+_SAY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,13 @@ def say(line: str) -> None:
     """Print a line to standard error."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+def say_end(machine: str, code: int, last: str, over: threading.Event) -> None:
+    """Print the last lines of an agent that failed, unless the run is over soon after that and reports the reason."""
+    if code not in (0, PREEMPTED) and not over.wait(_SAY_SECONDS):
+        for line in last.splitlines():
+            say(f"[{machine}] {line}")
 
 
 def copy(source: int, to: IO[str], prefix: str) -> None:

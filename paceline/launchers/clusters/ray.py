@@ -25,10 +25,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from paceline.environments import env
-from paceline.errors import PREEMPTED, ConfigError, StartError
+from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
-from paceline.launchers.clusters.clients import Client, follow, run_here, say
+from paceline.launchers.clusters.clients import Client, follow, run_here, say, say_end
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.machine import choose_port, listens
 
@@ -272,9 +272,7 @@ class _Nodes:
             address, code, text = self._ray.get(run)
         except self._ray.exceptions.RayError as error:
             address, code, text = name, 1, f"its actor has failed: {error}"
-        if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):  # an ended run reports itself
-            for line in text.splitlines():
-                say(f"[{address}] {line}")
+        say_end(address, code, text, self._closed)
 
     def close(self) -> None:
         """Wait for the agents to end, with a timeout. Then end the actors and release their resources."""

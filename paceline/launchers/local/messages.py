@@ -28,11 +28,7 @@ def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...]
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Receive a message and its files. Return None if the other process has ended.
-
-    Raises:
-        OSError: the timeout has passed, or the received bytes are not a valid message.
-    """
+    """Receive a message and its files. Return None if the other process has ended."""
     header, files, _, _ = socket.recv_fds(channel, _LENGTH.size, _MOST_FILES)
     for opened in files:
         os.set_inheritable(opened, False)

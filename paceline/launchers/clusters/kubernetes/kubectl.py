@@ -31,9 +31,6 @@ class Kubectl:
 
     Args:
         namespace: namespace of the calls. None selects the namespace of the context.
-
-    Raises:
-        StartError: ``kubectl`` is not installed.
     """
 
     def __init__(self, namespace: str | None) -> None:
@@ -68,11 +65,7 @@ class Kubectl:
         return ended.stdout
 
     def get(self, *words: str) -> dict[str, Any]:
-        """Return an object or a list of objects. Empty if it does not exist.
-
-        Raises:
-            StartError: as in :meth:`run`.
-        """
+        """Return an object or a list of objects. Empty if it does not exist."""
         found: dict[str, Any] = json.loads(self.run("get", *words, "--ignore-not-found", "-o", "json").strip() or "{}")
         return found
 

@@ -7,14 +7,15 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PREEMPTED, StartError
+from paceline.errors import StartError
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Agent
-from paceline.launchers.clusters.clients import say
+from paceline.launchers.clusters.clients import say, say_end
 from paceline.launchers.clusters.spark.tasks import Task, missing_files, run_agent, run_slot
 from paceline.launchers.machine import listens
 
@@ -22,7 +23,6 @@ _ATTEMPTS = 4
 """Maximum number of attempts for an agent of an elastic run. Spark itself also retries lost tasks a few times."""
 _SLOT_SECONDS = 120.0  # timeout for executors to register
 _POLL_SECONDS = 0.1
-_SAY_SECONDS = 5.0
 _LAST_SECONDS = 5.0
 _LONGEST_REASON = 300
 
@@ -146,10 +146,7 @@ class Slots:
             if code < 0:
                 say(f"the agent of task {number} on {machine} was killed by signal {-code}")
                 continue
-            # a run that ends meanwhile reports the reason itself
-            if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):
-                for line in last.splitlines():
-                    say(f"[{machine}] {line}")
+            say_end(machine, code, last, self._closed)
             return
 
     def _run(self, number: int, function: Any) -> list[Any]:
@@ -188,12 +185,19 @@ def _with_cpus(rows: Any, cpus: int) -> Any:
         return rows  # local tasks are threads of one process, whose CPUs Spark does not partition
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-    try:
+    with explained(f"-n {cpus}: Spark gives a task no {cpus} CPUs"):
         return rows.withResources(ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus)).build)
+
+
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Convert errors of Spark in the ``with`` block to a StartError that begins with ``what``."""
+    try:
+        yield
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("py4j", "pyspark"):
             raise
-        raise StartError(f"-n {cpus}: Spark gives a task no {cpus} CPUs: {reason_of(error)}") from None
+        raise StartError(f"{what}: {reason_of(error)}") from None
 
 
 def reason_of(error: object) -> str:

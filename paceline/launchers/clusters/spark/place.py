@@ -31,7 +31,7 @@ from paceline.launchers import runs
 from paceline.launchers.base import Request
 from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
 from paceline.launchers.clusters.clients import Client, follow, say
-from paceline.launchers.clusters.spark.jobs import Slots, Stage, reason_of
+from paceline.launchers.clusters.spark.jobs import Slots, Stage, explained
 from paceline.launchers.clusters.spark.tasks import MEETING, Driver
 from paceline.launchers.machine import choose_port
 from paceline.launchers.workers import stop_signals
@@ -190,12 +190,8 @@ def _connect(master: str, request: Request) -> Any:
     for key, value in _QUIET.items():
         configuration.set(key, value)
     configuration.setIfMissing("spark.task.cpus", str(request.workers))
-    try:
+    with explained(f"Spark at {master} could not be used"):
         context = SparkContext(conf=configuration)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("py4j", "pyspark"):
-            raise
-        raise StartError(f"Spark at {master} could not be used: {reason_of(error)}") from None
     if "PYSPARK_PYTHON" not in variables:
         context.pythonExec = sys.executable
     return context
