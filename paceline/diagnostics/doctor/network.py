@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,6 @@ from paceline.diagnostics.doctor.finding import Finding, ok
 from paceline.environments import env
 
 _NET = Path("/sys/class/net")
-_LISTENS = "0A"
 
 
 @dataclass(frozen=True)
@@ -153,27 +150,10 @@ def _chosen(value: str, interfaces: Sequence[str], prefixes: bool) -> list[str]:
 
 
 def port_in_use(port: int, error: str) -> Finding:
-    holder = holder_of(port)
     return Finding(
         "rendezvous port",
         "failure",
-        f"port {port} is in use here{f' by {holder}' if holder else ''}: {error}",
+        f"port {port} is in use here: {error}",
         "The run cannot listen there; the others would speak to that program.",
-        "end that program, or choose another port in --rendezvous",
+        "end that program (`ss -ltnp` names it), or choose another port in --rendezvous",
     )
-
-
-def holder_of(port: int) -> str | None:
-    """Return a description of the process that listens on a port, or None if this user cannot see it."""
-    wanted = f":{port:04X}"
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
-            inodes |= {f"socket:[{row[9]}]" for row in rows if row[1].endswith(wanted) and row[3] == _LISTENS}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if inodes & {os.readlink(link) for link in (process / "fd").iterdir()}:
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"process {process.name} ({command[:80]})"
-    return None
