@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -88,8 +88,3 @@ def _waits(one: WorkerStatus) -> bool:
 def _long_silence(seconds: float) -> float:
     """Return the silence from which on a worker counts as not responding, for an activity of so many seconds."""
     return max(5.0, seconds / 2)
-
-
-def statuses_of(members: Sequence[int], heard: Mapping[int, WorkerStatus]) -> list[WorkerStatus]:
-    """Return the statuses of the members that have sent a heartbeat."""
-    return [heard[number] for number in members if number in heard]

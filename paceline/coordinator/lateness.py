@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.coordinator.hang_detection import WorkerStatus, deadline, late_workers, statuses_of
+from paceline.coordinator.hang_detection import WorkerStatus, deadline, late_workers
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import RunMonitor
 from paceline.errors import DEADLINE_PASSED, StartError, WorkerLost
@@ -49,7 +49,7 @@ class LatenessPolicy:
             if number not in heard and worker.state == "training":  # stopped before its first heartbeat
                 steps = worker.progress[0] if worker.progress else 0
                 heard[number] = WorkerStatus(rank, steps, "re-forming", False, 0.0, silent=now - self._formed_at)
-        return statuses_of(membership.members, heard)
+        return [heard[number] for number in membership.members if number in heard]
 
     def check(self, now: float) -> None:
         """Act on workers that are late at this time: report them, drop them, or end the run."""

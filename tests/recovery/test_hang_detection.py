@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.coordinator.hang_detection import WorkerStatus, deadline, describe, late_workers, statuses_of
+from paceline.coordinator.hang_detection import WorkerStatus, deadline, describe, late_workers
 
 WAITS = WorkerStatus(0, 7, "in the all-reduce of bucket 2 of the gradients", waiting=True, since=40.0, step_seconds=0.1)
 BUSY = WorkerStatus(1, 7, "in the script", waiting=False, since=41.0, line="train.py:41", step_seconds=0.1)
@@ -66,10 +66,6 @@ def test_what_all_do_in_one_sentence() -> None:
         "rank 3 has not responded for 39 s (stopped, or its machine cannot be reached), last seen computing at step 6, "
         "train.py:40"
     )
-
-
-def test_only_members_that_were_heard_of_are_called() -> None:
-    assert statuses_of([4, 2, 7], {2: BUSY, 4: WAITS, 9: BUSY}) == [WAITS, BUSY]
 
 
 def test_who_is_silent_since_a_wait_is_not_said_to_wait() -> None:
