@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ class Workers:
 
     def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Create the object that functions get in each actor. Errors are raised as in :meth:`call`."""
-        self._results(self.submit("start_executable", cls, args, kwargs), lambda: None, None)
+        self._results(self.submit("start_executable", cls, args, kwargs))
 
     def call(self, function: Callable[[Any], Any], callbacks: Sequence[Callback]) -> list[Any]:
         """Call a function on all actors, and return its results by rank.
@@ -165,31 +166,28 @@ class Workers:
         Raises:
             RunFailed: a worker was lost. An exception is raised itself, with the rank and its traceback added.
         """
-        if not callbacks:
-            self.submit("set_queue", None)
-            return self._results(self.submit("execute", function), lambda: None, None)
         from ray.util.queue import Queue
 
-        queue = Queue(actor_options={"num_cpus": 0})
+        queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
         try:
             self.submit("set_queue", queue)
-            look = lambda: call(callbacks, _taken(queue))  # noqa: E731
-            return self._results(self.submit("execute", function), look, _POLL_SECONDS)
+            return self._results(self.submit("execute", function), callbacks, queue)
         finally:
-            queue.shutdown(force=True)
+            if queue is not None:
+                queue.shutdown(force=True)
 
     def call_first(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the executable on rank 0 alone, and return its result."""
-        return self._results([self.actors[0].execute.remote(function)], lambda: None, None)[0]
+        return self._results([self.actors[0].execute.remote(function)])[0]
 
-    def _results(self, answers: list[Any], look: Callable[[], None], seconds: float | None) -> list[Any]:
-        """Return the results of actors. Call ``look`` every ``seconds``, or after each result if it is None."""
+    def _results(self, answers: list[Any], callbacks: Sequence[Callback] = (), queue: Any = None) -> list[Any]:
+        """Return the results of actors. Until then, call the callbacks with the values in the queue."""
         left, failures = list(answers), dict[int, Exception]()
         try:
             while left and not failures:
-                done, left = self._ray.wait(left, timeout=seconds)
+                done, left = self._ray.wait(left, timeout=None if queue is None else _POLL_SECONDS)
                 failures = self._failures(answers, done)
-                look()
+                call(callbacks, _taken(queue))
             if left:
                 done, left = self._ray.wait(left, num_returns=len(left), timeout=_CAUSE_SECONDS)
                 failures |= self._failures(answers, done)
@@ -198,7 +196,7 @@ class Workers:
         finally:
             if left or not all(map(self._is_raised, failures.values())):
                 self.close()
-        look()
+        call(callbacks, _taken(queue))
         return list(self._ray.get(answers))
 
     def _is_raised(self, error: Exception) -> bool:
@@ -250,11 +248,9 @@ class Workers:
 
 
 def _taken(queue: Any) -> Iterator[Any]:
-    try:
-        while True:
+    with contextlib.suppress(Empty):
+        while queue is not None:
             yield queue.get_nowait()
-    except Empty:
-        return
 
 
 def _resources(wanted: Wanted, workers: int) -> dict[str, float]:
