@@ -351,9 +351,7 @@ Reducer.norm_of = norm
 @PATHS
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("heard", [(0,), (1,), (), (0, 1)], ids=str)
-def test_some_do_not_know_whether_a_step_was_done(
-    run: Run, undisturbed: Any, path: str, heard: Any, wire: str
-) -> None:
+def test_some_do_not_know_whether_a_step_was_done(run: Run, undisturbed: Any, path: str, heard: Any, wire: str) -> None:
     """They make the update that others have made, or nobody does; what the lost worker has written does not count."""
     script, given = UNDECIDED.replace("HEARD", str(heard)) + SEEN, json.dumps({"strategy": "sharded", "wire": wire})
     killed = faults.kill(rank=2, step=5, point="after update")
