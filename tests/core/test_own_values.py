@@ -163,7 +163,8 @@ def test_tensors_are_refused_where_no_worker_has_all() -> None:
 def test_which_strategies_refuse_them(strategy: str) -> None:
     """With all-reduce each worker makes all updates, and so has all tensors. Replicas would share those of DiLoCo."""
     model, settings = nn.Linear(4, 2), Settings.model_validate({"strategy": strategy})
-    update = SimpleNamespace(optimizer=Lookahead(SGD(model.parameters(), lr=0.1)), divided_by="")
+    named = dict(model.named_parameters())
+    update = SimpleNamespace(optimizer=Lookahead(SGD(named.values(), lr=0.1)), parameters=named, divided_by="")
     context: Any = SimpleNamespace(
         settings=settings, update=update, compute=SimpleNamespace(model=model), divides_update=False
     )
