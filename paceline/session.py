@@ -14,6 +14,7 @@ from typing import Any, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
+from paceline.data.located.shards import Located
 from paceline.data.sampler import SampleNumbers
 from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
@@ -245,24 +246,23 @@ class Session:
         """
         return self._evaluations.predict(Predictions(forward, by_loss=self._by_loss), data, everywhere)
 
-    def map(self, function: Callable[[Any], _T], items: Iterable[Any]) -> list[_T]:
+    def map(self, function: Callable[[Any], _T], items: Iterable[Any] | Located) -> list[_T]:
         """Return ``[function(item) for item in items]``, computed on all workers. Every worker must call it.
 
-        Each item is computed once, on one worker, with random numbers of its own and the model in evaluation mode,
-        without gradients. If a worker is lost, the others compute its items. Checkpoints keep the results of the
-        current epoch of :meth:`epochs`; outside of it, those of all calls.
+        Each item is computed once, with random numbers of its own and the model in evaluation mode, without gradients.
+        Others compute the items of a lost worker. Checkpoints keep the results of the current epoch, or outside of
+        :meth:`epochs` those of all calls.
 
         Args:
-            function: function of an item, such as a rollout. It returns numbers, strings, tensors, or containers of
-                these, may read the model, and must not change it or call methods of the session.
-            items: items, the same on all workers. Their visible values are compared.
+            function: function of an item. It returns numbers, strings, tensors or containers of these, may read the
+                model, and must not change it or call methods of the session.
+            items: items, the same on all workers, or the shards of a :class:`paceline.data.Located`, by their names.
 
         Returns:
             the results in the order of the items, the same on all workers, with tensors in host memory.
 
         Raises:
-            InputError: a result cannot be sent, or the function failed on another rank, whose error is quoted.
-            DisagreementError, WorkerLost: as for :meth:`evaluate`.
+            DisagreementError, InputError, WorkerLost: as for :meth:`evaluate`, or a result cannot be sent.
         """
         return self._evaluations.map(function, items)
 

@@ -141,7 +141,8 @@ def _growing(data: Growing, sampler: SampleNumbers | None, settings: Settings, b
     return GrowingOrder(data, batch, parts, settings.seed, settings.drop_last)
 
 
-def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, batch: int, parts: int) -> LocatedOrder:
+def check_shards(data: Located) -> None:
+    """Raise InputError if a shard is empty, or no data set with a length and items by number."""
     for name, shard in data.shards.items():
         if is_stream(shard) or isinstance(shard, DataLoader | Growing | Located):
             raise InputError(
@@ -152,6 +153,10 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
             _check_data_set(shard)
         except InputError as error:
             raise InputError(f"Shard {name!r} of Located cannot be used: {error}") from None
+
+
+def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, batch: int, parts: int) -> LocatedOrder:
+    check_shards(data)
     if sampler is not None or settings.drop_last:
         raise ConfigError(
             "The order of Located data follows from the shards, and an epoch has every sample once: leave out "

@@ -52,7 +52,7 @@ def gather_contributions(
     fault_points.reach("in evaluate", steps)
     own, facts, sums = computed or Contributions([], {}, {})
     parcels = _parcels(own)
-    said = world.gather((_words(error), parcels[0], len(parcels), facts, world.notice(), sums), what)
+    said = world.gather((words(error), parcels[0], len(parcels), facts, world.notice(), sums), what)
     raise_first(error, [failed for failed, *_ in said], what)
     differs = difference([sums for *_, sums in said])
     if differs:
@@ -77,7 +77,7 @@ def attempt(act: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
 
 def share_failure(context: TrainingContext, error: Exception | None, what: str) -> None:
     """Raise this worker's error, or else an error that quotes another worker's. All workers call this together."""
-    raise_first(error, context.world.gather(_words(error), what), what)
+    raise_first(error, context.world.gather(words(error), what), what)
 
 
 def raise_first(error: Exception | None, failures: Sequence[str], what: str) -> None:
@@ -89,7 +89,7 @@ def raise_first(error: Exception | None, failures: Sequence[str], what: str) -> 
             raise InputError(f"session.{what} failed on rank {rank}: {failed}")
 
 
-def _words(error: Exception | None) -> str:
+def words(error: Exception | None) -> str:
     """Return the error and its notes, such as which call of the user's code raised it."""
     return "" if error is None else " ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 

@@ -1,4 +1,4 @@
-"""Placement of the microbatches of a step on workers that do not all have their samples. Integers only, no clock.
+"""Placement of microbatches or shards on workers that do not all have the samples. Integers only, no clock.
 
 ::
 
@@ -56,3 +56,21 @@ def _give(
                 owned[rank].append(microbatch)
                 return True
     return False
+
+
+def spread(sizes: Sequence[int], holders: Sequence[Sequence[int]], workers: int) -> list[list[int]]:
+    """Return the items of each worker, such that all workers have about as much to do.
+
+    The largest item that is left goes to the holder that has least to do (R. L. Graham, "Bounds on multiprocessing
+    timing anomalies", 1969), after the items that only one worker has.
+
+    >>> spread([9, 5, 4, 4], [(0, 1), (0, 1), (0, 1), (1,)], 2)
+    [[0, 2], [1, 3]]
+    """
+    owned: list[list[int]] = [[] for _ in range(workers)]
+    loads = [0] * workers
+    for item in sorted(range(len(sizes)), key=lambda one: (len(holders[one]) > 1, -sizes[one])):
+        rank = min(holders[item], key=lambda one: loads[one])
+        owned[rank].append(item)
+        loads[rank] += sizes[item]
+    return [sorted(own) for own in owned]

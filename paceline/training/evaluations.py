@@ -19,10 +19,11 @@ from paceline.comm import values
 from paceline.comm.world import World
 from paceline.data.growing.agreement import agree, encoded
 from paceline.data.growing.order import Additions, GrowingOrder
+from paceline.data.located.shards import Located
 from paceline.data.nested import map_tensors
 from paceline.errors import ConfigError, InputError
 from paceline.evaluation.gathering import attempt, share_failure
-from paceline.evaluation.mapping import map_items
+from paceline.evaluation.mapping import Known, map_items
 from paceline.evaluation.measure import Measure, evaluate, evaluate_alone
 from paceline.step.loss import described
 from paceline.training.loop import TrainingLoop
@@ -98,18 +99,19 @@ class Evaluations:
         loop.position.stay()
         return found[0] if found else None
 
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any] | Located) -> list[Any]:
         """Return ``function(item)`` for all items, in order. See :meth:`paceline.Session.map`."""
-        if not callable(function) or not isinstance(items, Iterable):
+        if not callable(function) or not isinstance(items, Iterable | Located):
             raise InputError(
                 f"session.map takes a function and items, but it got {described(function)} and {described(items)}. "
                 f"Write session.map(function, items), where function(item) returns the result for an item."
             )
-        loop, given = self._loop, list(items)
-        found: dict[tuple[int, ...], dict[int, Any]] = {}  # own results, kept if the call is repeated
+        loop, given = self._loop, items if isinstance(items, Located) else list(items)
+        found: dict[tuple[int, ...], Known] = {}
 
-        def compute(index: int, item: Any) -> Any:
-            loop.activity.begin(f"in item {index} of session.map")  # a worker is late if one item takes too long
+        def compute(name: str, item: Any) -> Any:
+            # a worker is late if one item takes too long, but a pass over a shard takes as long as it is large
+            loop.activity.begin(f"in {name} of session.map", busy=isinstance(items, Located))
             return function(item)
 
         def act(call: Call) -> tuple[list[Any], int]:
@@ -118,7 +120,7 @@ class Evaluations:
             key = *call, len(progress.results(MAP, call))
             progress.forget_maps(self._context.order.epoch_of(max(0, progress.steps - 1)))
             with self._context.update.averages.in_place():
-                return map_items(self._context, key, progress.steps, compute, given, found.setdefault(key, {}))
+                return map_items(self._context, key, progress.steps, compute, given, found.setdefault(key, Known()))
 
         with self._context.events.span("map", step=loop.position.steps):
             results = loop.make(MAP, "in session.map", act)

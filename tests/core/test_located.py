@@ -40,31 +40,45 @@ held = {
     "twice": lambda shard: rank in (shard % workers, (shard + 1) % workers),
     "on the first": lambda shard: rank == 0 or shard == rank,
 }
-warned = []
+warned, passed, mean = [], [], torch.zeros(1)
+
+def sums(shard):
+    passed[-1].append(shard.number)
+    return len(shard), shard.inputs.sum().double(), torch.rand(()).item()
 
 def train(placed, **settings):
     torch.manual_seed(0)
     sizes = enumerate([7, 130, 40, 3, 64, 22, 90, 11])
+    data = Located({str(shard): Shard(shard, size) for shard, size in sizes if held[placed](shard)})
+    mean.zero_()
     session = paceline.start(
         model=torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1)),
-        optimizer=partial(torch.optim.AdamW, lr=0.01), loss=torch.nn.functional.mse_loss, batch=32, exact=True,
-        data=Located({str(shard): Shard(shard, size) for shard, size in sizes if held[placed](shard)}), **settings,
+        optimizer=partial(torch.optim.AdamW, lr=0.01), forward=forward, batch=32, exact=True, data=data, **settings,
     )
+    passed.append([])
+    counts, totals, draws = zip(*session.map(sums, data))
+    mean.fill_(sum(totals) / sum(counts))
     for batch in session.batches(epochs=2):
         report = session.step(batch)
     warned.append("; ".join(session._context.warnings))
-    return [batch.step, report.loss, session.fingerprint()]
+    return [batch.step, report.loss, session.fingerprint(), mean.item(), counts, draws]
+
+def forward(model, microbatch):
+    inputs, targets = microbatch
+    return torch.nn.functional.mse_loss(model(inputs - mean), targets)
 
 tell(**{f"{placed} {settings}": train(placed, **settings) for placed, settings in json.loads(os.environ["CASES"])})
-tell(warned=warned)
+tell(warned=warned, passed=passed)
 """
 
 
 def results(printed: Printed, folder: Path, workers: int, cases: list[Any], **options: Any) -> tuple[Any, list[Any]]:
     """The results of all workers and cases, and the warnings of rank 0 in each case."""
     everyone = printed(SCRIPT, workers, folder / str(workers), environment={"CASES": json.dumps(cases)}, **options)
-    warned = [one.pop("warned") for one in everyone]
-    return [result for one in everyone for result in one.values()], warned[0]
+    warned, *_ = [one.pop("warned") for one in everyone]
+    for passed in zip(*(one.pop("passed") for one in everyone), strict=True):
+        assert sorted(shard for own in passed for shard in own) == [*range(8)], passed  # each shard is read once
+    return [result for one in everyone for result in one.values()], warned
 
 
 def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:

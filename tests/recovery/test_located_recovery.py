@@ -15,22 +15,29 @@ import json, os
 from functools import partial
 import paceline, scripted, torch
 from paceline.data import Located
+from paceline.environments import env
 from subjects import mlp
 
-held = json.loads(os.environ["HELD"]).get(os.environ["RANK"], "ab") if "HELD" in os.environ else "abcdef"
+held = "abcdef"
+if "HELD" in os.environ:  # by worker, not by rank: one that takes the place of another has other shards
+    held = json.loads(os.environ["HELD"]).get(str(env.launch_info().worker), "ab")
 sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21)
-rows = {
-    name: [(row, int(row[:4].argmax())) for row in torch.randn(size, 12, generator=torch.Generator().manual_seed(size))]
-    for name, size in sizes.items() if name in held
-}
+every = {name: torch.randn(size, 12, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
+data = Located({name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held})
 torch.manual_seed(0)
 session = paceline.start(
     model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
-    data=Located(rows), batch=32, exact=True, timeout_seconds=30,
+    data=data, batch=32, exact=True, timeout_seconds=30,
     checkpoint={"every": None if "ALONE" in os.environ else 4, "keep": 99, "background": False},
 )
+
+def total(shard):
+    return torch.stack([row for row, _ in shard]).sum().item()
+
 for batch in session.batches(epochs=2):
     scripted.say(session, session.step(batch))
+    if batch.step == 4:  # after which a worker is lost, with what it has computed
+        assert session.map(total, data) == [every[name].sum().item() for name in sorted(every)]
 scripted.end(session)
 """
 
@@ -40,7 +47,7 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
     """It stops within an epoch, in the middle of shards, and goes on from there on workers with other shards."""
     alone = undisturbed(SCRIPT)
     copies = {"0": "abcd", "1": "cdef", "2": "efab"}
-    lost = faults.kill(rank=1, step=5, point="inside the collective") + faults.kill(rank=0, step=6)
+    lost = faults.kill(rank=1, step=5, point="in evaluate") + faults.kill(rank=0, step=6)
     killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=json.dumps(copies))
     assert killed.code == 2, killed.report()
     assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()

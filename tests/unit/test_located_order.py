@@ -1,10 +1,11 @@
-"""The order of located shards, who computes what, and what workers compare of their shards."""
+"""The order of located shards, which worker computes what, and what workers compare of their shards."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paceline.data.located.agreement import Holding, agree
 from paceline.data.located.order import LocatedOrder
 from paceline.data.located.shards import ShardFacts, firsts_of
 from paceline.errors import DisagreementError, InputError
+from paceline.evaluation import mapping
 from paceline.schedule.placement import place
 from paceline.testing import threads
 
@@ -131,3 +133,23 @@ def test_a_state_has_the_shards_of_the_run() -> None:
     assert threads.run(1, lambda world: train_on(world, state)) == [state]
     with pytest.raises(InputError, match=r"Shard 'c' has changed.* 40 samples and 39 samples"):
         threads.run(1, lambda world: train_on(world, state, c=[*range(39)]))
+
+
+def test_a_repeated_map_has_the_shards_of_the_call() -> None:
+    """Workers divide the shards by length and keep their results. A shard that a loss has taken is named."""
+    held = ["abcd", "bcde", "efgh"]
+    known = [mapping.Known() for _ in held]
+
+    def divide(world: Any, *ranks: int) -> str:
+        context: Any = SimpleNamespace(world=world, settings=SimpleNamespace(seed=0, exact=True))
+        rank = ranks[world.rank]
+        shards = Located({name: [*range(FIRSTS[name], FIRSTS[name] + SIZES[name])] for name in held[rank]})
+        share = mapping._own(context, shards, known[rank])
+        known[rank].results.update(dict.fromkeys(share))
+        return "".join(name[-2] for name, _ in share.values())
+
+    assert threads.run(3, lambda world: divide(world, 0, 1, 2)) == ["acd", "b", "efgh"]
+    with pytest.raises(InputError, match=r"No worker has these .* 'f' of rank 2 .*, 'g' of rank 2"):
+        threads.run(2, lambda world: divide(world, 0, 1))
+    held[0], known[0] = "abcdefgh", mapping.Known()  # a worker that has joined, and has no result
+    assert threads.run(2, lambda world: divide(world, 0, 1)) == ["afgh", "cde"]
