@@ -14,6 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
+
+
+class Pool(NamedTuple):
+    """Microbatches of one worker's share that the same workers can compute."""
+
+    owner: int
+    microbatches: Sequence[int]
+    holders: Sequence[int]  # ranks of the workers that can compute them, the owner included
 
 
 @lru_cache(maxsize=64)
@@ -56,6 +65,19 @@ def _give(
                 owned[rank].append(microbatch)
                 return True
     return False
+
+
+def pools(holders: tuple[tuple[int, ...], ...], workers: int) -> list[Pool]:
+    """Return the shares of :func:`place` by the holders of their microbatches, those with few holders first.
+
+    >>> pools(((0,), (0, 1), (0, 1), (0,)), 2)
+    [Pool(owner=0, microbatches=[0, 3], holders=(0,)), Pool(owner=1, microbatches=[1, 2], holders=(0, 1))]
+    """
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for owner, own in enumerate(place(holders, workers)):
+        for microbatch in own:
+            found.setdefault((owner, holders[microbatch]), []).append(microbatch)
+    return sorted((Pool(owner, own, ranks) for (owner, ranks), own in found.items()), key=lambda one: len(one.holders))
 
 
 def spread(sizes: Sequence[int], holders: Sequence[Sequence[int]], workers: int) -> list[list[int]]:

@@ -82,7 +82,7 @@ def _check_data(settings: Settings, capabilities: Capabilities, forward: object,
             f"{settings.strategy!r} cannot carry: use 'allreduce' or 'stealing'."
         )
     if located and (settings.keeps_errors or not capabilities.located):
-        what, cure = f"strategy {settings.strategy!r}", "use strategy 'allreduce' or 'sharded'"
+        what, cure = f"strategy {settings.strategy!r}", "use strategy 'allreduce', 'stealing' or 'sharded'"
         if capabilities.located:
             what, cure = f"wire = {settings.wire!r}", "use another format, such as wire = 'int8'"
         raise ConfigError(

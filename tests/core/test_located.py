@@ -83,8 +83,8 @@ def results(printed: Printed, folder: Path, workers: int, cases: list[Any], **op
 
 def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:
     (alone,), nothing = results(printed, tmp_path, 1, [["apart", {}]])
-    found, warned = results(printed, tmp_path, 3, [["twice", {}], ["apart", {}]])
-    assert found == [alone] * 6
+    found, warned = results(printed, tmp_path, 3, [["twice", {}], ["apart", {}], ["twice", {"strategy": "stealing"}]])
+    assert found == [alone] * 9
     assert nothing == [""] and warned[0] == "" and "the others wait for rank 1" in warned[1], warned
 
 
@@ -93,8 +93,9 @@ def test_one_result_for_any_workers_and_machines(printed: Printed, tmp_path: Pat
     (alone,), _ = results(printed, tmp_path, 1, [["apart", {}]])
     for workers, placed in ((2, "in a row"), (2, "on the first"), (4, "apart"), (4, "twice")):
         assert results(printed, tmp_path, workers, [[placed, {}]])[0] == [alone] * workers
-    others = [["twice", {"strategy": "sharded"}], ["in a row", {"workers_per_loader": 1}]]
-    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 6
+    steals = {"strategy": "stealing"}
+    others = [["twice", {"strategy": "sharded"}], ["in a row", {"workers_per_loader": 1}], ["twice", steals]]
+    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 9
 
 
 def rows(count: int, seed: int = 0) -> TensorDataset:
@@ -144,8 +145,7 @@ def test_shards_that_cannot_be_used_are_refused(shards: Any, text: str) -> None:
         ({"microbatch_order": paceline.in_turn}, "microbatch_order mixes the samples"),
         ({"drop_last": True}, "leave out sampler, drop_last"),
         ({"loss": None, "forward": carried}, r"forward\(model, microbatch, state\) that needs an order"),
-        ({"strategy": "stealing"}, "strategy 'stealing' decides which worker .* use strategy 'allreduce'"),
-        ({"strategy": "pipeline"}, "strategy 'pipeline' decides which worker"),
+        ({"strategy": "pipeline"}, "strategy 'pipeline' decides which worker .* use strategy 'allreduce'"),
         ({"strategy": "parameter-server"}, "strategy 'parameter-server' decides which worker"),
         ({"wire": "powersgd"}, "wire = 'powersgd' decides which worker"),
     ],

@@ -35,7 +35,7 @@ class Watched:
 def are_free(leases):
     if isinstance(leases, Leases):
         return any(tail > head for head, tail in zip(leases._head, leases._tail))
-    return any(leases._add("taken", rank, 0) < len(share) for rank, share in enumerate(leases._shares))
+    return any(leases._add("taken", place, 0) < len(pool.microbatches) for place, pool in enumerate(leases._pools))
 
 def watch(kind, next_lease, finish):
     def noted(leases):

@@ -13,7 +13,10 @@ import pytest
 from paceline.comm.assignment import leases
 from paceline.comm.assignment.leases import Lease, Leases
 from paceline.errors import WorkerSilent
+from paceline.schedule.placement import Pool, pools
 from paceline.schedule.shares import even
+
+Holders = tuple[tuple[int, ...], ...]
 
 
 class Scene:
@@ -48,9 +51,12 @@ class Scene:
     def _sleep(self, seconds: float) -> None:
         self.waits()
 
-    def begin(self, step: int, total: int, seconds: list[float]) -> None:
+    def begin(self, step: int, total: int, seconds: list[float], holders: Holders = ()) -> None:
+        everyone = range(len(self.workers))
+        shares = enumerate(even(total, len(everyone)))
+        given = pools(holders, len(everyone)) if holders else [Pool(*one, everyone) for one in shares if one[1]]
         for worker in self.workers:
-            worker.begin(step, even(total, len(self.workers)), seconds)
+            worker.begin(step, given, seconds)
 
     def ask(self, rank: int) -> Lease | str | None:
         try:
@@ -64,10 +70,10 @@ class Waits(Exception):
 
 
 def simulate(
-    scene: Scene, total: int, factors: list[float], seconds: list[float], step: int = 0
+    scene: Scene, total: int, factors: list[float], seconds: list[float], step: int = 0, holders: Holders = ()
 ) -> tuple[float, list[int]]:
     """Let all workers compute; returns how long it took, and the microbatches in the order of their results."""
-    scene.begin(step, total, seconds)
+    scene.begin(step, total, seconds, holders)
     begin, results = scene.now, []
     ends: dict[int, tuple[float, int]] = {}
     idle, over = set(range(len(factors))), set[int]()
@@ -78,6 +84,7 @@ def simulate(
                 over.add(rank)
                 idle.discard(rank)
             elif isinstance(told, Lease):
+                assert not holders or rank in holders[told.microbatch]
                 ends[rank] = scene.now + factors[rank], told.microbatch
                 idle.discard(rank)
         if not ends:
@@ -123,6 +130,30 @@ def test_every_microbatch_counts_once_whatever_happens(monkeypatch: pytest.Monke
         factors = [draw.choice([0.5, 1.0, 1.0, 5.0]) for _ in range(5)]
         _, results = simulate(scene, total, factors, [draw.choice([0.0, 1.0, 2.0]) for _ in range(5)], step)
         assert sorted(results) == list(range(total))
+
+
+def test_a_worker_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of unequal size on one or two workers: every microbatch counts once, computed by a holder."""
+    draw = random.Random(4)
+    scene = Scene(4, 40, monkeypatch)
+    for step in range(60):
+        total = draw.choice([40, 7, 3])
+        shards = [tuple(sorted(draw.sample(range(4), draw.choice([1, 2, 2])))) for _ in range(5)]
+        holders = tuple(sorted(draw.choices(shards, [1, 1, 2, 4, 4], k=total)))
+        factors = [draw.choice([0.5, 1.0, 1.0, 5.0]) for _ in range(4)]
+        _, results = simulate(scene, total, factors, [draw.choice([0.0, 1.0, 2.0]) for _ in range(4)], step, holders)
+        assert sorted(results) == [*range(total)]
+
+
+@pytest.mark.parametrize(("slow", "most"), [(1.0, 1.1), (2.0, 1.2)])
+def test_copies_balance_shards_of_unequal_size(slow: float, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of 1, 4, 1 and 4 parts, each on two workers. Without stealing, a slow worker makes a step 1.75 as long."""
+    scene, factors = Scene(4, 120, monkeypatch), [slow, 1.0, 1.0, 1.0]
+    copies, parts = ((0, 1), (1, 2), (2, 3), (0, 3)), (1, 4, 1, 4)
+    holders = tuple(ranks for ranks, count in zip(copies, parts, strict=True) for _ in range(12 * count))
+    seconds, results = simulate(scene, 120, factors, factors, holders=holders)
+    assert sorted(results) == [*range(120)]
+    assert seconds <= most * 120 / sum(1 / factor for factor in factors)
 
 
 def test_an_owner_takes_from_the_head_and_others_from_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,21 @@ would be finished last. Taking from the tail keeps the owner's sums contiguous. 
 no microbatch if the others would finish all free microbatches first, so that a slow worker does not hold up the step.
 When no microbatch is free, an overdue microbatch is computed a second time. The first result counts.
 
+Of located data, a worker can compute some microbatches only. A share then consists of pools, each with microbatches
+that the same workers can compute (``schedule.placement``); of other data, a share is one pool. An owner begins with the
+pools of which it is the only holder.
+
 On one machine the leases are a table in shared memory (:class:`Leases`), with clocks that all workers read. On several
-machines they are two counters for each share in the store of ``torch.distributed`` (:class:`StoreLeases`): the number
+machines they are two counters for each pool in the store of ``torch.distributed`` (:class:`StoreLeases`): the number
 of leased microbatches, and the number of those leased from the tail.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import sub
 from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -27,6 +33,7 @@ import torch.distributed as dist
 from paceline.comm.assignment.store import Store
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
+from paceline.schedule.placement import Pool
 
 _PAUSE = 0.05  # sleep of a waiting worker, as a fraction of its seconds per microbatch
 _LONGEST_PAUSE_SECONDS = 1e-3
@@ -49,7 +56,7 @@ class Leasing(Protocol):
 
     asked: float  # time (``time.monotonic``) at which the latest lease was requested, after any wait for a microbatch
 
-    def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
+    def begin(self, step: int, pools: Sequence[Pool], seconds: Sequence[float]) -> None:
         """Start a step. ``seconds`` holds each worker's measured seconds per microbatch, or 0 if unknown."""
 
     def next(self) -> Lease | None:
@@ -69,6 +76,12 @@ def leases_for(world: World, microbatches: int) -> Leasing:
     return StoreLeases(world)
 
 
+def _places(pools: Sequence[Pool], rank: int) -> tuple[list[int], list[int]]:
+    """Return the indices of a worker's own pools, and of those of others that it can compute."""
+    able = [place for place, pool in enumerate(pools) if rank in pool.holders]
+    return [one for one in able if pools[one].owner == rank], [one for one in able if pools[one].owner != rank]
+
+
 class Leases:
     """Leases through shared memory. A lease takes 20 us."""
 
@@ -76,42 +89,45 @@ class Leases:
         self._world = world
         self._size = world.size
         self._rank = world.rank
-        columns = 3 * self._size
-        table = memoryview(shared_memory.share(8 * (1 + columns + microbatches + 1 + 2 * self._size))[0])
-        whole = table[: 8 * (1 + columns + microbatches)].cast("q")
+        numbers = 1 + self._size + 3 * microbatches
+        table = memoryview(shared_memory.share(8 * (numbers + 1 + 2 * self._size))[0])
+        whole = table[: 8 * numbers].cast("q")
         self._step = whole[:1]
-        self._head = whole[1 : 1 + self._size]
-        self._tail = whole[1 + self._size : 1 + 2 * self._size]
-        self._held = whole[1 + 2 * self._size : 1 + columns]  # 1 + leased microbatch; 0: none; -1: step not begun
-        self._done = whole[1 + columns :]  # 1 + the rank whose result counts
-        clocks = table[8 * (1 + columns + microbatches) : 8 * (2 + columns + microbatches + 2 * self._size)].cast("d")
+        self._held = whole[1 : 1 + self._size]  # 1 + leased microbatch; 0: none; -1: step not begun
+        self._done, self._head, self._tail = (  # 1 + the rank whose result counts; what is free in each pool
+            whole[1 + self._size + at * microbatches :][:microbatches] for at in range(3)
+        )
+        clocks = table[8 * numbers : 8 * (numbers + 1 + 2 * self._size)].cast("d")
         self._opened = clocks[:1]
         self._since = clocks[1 : 1 + self._size]
         self._pace = clocks[1 + self._size :]
         self._lock = shared_memory.lock()
-        self._shares: Sequence[range] = ()
+        self._pools: Sequence[Pool] = ()
+        self._own: list[int] = []  # pools of this worker, and those of others from which it may take
+        self._others: list[int] = []
         self._mine: list[float] = []
         self.asked = 0.0
         self._shared_memory = shared_memory
         self._fresh = True
 
-    def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
+    def begin(self, step: int, pools: Sequence[Pool], seconds: Sequence[float]) -> None:
         if self._fresh:  # the table is uninitialized
             if self._rank == 0:
                 self._step[0] = -1
             self._shared_memory.all_gather(b"")
             self._fresh = False
-        self._shares = shares
-        self._mine = []
+        self._pools, self._mine = pools, []
+        self._own, self._others = _places(pools, self._rank)
         now = time.monotonic()
         with self._lock:
             if self._step[0] != step:  # the first worker to begin the step
                 self._step[0] = step
-                for rank, share in enumerate(shares):
-                    self._head[rank], self._tail[rank] = share.start, share.stop
+                for rank in range(self._size):
                     self._held[rank], self._pace[rank], self._since[rank] = -1, seconds[rank], now
-                for microbatch in range(shares[-1].stop):
-                    self._done[microbatch] = 0
+                for place, pool in enumerate(pools):
+                    self._head[place], self._tail[place] = 0, len(pool.microbatches)
+                    for microbatch in pool.microbatches:
+                        self._done[microbatch] = 0
                 self._opened[0] = now
             self._held[self._rank], self._since[self._rank] = 0, now
 
@@ -147,30 +163,40 @@ class Leases:
 
     def _choose(self, now: float) -> tuple[Lease | None, bool]:
         """Return the next lease, or None and whether a lease may become available later."""
-        free = [self._tail[rank] - self._head[rank] for rank in range(self._size)]
-        left = sum(free)
-        if not left:
+        count = len(self._pools)
+        free = [*map(sub, self._tail[:count], self._head[:count])]
+        if not any(free[place] for place in chain(self._own, self._others)):
             return self._again(now)
-        pace = self._paces()
+        pace, left = self._paces(), sum(free)
         ends = [self._free_at(rank, now, pace[rank]) for rank in range(self._size)]
-        mine = pace[self._rank]
-        if self._others_are_faster(left, now + _LATE * mine, ends, pace):
-            return None, True
-        if free[self._rank]:
-            self._head[self._rank] += 1
-            return Lease(self._head[self._rank] - 1, self._rank), True
-        victim = max(
-            (rank for rank in range(self._size) if free[rank]), key=lambda one: ends[one] + free[one] * pace[one]
-        )
-        self._tail[victim] -= 1
-        return Lease(self._tail[victim], victim), True
+        for place in self._candidates(free, ends, pace):
+            pool = self._pools[place]
+            if self._others_are_faster(pool.holders, left, now + _LATE * pace[self._rank], ends, pace):
+                continue
+            if pool.owner == self._rank:
+                self._head[place] += 1
+                return Lease(pool.microbatches[self._head[place] - 1], self._rank), True
+            self._tail[place] -= 1
+            return Lease(pool.microbatches[self._tail[place]], pool.owner), True
+        return None, True
 
-    def _others_are_faster(self, left: int, end: float, ends: list[float], pace: list[float]) -> bool:
-        """Return whether the others would finish all ``left`` free microbatches before the time ``end``."""
+    def _candidates(self, free: list[int], ends: list[float], pace: list[float]) -> Iterator[int]:
+        """Yield the pools from which this worker may take: its own, then those of the worker that finishes last."""
+        yield from (place for place in self._own if free[place])
+        until = [*ends]
+        for pool, count in zip(self._pools, free, strict=True):
+            until[pool.owner] += count * pace[pool.owner]
+        others = (place for place in self._others if free[place])
+        yield from sorted(others, key=lambda place: -until[self._pools[place].owner])
+
+    def _others_are_faster(
+        self, ranks: Sequence[int], left: int, end: float, ends: list[float], pace: list[float]
+    ) -> bool:
+        """Return whether other workers of ``ranks`` would finish all ``left`` free microbatches before ``end``."""
         if left > 8 * self._size:
             return False
         could = 0
-        for rank in range(self._size):
+        for rank in ranks:
             if rank != self._rank and end > ends[rank]:
                 could += int((end - ends[rank]) / pace[rank])
                 if could >= left:
@@ -202,11 +228,13 @@ class Leases:
                 continue
             if any(self._held[other] == microbatch + 1 for other in range(self._size) if other != rank):
                 continue
+            pool = next(one for one in self._pools if microbatch in one.microbatches)
+            if self._rank not in pool.holders:
+                continue
             if now - self._since[rank] < _OVERDUE * pace[rank]:
                 waits = True
             else:
-                share = next(owner for owner, held in enumerate(self._shares) if microbatch in held)
-                return Lease(microbatch, share, again=True), True
+                return Lease(microbatch, pool.owner, again=True), True
         return None, waits
 
     def _check_alive(self, waited: float) -> None:
@@ -218,43 +246,45 @@ class Leases:
 
 
 class StoreLeases:
-    """Leases through the store. A lease takes one round trip, or from another share two plus one per open share."""
+    """Leases through the store. A lease takes one round trip, or from another share two plus one per open pool."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._store = Store(world, "leases", "while they took microbatches")
         self._step = -1
-        self._shares: Sequence[range] = ()
+        self._pools: Sequence[Pool] = ()
         self._pace: Sequence[float] = ()
-        self._own = 0
+        self._own: list[int] = []  # pools of this worker that may have free microbatches
+        self._leased = 0  # microbatches of the first of them that this worker has leased
         self._open: list[int] = []
         self.asked = 0.0
 
-    def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
+    def begin(self, step: int, pools: Sequence[Pool], seconds: Sequence[float]) -> None:
         if not self._store.is_open:
             self._store.open()
         if self._world.rank == 0 and self._step >= 0:  # no worker reads the previous step's keys again
             self._store.ask(self._forget)
-        self._step, self._shares, self._pace = step, shares, seconds
-        self._own = 0
-        self._open = [rank for rank, share in enumerate(shares) if share and rank != self._world.rank]
+        self._step, self._pools, self._pace, self._leased = step, pools, seconds, 0
+        self._own, self._open = _places(pools, self._world.rank)
 
     def next(self) -> Lease | None:
         self.asked = time.monotonic()
-        own = self._shares[self._world.rank]
-        if self._own < len(own):
-            if self._add("taken", self._world.rank, 1) <= len(own):
-                self._own += 1
-                return Lease(own.start + self._own - 1, self._world.rank)
-            self._own = len(own)
+        while self._own:
+            own = self._pools[self._own[0]].microbatches
+            if self._leased < len(own) and self._add("taken", self._own[0], 1) <= len(own):
+                self._leased += 1
+                return Lease(own[self._leased - 1], self._world.rank)
+            del self._own[0]
+            self._leased = 0
         while self._open:
-            left = {rank: len(self._shares[rank]) - self._add("taken", rank, 0) for rank in self._open}
-            self._open = [rank for rank in self._open if left[rank] > 0]
+            left = {place: len(self._pools[place].microbatches) - self._add("taken", place, 0) for place in self._open}
+            self._open = [place for place in self._open if left[place] > 0]
             if not self._open:
                 return None
-            victim = max(self._open, key=lambda rank: left[rank] * (self._pace[rank] or 1.0))
-            if self._add("taken", victim, 1) <= len(self._shares[victim]):
-                return Lease(self._shares[victim].stop - self._add("tail", victim, 1), victim)
+            victim = max(self._open, key=lambda place: left[place] * (self._pace[self._pools[place].owner] or 1.0))
+            pool = self._pools[victim]
+            if self._add("taken", victim, 1) <= len(pool.microbatches):
+                return Lease(pool.microbatches[-self._add("tail", victim, 1)], pool.owner)
         return None
 
     def overtaken(self, microbatch: int) -> bool:
@@ -264,13 +294,13 @@ class StoreLeases:
         return True
 
     def _forget(self, store: dist.distributed_c10d.Store) -> None:
-        for rank in range(self._world.size):
-            store.delete_key(self._key("taken", rank))
-            store.delete_key(self._key("tail", rank))
+        for place in range(len(self._pools)):
+            store.delete_key(self._key("taken", place))
+            store.delete_key(self._key("tail", place))
 
-    def _add(self, what: str, rank: int, number: int) -> int:
-        count: int = self._store.ask(lambda store: store.add(self._key(what, rank), number))
+    def _add(self, what: str, place: int, number: int) -> int:
+        count: int = self._store.ask(lambda store: store.add(self._key(what, place), number))
         return count
 
-    def _key(self, what: str, rank: int) -> str:
-        return self._store.key(self._step, rank, what)
+    def _key(self, what: str, place: int) -> str:
+        return self._store.key(self._step, place, what)

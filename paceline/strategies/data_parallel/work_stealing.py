@@ -11,14 +11,16 @@ lag. This strategy does so within a synchronous all-reduce step. The gradients o
 the same way, whichever worker computes them, so no sample is lost, and with ``exact`` the bits are those of all-reduce.
 A step takes as long as its microbatches take at the workers' combined speed, plus part of the slowest microbatch.
 
-Leases decide which worker takes which microbatch (``comm.assignment.leases``). Between steps the shares follow the
-speeds (``schedule.speed_shares``), so that a persistently slow worker has less to give away. Gradients are sent after
+Leases decide which worker takes which microbatch (``comm.assignment.leases``), of located data only those that it has.
+Between steps the shares follow the speeds (``schedule.speed_shares``), so that a persistently slow worker has less to
+give away; shares of located data follow their holders. Gradients are sent after
 all computation, because until then no worker knows which results the others hold.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -26,6 +28,7 @@ import torch
 from paceline.comm.assignment.leases import Lease, leases_for
 from paceline.comm.collectives.step_header import StepHeader
 from paceline.data.feed import MicrobatchGroup
+from paceline.schedule.placement import Pool, place, pools
 from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
@@ -39,7 +42,13 @@ from paceline.strategies.data_parallel.results import Results
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
-        fixed_point=True, wires=WHOLE_WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
+        fixed_point=True,
+        wires=WHOLE_WIRES,
+        phases=True,
+        batch_losses=True,
+        located=True,
+        scales_loss=True,
+        reads=("shares",),
     )
 
 
@@ -54,7 +63,8 @@ class WorkStealing(Strategy):
         self._results = Results(context, total)
         self._leases = leases_for(context.world, total)
         self._steps = 0  # steps begun; a batch may have several
-        self._pace = SpeedShares(context.world.size, total, fits=context.settings.shares == "speed")
+        fits = context.settings.shares == "speed" and not context.order.located
+        self._pace = SpeedShares(context.world.size, total, fits)
         if total < 4 * context.world.size:
             context.warnings.append(
                 f"{total} microbatches for {context.world.size} workers leave little to take over: set microbatches to "
@@ -71,8 +81,18 @@ class WorkStealing(Strategy):
         share = self._shares(step)[self._context.world.rank]
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
-    def _shares(self, step: int) -> tuple[range, ...]:
-        return self._pace.shares(len(self._context.order.parts_of(step)))
+    def _shares(self, step: int) -> Sequence[Sequence[int]]:
+        order = self._context.order
+        if (holders := order.holders_of(step)) is not None:
+            return place(holders, self._context.world.size)
+        return self._pace.shares(len(order.parts_of(step)))
+
+    def _pools(self, step: int) -> list[Pool]:
+        """Return the microbatches of each share by the workers that may take them."""
+        size = self._context.world.size
+        if (holders := self._context.order.holders_of(step)) is not None:
+            return pools(holders, size)
+        return [Pool(rank, share, range(size)) for rank, share in enumerate(self._shares(step)) if share]
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self._context
@@ -82,7 +102,7 @@ class WorkStealing(Strategy):
         context.compute.buffers.begin()
         context.update.check_structure()
         self._steps += 1
-        self._leases.begin(self._steps, self._shares(step), self._pace.seconds())
+        self._leases.begin(self._steps, self._pools(step), self._pace.seconds())
         while (lease := self._leases.next()) is not None:
             if lease.share != context.world.rank or lease.again:
                 seconds = time.monotonic() - self._leases.asked
