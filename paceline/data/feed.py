@@ -160,7 +160,9 @@ class Feed:
                 oldest += 1
 
     def _check_length(self, step: int) -> None:
-        if self._length is not None and len(self._given) != self._length:
+        if isinstance(self._given, Located):
+            self._given.check_lengths(step)
+        elif self._length is not None and len(self._given) != self._length:
             raise InputError(
                 f"The data set had {self._length} samples at the start and has {len(self._given)} in step {step}. Its "
                 f"length must not change, because the order of samples depends on it. To add samples during training, "

@@ -74,6 +74,10 @@ def test_workers_have_one_order_and_compute_what_they_have() -> None:
         at, (microbatch,) = order.example(2)
         (own,) = (order.microbatches_of(at)[one] for one in microbatch)
         assert [order._data[sample] for sample in own] == own
+        assert len([*order._data]) == len(order._data) == sum(SIZES[name] for name in held[world.rank])
+        for number in (-1, sum(SIZES.values()), FIRSTS["faa"[world.rank]]):
+            with pytest.raises(InputError, match=f"no sample {number} on this worker"):
+                order._data[number]
         return [order.holders_of(step) for step in range(len(steps))]
 
     first, *others = threads.run(3, meet)

@@ -60,10 +60,9 @@ class LocatedOrder(BatchOrder):
 
     def _set_shards(self, shards: Mapping[str, ShardFacts]) -> None:
         self._names = sorted(shards)
-        firsts = firsts_of({name: one.length for name, one in shards.items()})
-        self._data.number(firsts)
-        self._firsts = [firsts[name] for name in self._names]
-        self._lengths = [shards[name].length for name in self._names]
+        lengths = {name: shards[name].length for name in self._names}
+        self._data.number(lengths)
+        self._firsts, self._lengths = [*firsts_of(lengths).values()], [*lengths.values()]
         self._counts: Numbers = -(-np.array(self._lengths) // (self.batch // self.microbatches))  # microbatches
         self._samples, self._total = sum(self._lengths), int(self._counts.sum())
         self._steps = -(-self._total // self.microbatches)  # in an epoch

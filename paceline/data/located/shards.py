@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -48,20 +48,40 @@ class Located(Dataset[Any]):
                 f"shards out of the run."
             )
         self.shards = dict(sorted(shards.items()))
-        self.number(firsts_of({name: len(shard) for name, shard in self.shards.items() if isinstance(shard, Sized)}))
+        self.number({name: len(shard) for name, shard in self.shards.items() if isinstance(shard, Sized)})
 
-    def number(self, firsts: Mapping[str, int]) -> None:
-        """Set the number that the first sample of each shard has in the whole data set."""
-        self._names = [name for name in sorted(firsts) if name in self.shards]
-        self._firsts = [firsts[name] for name in self._names]
+    def number(self, lengths: Mapping[str, int]) -> None:
+        """Number the samples by the lengths of all shards of the run."""
+        firsts = firsts_of(lengths)
+        self._lengths = {name: lengths[name] for name in firsts if name in self.shards}
+        self._names, self._firsts = [*self._lengths], [firsts[name] for name in self._lengths]
 
     def __len__(self) -> int:
         return sum(map(len, self.shards.values()))
 
+    def __iter__(self) -> Iterator[Any]:
+        return (self._read(name, sample) for name, shard in self.shards.items() for sample in range(len(shard)))
+
     def __getitem__(self, number: int) -> Any:
         """Return a sample by its number in the whole data set."""
         place = bisect_right(self._firsts, number) - 1
-        return self._read(self._names[place], number - self._firsts[place])
+        name, sample = self._names[place], number - self._firsts[place]
+        if place < 0 or sample >= self._lengths[name]:
+            raise InputError(
+                f"Located data have no sample {number} on this worker. Samples are numbered over the shards of all "
+                f"workers, and this worker has {', '.join(map(repr, self._names[:8]))}: read data.shards[name][sample]."
+            )
+        return self._read(name, sample)
+
+    def check_lengths(self, step: int) -> None:
+        """Raise InputError if a shard has another length than at the start."""
+        for name, length in self._lengths.items():
+            if (now := len(self.shards[name])) != length:
+                raise InputError(
+                    f"Shard {name!r} had {length} samples at the start and has {now} in step {step}. Its length must "
+                    f"not change, because the order of samples depends on it. Write new samples to another shard, and "
+                    f"start a new run with it."
+                )
 
     def _read(self, name: str, sample: int) -> Any:
         try:
