@@ -14,7 +14,6 @@ from typing import Any, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
-from paceline.data.located.shards import Located
 from paceline.data.sampler import SampleNumbers
 from paceline.evaluation.metrics import Metrics, numbers_in
 from paceline.evaluation.predictions import Predictions
@@ -246,7 +245,7 @@ class Session:
         """
         return self._evaluations.predict(Predictions(forward, by_loss=self._by_loss), data, everywhere)
 
-    def map(self, function: Callable[[Any], _T], items: Iterable[Any] | Located) -> list[_T]:
+    def map(self, function: Callable[[Any], _T], items: Iterable[Any]) -> list[_T]:
         """Return ``[function(item) for item in items]``, computed on all workers. Every worker must call it.
 
         Each item is computed once, with random numbers of its own and the model in evaluation mode, without gradients.

@@ -34,7 +34,13 @@ _WORTH = 0.97  # keep stealing if its step time is at most this fraction of the 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities that all-reduce and work stealing have in common."""
     return Capabilities(
-        fixed_point=True, wires=WHOLE_WIRES, phases=True, batch_losses=True, scales_loss=True, reads=("shares",)
+        fixed_point=True,
+        wires=WHOLE_WIRES,
+        phases=True,
+        batch_losses=True,
+        located=True,
+        scales_loss=True,
+        reads=("shares",),
     )
 
 

@@ -99,9 +99,9 @@ class Evaluations:
         loop.position.stay()
         return found[0] if found else None
 
-    def map(self, function: Callable[[Any], Any], items: Iterable[Any] | Located) -> list[Any]:
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         """Return ``function(item)`` for all items, in order. See :meth:`paceline.Session.map`."""
-        if not callable(function) or not isinstance(items, Iterable | Located):
+        if not callable(function) or not isinstance(items, Iterable):
             raise InputError(
                 f"session.map takes a function and items, but it got {described(function)} and {described(items)}. "
                 f"Write session.map(function, items), where function(item) returns the result for an item."

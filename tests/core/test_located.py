@@ -93,9 +93,9 @@ def test_one_result_for_any_workers_and_machines(printed: Printed, tmp_path: Pat
     (alone,), _ = results(printed, tmp_path, 1, [["apart", {}]])
     for workers, placed in ((2, "in a row"), (2, "on the first"), (4, "apart"), (4, "twice")):
         assert results(printed, tmp_path, workers, [[placed, {}]])[0] == [alone] * workers
-    steals = {"strategy": "stealing"}
-    others = [["twice", {"strategy": "sharded"}], ["in a row", {"workers_per_loader": 1}], ["twice", steals]]
-    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 9
+    others: list[Any] = [["twice", {"strategy": strategy}] for strategy in ("sharded", "stealing", "auto")]
+    others.append(["in a row", {"workers_per_loader": 1}])
+    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 12
 
 
 def rows(count: int, seed: int = 0) -> TensorDataset:

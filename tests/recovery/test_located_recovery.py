@@ -27,7 +27,7 @@ data = Located({name: [(row, int(row[:4].argmax())) for row in every[name]] for 
 torch.manual_seed(0)
 session = paceline.start(
     model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
-    data=data, batch=32, exact=True, timeout_seconds=30,
+    data=data, batch=32, exact=True, timeout_seconds=30, strategy=os.environ.get("STRATEGY", "allreduce"),
     checkpoint={"every": None if "ALONE" in os.environ else 4, "keep": 99, "background": False},
 )
 
@@ -48,7 +48,7 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
     alone = undisturbed(SCRIPT)
     copies = {"0": "abcd", "1": "cdef", "2": "efab"}
     lost = faults.kill(rank=1, step=5, point="in evaluate") + faults.kill(rank=0, step=6)
-    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=json.dumps(copies))
+    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=json.dumps(copies), STRATEGY="stealing")
     assert killed.code == 2, killed.report()
     assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
     assert (killed.run / "checkpoints" / "step-000006").exists(), killed.report()  # saved before the end
