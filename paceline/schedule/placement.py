@@ -5,7 +5,7 @@
     microbatch   0    1    2    3           worker 0   0 1 ─ 0 1 ─ 0   3     3 has no other holder,
     held by      0   0 1  0 1   0           worker 1         2     1 2       so 1 moves on to worker 1
 
-A step takes as long as the worker with the most microbatches. The smallest possible maximum is found by augmenting
+A step takes as long as the worker that finishes last. The earliest possible end is found by augmenting
 paths (H. W. Kuhn, "The Hungarian method for the assignment problem", 1955, for workers with several microbatches each):
 a microbatch whose holders are full takes the room of another microbatch, which moves on to a holder of its own.
 """
@@ -26,55 +26,78 @@ class Pool(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def place(holders: tuple[tuple[int, ...], ...], workers: int) -> tuple[tuple[int, ...], ...]:
-    """Return the microbatches of each worker, with the smallest possible maximum.
+def place(
+    holders: tuple[tuple[int, ...], ...], workers: int, speeds: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Return the microbatches of each worker, such that the last worker finishes as early as possible.
 
     Args:
         holders: ranks of the workers that can compute each microbatch.
         workers: number of workers.
+        speeds: relative speeds of the workers. Defaults to equal ones.
 
     >>> place(((0,), (0, 1), (0, 1), (0,)), 2)
     ((0, 3), (1, 2))
+    >>> place(((0, 1),) * 4, 2, (3, 1))
+    ((0, 1, 2), (3,))
     """
-    even = limit = -(-len(holders) // workers)
+    speeds = speeds or (1,) * workers
+    room = [0] * workers
+    while sum(room) < len(holders):
+        _add_room(room, speeds)
+    even = tuple(room)
     owned: list[list[int]] = [[] for _ in range(workers)]
     for microbatch in range(len(holders)):
-        while not _give(microbatch, holders, owned, even, limit, set()):
-            limit += 1
+        while not _give(microbatch, holders, owned, even, room, set()):
+            _add_room(room, speeds)
     return tuple(tuple(sorted(own)) for own in owned)
 
 
+def _add_room(room: list[int], speeds: Sequence[int]) -> None:
+    """Add a microbatch to the room of each worker that would finish it first."""
+    ends = [(count + 1) / speed for count, speed in zip(room, speeds, strict=True)]
+    for rank, end in enumerate(ends):
+        room[rank] += end == min(ends)
+
+
 def _give(
-    microbatch: int, holders: Sequence[Sequence[int]], owned: list[list[int]], even: int, limit: int, tried: set[int]
+    microbatch: int,
+    holders: Sequence[Sequence[int]],
+    owned: list[list[int]],
+    even: Sequence[int],
+    room: Sequence[int],
+    tried: set[int],
 ) -> bool:
-    """Give a microbatch to a holder with less than ``limit`` of them, perhaps after another one has moved on from it.
+    """Give a microbatch to a holder that has room for it, perhaps after another microbatch has moved on from it.
 
     If possible it goes to the worker of the microbatch before it, because adjacent sums are sent as one.
     """
     ranks = [rank for rank in holders[microbatch] if rank not in tried]
     tried.update(ranks)
-    free = [rank for rank in ranks if len(owned[rank]) < limit]
+    free = [rank for rank in ranks if len(owned[rank]) < room[rank]]
     if free:
-        chosen = min(free, key=lambda rank: (max(len(owned[rank]) + 1, even), microbatch - 1 not in owned[rank], rank))
+        chosen = min(
+            free, key=lambda rank: (max(len(owned[rank]) + 1 - even[rank], 0), microbatch - 1 not in owned[rank], rank)
+        )
         owned[chosen].append(microbatch)
         return True
     for rank in ranks:
         for other in owned[rank]:
-            if _give(other, holders, owned, even, limit, tried):
+            if _give(other, holders, owned, even, room, tried):
                 owned[rank].remove(other)
                 owned[rank].append(microbatch)
                 return True
     return False
 
 
-def pools(holders: tuple[tuple[int, ...], ...], workers: int) -> list[Pool]:
+def pools(holders: tuple[tuple[int, ...], ...], workers: int, speeds: tuple[int, ...] = ()) -> list[Pool]:
     """Return the shares of :func:`place` by the holders of their microbatches, those with few holders first.
 
     >>> pools(((0,), (0, 1), (0, 1), (0,)), 2)
     [Pool(owner=0, microbatches=[0, 3], holders=(0,)), Pool(owner=1, microbatches=[1, 2], holders=(0, 1))]
     """
     found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for owner, own in enumerate(place(holders, workers)):
+    for owner, own in enumerate(place(holders, workers, speeds)):
         for microbatch in own:
             found.setdefault((owner, holders[microbatch]), []).append(microbatch)
     return sorted((Pool(owner, own, ranks) for (owner, ranks), own in found.items()), key=lambda one: len(one.holders))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +15,6 @@ from paceline.comm.assignment.leases import Lease, Leases
 from paceline.errors import WorkerSilent
 from paceline.schedule.placement import Pool, pools
 from paceline.schedule.shares import even
-
-Holders = tuple[tuple[int, ...], ...]
 
 
 class Scene:
@@ -51,10 +49,10 @@ class Scene:
     def _sleep(self, seconds: float) -> None:
         self.waits()
 
-    def begin(self, step: int, total: int, seconds: list[float], holders: Holders = ()) -> None:
+    def begin(self, step: int, total: int, seconds: list[float], given: Sequence[Pool] = ()) -> None:
         everyone = range(len(self.workers))
         shares = enumerate(even(total, len(everyone)))
-        given = pools(holders, len(everyone)) if holders else [Pool(*one, everyone) for one in shares if one[1]]
+        given = given or [Pool(rank, share, everyone) for rank, share in shares if share]
         for worker in self.workers:
             worker.begin(step, given, seconds)
 
@@ -70,10 +68,10 @@ class Waits(Exception):
 
 
 def simulate(
-    scene: Scene, total: int, factors: list[float], seconds: list[float], step: int = 0, holders: Holders = ()
+    scene: Scene, total: int, factors: list[float], seconds: list[float], step: int = 0, given: Sequence[Pool] = ()
 ) -> tuple[float, list[int]]:
     """Let all workers compute; returns how long it took, and the microbatches in the order of their results."""
-    scene.begin(step, total, seconds, holders)
+    scene.begin(step, total, seconds, given)
     begin, results = scene.now, []
     ends: dict[int, tuple[float, int]] = {}
     idle, over = set(range(len(factors))), set[int]()
@@ -84,7 +82,7 @@ def simulate(
                 over.add(rank)
                 idle.discard(rank)
             elif isinstance(told, Lease):
-                assert not holders or rank in holders[told.microbatch]
+                assert not given or any(told.microbatch in one.microbatches and rank in one.holders for one in given)
                 ends[rank] = scene.now + factors[rank], told.microbatch
                 idle.discard(rank)
         if not ends:
@@ -141,17 +139,20 @@ def test_a_worker_takes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
         shards = [tuple(sorted(draw.sample(range(4), draw.choice([1, 2, 2])))) for _ in range(5)]
         holders = tuple(sorted(draw.choices(shards, [1, 1, 2, 4, 4], k=total)))
         factors = [draw.choice([0.5, 1.0, 1.0, 5.0]) for _ in range(4)]
-        _, results = simulate(scene, total, factors, [draw.choice([0.0, 1.0, 2.0]) for _ in range(4)], step, holders)
+        seconds = [draw.choice([0.0, 1.0, 2.0]) for _ in range(4)]
+        _, results = simulate(scene, total, factors, seconds, step, pools(holders, 4))
         assert sorted(results) == [*range(total)]
 
 
-@pytest.mark.parametrize(("slow", "most"), [(1.0, 1.1), (2.0, 1.2)])
-def test_copies_balance_shards_of_unequal_size(slow: float, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slow", "speeds", "most"), [(1.0, (), 1.1), (2.0, (), 1.2), (2.0, (1, 2, 2, 2), 1.05)])
+def test_copies_balance_shards_of_unequal_size(
+    slow: float, speeds: tuple[int, ...], most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shards of 1, 4, 1 and 4 parts, each on two workers. Without stealing, a slow worker makes a step 1.75 as long."""
     scene, factors = Scene(4, 120, monkeypatch), [slow, 1.0, 1.0, 1.0]
     copies, parts = ((0, 1), (1, 2), (2, 3), (0, 3)), (1, 4, 1, 4)
     holders = tuple(ranks for ranks, count in zip(copies, parts, strict=True) for _ in range(12 * count))
-    seconds, results = simulate(scene, 120, factors, factors, holders=holders)
+    seconds, results = simulate(scene, 120, factors, factors, given=pools(holders, 4, speeds))
     assert sorted(results) == [*range(120)]
     assert seconds <= most * 120 / sum(1 / factor for factor in factors)
 

@@ -87,17 +87,20 @@ def test_workers_have_one_order_and_compute_what_they_have() -> None:
         assert holders == tuple(tuple(rank for rank in range(3) if name in held[rank]) for name in names)
 
 
-def test_the_placement_has_the_smallest_maximum() -> None:
+def test_the_placement_ends_as_early_as_possible() -> None:
     drawn = random.Random(1)
     for _ in range(300):
         workers = drawn.randint(1, 4)
         every = [drawn.sample(range(workers), drawn.randint(1, workers)) for _ in range(drawn.randint(1, 6))]
         holders = tuple(tuple(sorted(ranks)) for ranks in every)
-        placed = place(holders, workers)
+        speeds = tuple(drawn.choices([1, 2, 3], k=workers)) if drawn.random() < 0.5 else (1,) * workers
+        placed = place(holders, workers, speeds)
         assert sorted(itertools.chain(*placed)) == [*range(len(holders))]
         assert all(rank in holders[one] for rank, own in enumerate(placed) for one in own)
-        least = min(max(Counter(choice).values()) for choice in itertools.product(*holders))
-        assert max(map(len, placed)) == least, (holders, placed)
+        ends = (
+            max(count / speeds[rank] for rank, count in Counter(one).items()) for one in itertools.product(*holders)
+        )
+        assert max(len(own) / speed for own, speed in zip(placed, speeds, strict=True)) == min(ends), (holders, placed)
     assert place(((0,), (0, 1, 2, 3), (0, 1)), 4) == ((0,), (2,), (1,), ())  # 1 moves on, as 0 has no other holder
     assert place(((0, 1, 2, 3),) * 8, 4) == ((0, 1), (2, 3), (4, 5), (6, 7))  # adjacent sums are sent as one
     assert place(((1,), (0, 1), (0, 1), (0, 1)), 2) == ((2, 3), (0, 1))

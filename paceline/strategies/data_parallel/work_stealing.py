@@ -13,7 +13,7 @@ A step takes as long as its microbatches take at the workers' combined speed, pl
 
 Leases decide which worker takes which microbatch (``comm.assignment.leases``), of located data only those that it has.
 Between steps the shares follow the speeds (``schedule.speed_shares``), so that a persistently slow worker has less to
-give away; shares of located data follow their holders. Gradients are sent after
+give away. Gradients are sent after
 all computation, because until then no worker knows which results the others hold.
 """
 
@@ -63,8 +63,7 @@ class WorkStealing(Strategy):
         self._results = Results(context, total)
         self._leases = leases_for(context.world, total)
         self._steps = 0  # steps begun; a batch may have several
-        fits = context.settings.shares == "speed" and not context.order.located
-        self._pace = SpeedShares(context.world.size, total, fits)
+        self._pace = SpeedShares(context.world.size, total, fits=context.settings.shares == "speed")
         if total < 4 * context.world.size:
             context.warnings.append(
                 f"{total} microbatches for {context.world.size} workers leave little to take over: set microbatches to "
@@ -84,14 +83,17 @@ class WorkStealing(Strategy):
     def _shares(self, step: int) -> Sequence[Sequence[int]]:
         order = self._context.order
         if (holders := order.holders_of(step)) is not None:
-            return place(holders, self._context.world.size)
+            return place(holders, self._context.world.size, self._speeds())
         return self._pace.shares(len(order.parts_of(step)))
+
+    def _speeds(self) -> tuple[int, ...]:
+        return self._pace.counts if all(self._pace.counts) else ()
 
     def _pools(self, step: int) -> list[Pool]:
         """Return the microbatches of each share by the workers that may take them."""
         size = self._context.world.size
         if (holders := self._context.order.holders_of(step)) is not None:
-            return pools(holders, size)
+            return pools(holders, size, self._speeds())
         return [Pool(rank, share, range(size)) for rank, share in enumerate(self._shares(step)) if share]
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
