@@ -73,6 +73,7 @@ def _with_snippets() -> list[object]:
         "streams.md",
         "augmentation.md",
         "growing-data.md",
+        "located-data.md",
         "horovod.md",
         "horovod-functions.md",
         "faults.md",
