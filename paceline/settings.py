@@ -18,10 +18,12 @@ Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Part = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 
 
-class CheckpointSettings(BaseModel):
-    """Checkpoint settings: directory, interval and retention."""
-
+class _Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class CheckpointSettings(_Group):
+    """Checkpoint settings: directory, interval and retention."""
 
     directory: Path | str | None = Field(
         None, description="directory of the checkpoints, or a URL; none: that of the run, else checkpoints/<script>"
@@ -52,10 +54,8 @@ class CheckpointSettings(BaseModel):
         return value
 
 
-class WeightsSettings(BaseModel):
+class WeightsSettings(_Group):
     """Initial weights from a file, folder, checkpoint or URL."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: Path | str | None = Field(
         None, description="weights to start from: a .safetensors or .pt file, a folder of them, a checkpoint, or a URL"
@@ -88,10 +88,8 @@ class WeightsSettings(BaseModel):
         return value
 
 
-class AverageSettings(BaseModel):
+class AverageSettings(_Group):
     """Averaging of the weights over steps: exponential (EMA) or uniform (SWA)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["ema", "swa"] | None = Field(
         None, description="keep an average of the weights: exponential (ema), or of equal parts (swa); none: keep none"
@@ -101,20 +99,16 @@ class AverageSettings(BaseModel):
     every: PositiveInt = Field(1, description="steps from one to the next that is averaged")
 
 
-class BackupSettings(BaseModel):
+class BackupSettings(_Group):
     """Settings of strategy ``backup``, whose steps do not wait for the slowest workers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     workers: NonNegativeInt | None = Field(
         None, description="how many workers a step does not wait for; none: 1 with strategy backup, else 0"
     )
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(_Group):
     """Settings of strategy ``parameter-server``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["sync", "async", "bounded"] = Field(
         "sync", description="wait for all workers in each step; for none; or for those that are too far behind"
@@ -135,10 +129,8 @@ class ServerSettings(BaseModel):
     )
 
 
-class LocalSettings(BaseModel):
+class LocalSettings(_Group):
     """Settings of strategies ``diloco`` and ``local-sgd``, whose replicas of the model train independently."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: PositiveInt = Field(8, description="steps between two outer steps")
     after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
@@ -148,6 +140,13 @@ class LocalSettings(BaseModel):
     fragments: PositiveInt = Field(1, description="parts of the model, each with its own outer step in a period")
     delay: NonNegativeInt = Field(0, description="steps that go on while a fragment's outer step is on its way")
     mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps in an outer step")
+    sites: bool = Field(False, description="a replica for each shard of Located data, from which only updates leave")
+    sampled: PositiveFloat | None = Field(None, description="sites in a round: a number, or a part below 1; none: all")
+    masked: bool = Field(False, description="sites: add updates up by secure aggregation, so that nobody sees one")
+    threshold: PositiveInt | None = Field(None, description="masked: fewest sites in a sum; none: over two thirds")
+    clip: PositiveFloat | None = Field(None, description="masked: largest norm of the update of a site; none: any")
+    noise: PositiveFloat | None = Field(None, description="masked: deviation of noise in a sum, in multiples of clip")
+    delta: Fraction = Field(1e-5, description="noise: delta of the privacy budget that the rounds have spent")
 
 
 class PipelineSettings(BaseModel):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE, EVALUATION, BATCH_LOSS, ROUNDING, MAP = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10
+ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE, EVALUATION, BATCH_LOSS, ROUNDING, MAP, SITES = range(1, 12)
 """First number of a key: its use. Different uses never share a stream."""
 _UNTOUCHED = 20_231_117
 

@@ -162,7 +162,8 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
             "The order of Located data follows from the shards, and an epoch has every sample once: leave out "
             "sampler, drop_last, and a forward(model, microbatch, state) that needs an order of its own."
         )
-    return LocatedOrder(data, batch, parts, settings.seed, exact=bool(settings.exact))
+    exact, all_present = bool(settings.exact), not settings.local.sites
+    return LocatedOrder(data, batch, parts, settings.seed, exact=exact, all_present=all_present)
 
 
 def _no_data_set(data: Any) -> InputError:

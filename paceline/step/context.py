@@ -83,7 +83,8 @@ class TrainingContext:
     batch has several (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which
     steps are audited (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was
     loaded. ``held``: this worker's share of a divided state while no strategy has it. ``replicas``: tensors of the
-    replicas of local training by name, while no strategy has them.
+    replicas of local training by name, while no strategy has them. ``revealed``: outer steps for which this worker has
+    revealed shares of masks (``strategies.local.masking``).
     """
 
     compute: ForwardRunner
@@ -106,6 +107,7 @@ class TrainingContext:
     prepared: list[Any] = field(default_factory=list)
     held: HeldShare = field(default_factory=HeldShare)
     replicas: dict[str, torch.Tensor] = field(default_factory=dict)
+    revealed: set[int] = field(default_factory=set)
     audits: AuditSchedule = field(default_factory=AuditSchedule)
 
     def end(self) -> None:

@@ -102,6 +102,11 @@ class Strategy(ABC):
         """
         return None
 
+    @property
+    def why_unsaved(self) -> str:
+        """Reason why the state between two steps cannot be saved now. Empty if it can."""
+        return ""
+
     def settle(self) -> None:  # noqa: B027 - most steps end when all weights are known
         """Raise WorkerLost if a worker was lost when the last step was done, but not all weights were exchanged."""
 

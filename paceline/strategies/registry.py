@@ -69,7 +69,7 @@ class Entry:
     supports: Callable[[Settings, int, int], bool] = _any_number
 
 
-_LOCAL = Entry(local.LocalTraining, alone=local.LocalTraining, capabilities=local.capabilities, validate=local.validate)
+_LOCAL = Entry(local.build, alone=local.build, capabilities=local.capabilities, validate=local.validate)
 _ENTRIES: dict[str, Entry] = {
     "allreduce": Entry(AllReduce, capabilities=allreduce.capabilities),
     "auto": Entry(auto.Auto, capabilities=auto.capabilities),
@@ -184,6 +184,12 @@ def check_optimizer(context: TrainingContext, able: Capabilities) -> None:
         probe_optimizer(context)
     if able.sparse_gradients == "modules":
         probe_rows(context)
+
+
+def check_saving(strategy: Strategy) -> None:
+    """Raise InputError if the state between two steps cannot be saved now."""
+    if why := strategy.why_unsaved:
+        raise InputError(why)
 
 
 def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:

@@ -33,7 +33,7 @@ from paceline.step.probes.probe import warn
 from paceline.step.replicas import compare
 from paceline.strategies.base import Strategy
 from paceline.strategies.phases import Phases
-from paceline.strategies.registry import build, capabilities, check_loop_changes
+from paceline.strategies.registry import build, capabilities, check_loop_changes, check_saving
 from paceline.system import fault_points
 from paceline.training.position import Position
 from paceline.training.progress import Action, Call, CallResults, Progress, decide
@@ -285,6 +285,7 @@ class TrainingLoop:
 
     def _synchronize_and_save(self) -> Path | str:
         self._synchronize()
+        check_saving(self.strategy)
         self.activity.begin("saving a checkpoint", busy=True)
         return self._checkpointer.save(self._state, self.progress.steps)
 
@@ -298,7 +299,7 @@ class TrainingLoop:
         """Act on the notice of a step: continue, re-form, or save and stop."""
         waits = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
         waits |= self.context.loop.lacks_copies or self.progress.point not in (None, self.progress.steps)
-        action = decide(notice, self._recovery is not None, waits)
+        action = decide(0 if self.strategy.why_unsaved else notice, self._recovery is not None, waits)
         if action is Action.RE_FORM:
             assert self._recovery is not None
             with self.context.loop.not_watched():

@@ -129,7 +129,7 @@ def test_a_whole_number_is_no_boolean_and_no_fraction(key: str, value: object) -
 def test_a_number_is_no_boolean(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key} = True .*valid number"):
         resolve({}, plan={key: True})
-    one = 0 if key in ("local.outer_momentum", "local.mixing") else 1  # which are below 1
+    one = 0 if key in ("local.outer_momentum", "local.mixing", "local.delta") else 1  # which are below 1
     assert resolve({}, plan={key: one}) == resolve({}, plan={key: float(one)}) == resolve({}, plan={key: str(one)})
 
 

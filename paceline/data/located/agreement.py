@@ -24,12 +24,15 @@ Given = tuple[str, Mapping[str, ShardFacts], Holding]
 """What a worker tells the others: its host, its shards, and the shards of the run if it knows them already."""
 
 
-def agree(everyone: Sequence[Given]) -> tuple[Holding, dict[str, tuple[int, ...]]]:
+def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holding, dict[str, tuple[int, ...]]]:
     """Return the shards of the run and the ranks that have each, from what all workers give in the order of ranks.
+
+    Args:
+        all_present: whether the workers must have all shards of the run.
 
     Raises:
         DisagreementError: workers have different shards of the same name.
-        InputError: the workers do not have exactly the shards of the run, or two names stand for the same samples.
+        InputError: the workers do not have the shards of the run, or two names stand for the same samples.
     """
     run = next((run for *_, run in everyone if run.shards), Holding({}, {}))
     ranks: dict[str, list[int]] = {}
@@ -47,10 +50,11 @@ def agree(everyone: Sequence[Given]) -> tuple[Holding, dict[str, tuple[int, ...]
                     f"different shards have different names."
                 )
     if run.shards:
-        _check_run(run, shards, holders)
+        _check_run(run, shards, holders, all_present)
     else:
         _check_twice(shards, holders)
-    return Holding(shards, holders), {name: tuple(found) for name, found in ranks.items()}
+    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders})
+    return agreed, {name: tuple(found) for name, found in ranks.items()}
 
 
 def _worker(everyone: Sequence[Given], rank: int) -> str:
@@ -67,8 +71,8 @@ def _difference(left: ShardFacts, right: ShardFacts) -> str:
     return "" if left.digest == right.digest else f"{left.length} samples each, but other values"
 
 
-def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str]) -> None:
-    if lost := [name for name in run.shards if name not in found]:
+def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str], all_present: bool) -> None:
+    if all_present and (lost := [name for name in run.shards if name not in found]):
         listed = ", ".join(f"{name!r} of {run.holders[name]}" for name in lost[:_LISTED])
         raise InputError(
             f"No worker has these shards of the data any more: {listed}{_more(lost)}. An epoch uses each sample once, "

@@ -46,13 +46,19 @@ class Part(NamedTuple):
 
 
 class LocatedOrder(BatchOrder):
-    """Sample order of located shards. Until the workers have met, those of this worker stand for all."""
+    """Sample order of located shards. Until the workers have met, those of this worker stand for all.
+
+    Args:
+        all_present: whether the workers must have all shards of the run whenever they meet.
+    """
 
     located = True
     drop_last = False
 
-    def __init__(self, data: Located, batch: int, microbatches: int, seed: int, *, exact: bool) -> None:
-        self.batch, self.microbatches, self.seed = batch, microbatches, seed
+    def __init__(
+        self, data: Located, batch: int, microbatches: int, seed: int, *, exact: bool, all_present: bool = True
+    ) -> None:
+        self.batch, self.microbatches, self.seed, self._all_present = batch, microbatches, seed, all_present
         self._data, self._own = data, data.facts(seed, exact=exact)
         self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
         self._ranks: dict[str, tuple[int, ...]] = {}
@@ -109,7 +115,21 @@ class LocatedOrder(BatchOrder):
         return tuple(range(start, stop) for start, stop in pairwise(stops))
 
     def holders_of(self, step: int) -> tuple[tuple[int, ...], ...] | None:
-        return tuple(self._ranks[self._names[part.shard]] for part in self._parts(step)) if self._ranks else None
+        return tuple(self.holders[part.shard] for part in self._parts(step)) if self._ranks else None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the shards, in ascending order."""
+        return self._names
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """Ranks that have each shard, in the order of :attr:`names`. Empty if no worker has it."""
+        return [self._ranks.get(name, ()) for name in self._names]
+
+    def shards_of(self, step: int) -> list[int]:
+        """Return the index of the shard of each microbatch of a step."""
+        return [part.shard for part in self._parts(step)]
 
     def example(self, step: int) -> tuple[int, list[range]]:
         own = {self._names.index(name) for name in self._own}
@@ -179,7 +199,8 @@ class LocatedOrder(BatchOrder):
         return [torch.randperm(length, generator=one) for length, one in zip(self._lengths, generators, strict=True)]
 
     def meet(self, world: World, doing: str) -> None:
-        self._run, self._ranks = agree(world.gather((platform.node(), self._own, self._run), doing))
+        given = world.gather((platform.node(), self._own, self._run), doing)
+        self._run, self._ranks = agree(given, all_present=self._all_present)
         self._set_shards(self._run.shards)
 
     def state(self, step: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import nn
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.errors import ConfigError
 from paceline.schedule.shares import by_size, even
-from paceline.schedule.tree import Node, whole_nodes
+from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Exact
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
@@ -52,7 +52,9 @@ class OuterSteps:
         due: for each fragment, the number of steps of a period after which it is sent.
     """
 
-    def __init__(self, context: TrainingContext, shares: Sequence[range], replicas: Mapping[int, Replica]) -> None:
+    def __init__(
+        self, context: TrainingContext, shares: Sequence[Sequence[int]], replicas: Mapping[int, Replica]
+    ) -> None:
         settings, world, named = context.settings, context.world, context.update.parameters
         self._context, self._local, self._shares, self._replicas = context, settings.local, shares, replicas
         self._rate, self._momentum = settings.local.outer_lr, settings.local.outer_momentum
@@ -113,7 +115,7 @@ class OuterSteps:
                 value.grad = (value.detach() - weight).mul_(counts[number])
             gradients.push(number, reducer.take(flight["step"], number))
         sums = [values for _, values in gradients.nodes()]
-        reducer.send(self._nodes(along_tree), sums, lambda: _total(counts) or 1.0, held=True)
+        reducer.send(self._nodes(along_tree, counts), sums, lambda: _total(counts) or 1.0, held=True)
         self._in_air = True
 
     def go_on(self) -> None:
@@ -148,11 +150,7 @@ class OuterSteps:
         last = fragment == len(self._fragments) - 1
         if total := _total(counts):
             means = self._mean_buffers(counts, total) if last else None
-            update = partial(self._outer_update, self._fragments[fragment])
-            if last:
-                context.update.averages.around(step, update)
-            else:
-                update()
+            self.update(step, fragment)
             if means is not None:
                 context.compute.buffers.accept(means)
         reducer.accept()
@@ -162,6 +160,14 @@ class OuterSteps:
             if last:
                 one.buffers = {}
 
+    def update(self, step: int, fragment: int) -> None:
+        """Make the update of a fragment, sent after ``step``, from the outer gradients in ``.grad``."""
+        update = partial(self._outer_update, self._fragments[fragment])
+        if fragment == len(self._fragments) - 1:
+            self._context.update.averages.around(step, update)
+        else:
+            update()
+
     def _mean_buffers(self, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
         context, exact = self._context, self._context.settings.exact
         buffers = Accumulator(exact)
@@ -169,11 +175,15 @@ class OuterSteps:
             with one.in_model():
                 buffers.push(number, [value * counts[number] for value in context.compute.buffers.examples()])
         context.compute.buffers.begin()
-        return self._reducers[-1].statistics(self._nodes(exact), [values for _, values in buffers.nodes()], total)
+        nodes = self._nodes(exact, counts)
+        return self._reducers[-1].statistics(nodes, [values for _, values in buffers.nodes()], total)
 
-    def _nodes(self, along_tree: Exact) -> list[list[Node]]:
+    def _nodes(self, along_tree: Exact, counts: Mapping[int, float]) -> list[list[Node]]:
         """Return the nodes of the tree over the replicas that each rank sends, or one node for its running sum."""
-        return [whole_nodes(share) if along_tree else [Node(0, rank)] for rank, share in enumerate(self._shares)]
+        shares = [[number for number in share if number in counts] for share in self._shares]
+        if along_tree:
+            return [nodes_of(share) for share in shares]
+        return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
 
     @torch.no_grad()
     def _outer_update(self, names: Sequence[str]) -> None:

@@ -34,42 +34,52 @@ from torch import nn
 from paceline.checkpoint.tensors import REPLICA
 from paceline.comm.collectives.step_header import agreed_names
 from paceline.data.feed import MicrobatchGroup
-from paceline.data.keys import UPDATE, seed_torch
 from paceline.data.order import BatchOrder
-from paceline.errors import CheckpointError, ConfigError, DisagreementError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.schedule.shares import even
 from paceline.settings import Settings
 from paceline.step.checks import MicrobatchResult
-from paceline.step.commit import locate_here, means, skip
+from paceline.step.commit import means
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.full_batch import FullBatch
+from paceline.strategies.local import sites
+from paceline.strategies.local.agreement import check_trained
+from paceline.strategies.local.inner import inner_step
 from paceline.strategies.local.outer import STATE, OuterSteps, fragments_of
 from paceline.strategies.local.replica import Replica, leave_averages
 from paceline.strategies.single import Single
 
+OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "clip", "noise", "delta"))
+"""Settings that only replicas of sites read."""
+
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    simplest = settings.strategy == "local-sgd"
+    outer = ("local.outer_lr", "local.outer_momentum") * (settings.strategy == "local-sgd")
+    bound = settings.local.sites
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),
-        fixed_point=True,
-        wires=WHOLE_WIRES,
+        fixed_point=not bound,
+        wires=("float32",) if bound else WHOLE_WIRES,
         replicated=False,
-        replicas=settings.local.replicas,
+        replicas=1 if bound else settings.local.replicas,  # of sites, which keep nothing from round to round
+        located=bound,
         loop_weights=False,
         carries=False,
-        even_shares=True,
+        even_shares=not bound,
         reads=("local", "reduction", "bucket_megabytes"),
-        ignores=("local.outer_lr", "local.outer_momentum") if simplest else (),
+        ignores=outer + (("local.replicas",) if bound else OF_SITES),
     )
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Raise ConfigError if the microbatches of a batch, or the workers, do not fit the number of replicas."""
+    if settings.local.sites:
+        sites.validate(settings, model, order)
+        return
     replicas, count, most = settings.local.replicas, order.microbatches, max(workers, largest)
     if count % replicas:
         divisors = ", ".join(str(one) for one in range(1, count + 1) if count % one == 0)
@@ -96,6 +106,10 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"use at most {between - 1}."
         )
     fragments_of({name: one for name, one in model.named_parameters() if one.requires_grad}, local.fragments)
+
+
+def build(context: TrainingContext) -> Strategy:
+    return sites.Sites(context) if context.settings.local.sites else LocalTraining(context)
 
 
 class LocalTraining(Strategy):
@@ -206,8 +220,10 @@ class LocalTraining(Strategy):
             context.world.check()
             share = self._share(step, number)
             if own := [group for group in groups if group.microbatches.start in share]:
-                with replica.in_model():
-                    made.append(self._update(step, own, replica, parts))
+                assert self._batch is not None
+                updated, results = inner_step(context, self._batch, step, own, replica)
+                made.append(updated)
+                parts += results
         context.update.advance()
         self._trained.append(step)
         self._divided.hashes = None
@@ -225,24 +241,6 @@ class LocalTraining(Strategy):
             result, self._notice = replace(result, notice=self._notice), 0
         return result
 
-    def _update(
-        self, step: int, groups: list[MicrobatchGroup], replica: Replica, parts: list[MicrobatchResult]
-    ) -> StepResult:
-        """Make an inner step of the replica that is in the model, and add the results of its groups to ``parts``."""
-        context, batch = self._context, self._batch
-        assert batch is not None
-        results, changed = batch.gradients(step, groups)
-        parts += results
-        skipped = skip(context, step, results, lambda bad: locate_here(context, step, groups, bad))
-        if skipped is None:
-            context.compute.buffers.accept(changed)
-            seed_torch(context.compute.seed(UPDATE, step))
-            norm, rate = context.update.apply_inner(step)
-            counted = math.fsum(part.counted for part in results)
-            replica.counts = [count + counted for count in replica.counts]
-        batch.take_gradients()
-        return skipped or StepResult(math.nan, norm, rate)
-
     def _send(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
         """Send a fragment. Returns the result of the inner step with the loss of the whole batch."""
         begin, context = time.perf_counter(), self._context
@@ -251,7 +249,7 @@ class LocalTraining(Strategy):
         counts = {number: one.counts[fragment] for number, one in self._replicas.items()}
         own = list(self._trained), counts, sums, metrics, live, world.notice()
         everyone = world.gather(own, f"outer step after step {step}")
-        _check_trained([trained for trained, *_ in everyone])
+        check_trained([trained for trained, *_ in everyone])
         if given := [(rank, one[3]) for rank, one in enumerate(everyone) if one[3]]:
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
@@ -265,15 +263,3 @@ class LocalTraining(Strategy):
         ]
         loss, averages = means(context, sorted(whole, key=lambda part: part.microbatches.start))
         return replace(self._last, loss=loss, metrics=averages)
-
-
-def _check_trained(everyone: list[list[int]]) -> None:
-    """Raise if the workers have not trained on the same batches; ``everyone`` has the steps of each rank."""
-    steps = set().union(*everyone)
-    for rank, trained in enumerate(everyone):
-        if missing := steps - set(trained):
-            raise DisagreementError(
-                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
-                f"worker must take the same batches from session.batches; look for a loop that leaves or skips early "
-                f"on some ranks only."
-            )

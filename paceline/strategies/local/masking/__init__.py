@@ -1,0 +1,1 @@
+"""Sums of updates of which nobody sees a single update (secure aggregation)."""
