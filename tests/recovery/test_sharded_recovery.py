@@ -331,19 +331,19 @@ scripted.end(session, values=values)""",
 UNDECIDED = """
 import os, time
 from paceline.errors import WorkerLost
-from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.data_parallel.norms import GlobalNorm
 
-norm_of, calls = Reducer.norm_of, []
-def norm(reducer, *given):
-    calls.append(reducer)
-    worker, found = int(os.environ["PACELINE_WORKER"]), norm_of(reducer, *given)
+norm_of, calls = GlobalNorm.of, []
+def norm(one, *given):
+    calls.append(one)
+    worker, found = int(os.environ["PACELINE_WORKER"]), norm_of(one, *given)
     if len(calls) == 6 and worker != 2:
-        while not reducer._context.world.alarmed:
+        while not one._world.alarmed:
             time.sleep(0.01)
         if worker not in HEARD:
             raise WorkerLost("another worker was lost", (2,))
     return found
-Reducer.norm_of = norm
+GlobalNorm.of = norm
 """
 
 

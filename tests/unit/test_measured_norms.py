@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +10,9 @@ import torch
 from thread_world import run
 from torch import nn
 
-from paceline.comm.reduction.direct import DirectExchange
-from paceline.comm.reduction.executor import Reduction
-from paceline.events import EventLog
 from paceline.step import optimizer
 from paceline.step.optimizer import OptimizerStep, Scaling
-from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.data_parallel.norms import GlobalNorm
 
 
 @pytest.fixture
@@ -98,12 +94,8 @@ def test_norms_over_workers_have_the_bits_of_one(missing: tuple[int, ...]) -> No
         expected = torch.linalg.vector_norm(torch.stack(norms).float())
 
     def act(world: Any) -> torch.Tensor:
-        context: Any = SimpleNamespace(
-            world=world, settings=SimpleNamespace(fixed_point=False, wire="float32", wires={"default": "float32"})
-        )
-        reducer = Reducer(context, {}, world, Reduction(world, DirectExchange(world, 1), [], EventLog(None, 0), ""))
         own = {place: value.norm() for place, value in given.items() if place % 2 == world.rank}
-        return reducer.norm_of(own, types)
+        return GlobalNorm(world).of(own, types)
 
     for found in run(2, act):
         assert found.dtype == expected.dtype and torch.equal(found, expected)

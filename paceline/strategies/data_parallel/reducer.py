@@ -1,4 +1,4 @@
-"""Reduction of a synchronous step: mean gradients, mean buffers and the global gradient norm.
+"""Reduction of a synchronous step: mean gradients and mean buffers.
 
 ::
 
@@ -10,15 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import nn
 
-from paceline.comm.collectives.all_gather import AllGather
-from paceline.comm.collectives.step_header import NORMS_TAG, StepHeader
+from paceline.comm.collectives.step_header import StepHeader
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.choice import Wanted, reduction_for
 from paceline.comm.reduction.direct import DirectExchange
@@ -35,10 +34,8 @@ from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value, divided
 from paceline.step.gradients.formats import codec_for
 from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, Slices, filled, groups_of, put
-from paceline.system.torch_internals import foreach_norm
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
-_NOT_HERE = -1.0  # placeholder for the norm of a gradient that this worker does not have
 
 
 class Reducer:
@@ -80,7 +77,6 @@ class Reducer:
         examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
         self.reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
-        self._norms: AllGather | None = None
         self._means: Values = []
         self._armed = False
         self._sliced = slices is not None
@@ -355,7 +351,7 @@ class Reducer:
         if self._codec is not None:
             self._codec.accept(applied)
 
-    # Buffers, and the norm.
+    # Buffers.
 
     def statistics(self, nodes: list[list[Node]], sums: list[Values], samples: float) -> list[torch.Tensor]:
         """Return the means of the buffers that the forward passes change, such as running statistics.
@@ -381,38 +377,3 @@ class Reducer:
             self._statistics.written(*members)
         self._statistics.finish()
         return self._statistics.means()
-
-    def norm(self, own: Container[str]) -> torch.Tensor:
-        """Return the global norm of mean gradients that are spread over the workers, from the norm of each gradient.
-
-        Args:
-            own: names of the parameters whose ``.grad`` this worker contributes. No two workers share a name.
-        """
-        parameters = self._context.update.parameters
-        named = enumerate(parameters.items())
-        given = {place: one.grad for place, (name, one) in named if name in own and one.grad is not None}
-        norms = dict(zip(given, foreach_norm([*given.values()]), strict=True)) if given else {}
-        return self.norm_of(norms, [value.dtype for value in parameters.values()])
-
-    def norm_of(self, own: Mapping[int, torch.Tensor], dtypes: Sequence[torch.dtype]) -> torch.Tensor:
-        """Return the global norm of tensors that are spread over the workers, from the norm of each tensor.
-
-        Args:
-            own: norms that this worker contributes, by index. No two workers contribute the same index.
-            dtypes: type of the tensor at each index.
-        """
-        world = self._context.world
-        if self._norms is None:
-            self._norms = AllGather(world, NORMS_TAG, 8 * len(dtypes))
-        here = torch.full((len(dtypes),), _NOT_HERE, dtype=torch.float64)
-        if own:
-            here[[*own]] = torch.stack([*own.values()]).double().cpu()
-        everyone = self._norms.start(here.to(world.device)).wait().cpu().amax(0)
-        known = everyone != _NOT_HERE
-        if not known.any():
-            return torch.zeros(())
-        types = dict.fromkeys(dtype.to_real() for dtype, one in zip(dtypes, known.tolist(), strict=True) if one)
-        norms_of_all = everyone[known].to(reduce(torch.promote_types, types))
-        # on the device, where an update of all parameters computes it: the host would round it differently
-        result: torch.Tensor = torch.linalg.vector_norm(norms_of_all.to(world.device))
-        return result

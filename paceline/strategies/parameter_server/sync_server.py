@@ -30,6 +30,7 @@ from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
+from paceline.strategies.data_parallel.norms import GlobalNorm
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.parameter_server.async_server import servers_among, warnings_of_servers
 from paceline.strategies.parameter_server.network_sync import NetworkServers
@@ -61,6 +62,7 @@ class SyncServer(Strategy):
         reduction = Reduction(context.world, exchange, values, context.events, "pushes")
         backup = bool(context.settings.backup.workers)
         self._reducer = Reducer(context, reduction=reduction, overlap=not backup)
+        self._norm = GlobalNorm(context.world)
         self._workers: AllReduce | BackupWorkers
         if backup:
             self._workers = BackupWorkers(context, self._reducer, self._apply)
@@ -78,7 +80,7 @@ class SyncServer(Strategy):
 
     def _apply(self, step: int) -> tuple[torch.Tensor, float]:
         self._servers.keep()
-        return self._servers.apply(step, self._reducer.norm(self._servers.own))
+        return self._servers.apply(step, self._norm.of_gradients(self._context.update.parameters, self._servers.own))
 
     def groups(self, step: int) -> list[range]:
         return self._workers.groups(step)

@@ -46,6 +46,7 @@ from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import LossPlace, Strategy
+from paceline.strategies.data_parallel.norms import GlobalNorm
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import metrics_of
 from paceline.strategies.pipeline.executor import Executor, Hooks
@@ -73,6 +74,7 @@ class Synchronous(Strategy):
         self._executor = Executor(context, stages.local, stages.workers_of)
         self._updated = {name: self._parameters[name] for names in stages.updated.values() for name in names}
         self._reducer = Reducer(context, self._updated, stages.replicas, overlap=False)
+        self._norm = GlobalNorm(context.world)
         self._rebalance: Rebalance | None = None
         if stages.partition.times is not None and not stages.partition.fixed and len(stages.local) == 1:
             seconds = [forward + backward for forward, backward in stages.partition.times]
@@ -137,7 +139,8 @@ class Synchronous(Strategy):
             self._synchronize_on(header.notice)
             return skipped
         loss, metrics = means(context, parts)
-        norm = self._reducer.norm(set(self._updated) if stages.replicas.rank == 0 else ())
+        own = set(self._updated) if stages.replicas.rank == 0 else ()
+        norm = self._norm.of_gradients(context.update.parameters, own)
         context.world.confirm(step)  # commit point: all workers have sent norms, so all have their means
         context.compute.buffers.accept(statistics)
         seed_torch(seed_of(UPDATE, context.settings.seed, step))

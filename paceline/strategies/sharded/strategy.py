@@ -26,7 +26,7 @@ some may have heard from all and others not::
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ from paceline.step.probes.probe import warn
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.gradient_groups import Slices
+from paceline.strategies.data_parallel.norms import GlobalNorm
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.averaged import DividedAverages
 from paceline.strategies.sharded.holders import receivers_of
@@ -117,9 +118,24 @@ class Sharded(Strategy):
         self._divided = DividedOptimizerState(context, self._shard.tensors)
         self._divided.hashes = state.hashes
         tables = self._tables = Tables(context, self._slices, copies, receivers)
-        homes = [one.owner for one in tables.slices_of_others]
-        windowed = context.settings.shard != "optimizer"
-        megabytes = context.settings.bucket_megabytes
+        self._reducer = self._reducer_of(tables, copies, receivers)
+        self._tell_copies(held)
+        self._global_norm = GlobalNorm(world)
+        self._workers = AllReduce(context, self._reducer, apply=self._apply, sections=tables.sections)
+        self._addresses = self._data_pointers()
+        self._is_whole, self._first = not state.is_loaded, True
+        self._averages = DividedAverages(world, state)
+        context.update.averages.divided = lambda: None if self._is_whole else self._averages.in_place()
+        self._undecided: _Update | None = None
+        self._unfinished: WorkerLost | None = None
+
+    def _reducer_of(
+        self, tables: Tables, copies: Mapping[int, Sequence[int]], receivers: Mapping[int, Sequence[int]]
+    ) -> Reducer:
+        """Return the reducer of all parameters but tables, and set the reductions of gradients and of weights."""
+        context, world, slices = self._context, self._context.world, tables.slices_of_others
+        codec = codec_for(context, tables.others, slices=slices)
+        homes, megabytes = [one.owner for one in slices], context.settings.bucket_megabytes
         size = None if megabytes is None else int(megabytes * 1e6)
 
         def reduction_of(tensors: list[torch.Tensor], what: str, windowed: bool) -> Reduction:
@@ -128,28 +144,19 @@ class Sharded(Strategy):
                 exchange = DirectExchange(world, _TAGS, homes=homes, copies=copies, windowed=windowed, spread=receivers)
             else:
                 exchange = SharedMemoryExchange(world.shared_memory, homes, windowed, copies)
+            widen = codec is not None and not context.settings.along_tree
             found = Reduction(world, exchange, tensors, context.events, what, size, widen)
             context.events.mark("reduction", what=what, **found.describe())
             return found
 
-        codec = codec_for(context, tables.others, slices=tables.slices_of_others)
-        widen, encoded = codec is not None and not context.settings.along_tree, tables.slices_of_others
         sums = parts = self._parts[: tables.first]
         if codec is not None:
-            examples, encoded = codec.examples(), codec.slices(encoded)
-            sums = [part_of(examples[one.parameter], one) for one in encoded]
-        self._reduction = self._spreading = reduction_of(sums, "gradients", windowed)
+            examples, slices = codec.examples(), codec.slices(slices)
+            sums = [part_of(examples[one.parameter], one) for one in slices]
+        self._reduction = self._spreading = reduction_of(sums, "gradients", context.settings.shard != "optimizer")
         if codec is not None and (self._weights is None or len(world.hosts) > 1):  # weights are wider than such sums
             self._spreading = reduction_of(parts, "weights", windowed=True)
-        self._tell_copies(held)
-        self._reducer = Reducer(context, tables.others, reduction=self._reduction, slices=Slices(encoded, codec))
-        self._workers = AllReduce(context, self._reducer, apply=self._apply, sections=tables.sections)
-        self._addresses = self._data_pointers()
-        self._is_whole, self._first = not state.is_loaded, True
-        self._averages = DividedAverages(world, state)
-        context.update.averages.divided = lambda: None if self._is_whole else self._averages.in_place()
-        self._undecided: _Update | None = None
-        self._unfinished: WorkerLost | None = None
+        return Reducer(context, tables.others, reduction=self._reduction, slices=Slices(slices, codec))
 
     def _tell_copies(self, held: Collection[int]) -> None:
         copied = sum(self._parts[one].numel() for one in held if self._slices[one].owner != self._context.world.rank)
@@ -291,8 +298,8 @@ class Sharded(Strategy):
             values = [one.values() if one.is_sparse else one for one in gradients.values()]
             norms = zip(gradients, foreach_norm(values) if values else (), strict=True)
             dtypes = [part.dtype for part in self._parts][::-1]
-            return self._reducer.norm_of({last - index: norm for index, norm in norms}, dtypes)
-        return self._reducer.norm_of(self._norms_of_whole(gradients), [one.dtype for one in parameters.values()])
+            return self._global_norm.of({last - index: norm for index, norm in norms}, dtypes)
+        return self._global_norm.of(self._norms_of_whole(gradients), [one.dtype for one in parameters.values()])
 
     def _norms_of_whole(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return norms of the gradients of whole parameters. One worker puts the slices of a parameter together."""
