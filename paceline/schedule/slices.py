@@ -32,7 +32,7 @@ _SLICE = re.compile(r"(.*)\[(\d+):(\d+)\]")
 class Slice(NamedTuple):
     """Elements ``start`` to ``stop`` of the flattened parameter at index ``parameter``, owned by a rank.
 
-    ``row``: number of elements of a row if the slice has whole rows of a table with sparse gradients, otherwise 0.
+    ``row``: number of elements at whose multiples a table with sparse gradients is cut, otherwise 0.
     """
 
     parameter: int

@@ -23,7 +23,8 @@ def parameters() -> list[nn.Parameter]:
 
 def job_of(optimizer: optim.Optimizer, exact: bool = True) -> TrainingContext:
     settings = SimpleNamespace(strategy="pipeline", exact=exact)
-    return cast(TrainingContext, SimpleNamespace(update=SimpleNamespace(optimizer=optimizer), settings=settings))
+    update = SimpleNamespace(optimizer=optimizer, parameters={})
+    return cast(TrainingContext, SimpleNamespace(update=update, settings=settings, sparse=()))
 
 
 EACH_BY_ITSELF = {

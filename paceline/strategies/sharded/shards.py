@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,8 +32,10 @@ def slices_of(context: TrainingContext, workers: int) -> list[Slice]:
     named = [*context.update.parameters.items()]  # whose values may not be computed yet
     dense = [place for place, (name, _) in enumerate(named) if name not in context.sparse]
     found = [one._replace(parameter=dense[one.parameter]) for one in _dense_slices(context, dense, workers)]
-    tables = {place: value.shape for place, (name, value) in enumerate(named) if name in context.sparse}
-    return found + slices.rows({place: (shape[0], math.prod(shape[1:])) for place, shape in tables.items()}, workers)
+    sparse = {place: one for place, (name, one) in enumerate(named) if name in context.sparse and one.numel()}
+    counts = {place: one.shape[0] if _can_be_cut(one) else 1 for place, one in sparse.items()}
+    tables = {place: (count, sparse[place].numel() // count) for place, count in counts.items()}
+    return found + slices.rows(tables, workers)
 
 
 def _dense_slices(context: TrainingContext, dense: Sequence[int], workers: int) -> list[Slice]:

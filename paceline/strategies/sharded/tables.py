@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -54,13 +55,14 @@ class Tables:
         self.first = len(self.slices_of_others)
         self._slices = slices[self.first :]
         self._names = [named[one.parameter][0] for one in self._slices]
+        self._widths = [math.prod(named[one.parameter][1].shape[1:]) for one in self._slices]
         self.sections = [
             Section(
                 places.index(one.parameter),
-                range(one.start // one.row, one.stop // one.row),
+                range(one.start // width, one.stop // width),
                 [one.owner, *copies[one.owner]],
             )
-            for one in self._slices
+            for one, width in zip(self._slices, self._widths, strict=True)
         ]
         sizes = 8 * len(self.sections)
         self._counts = AllGather(context.world, UPDATED_TAG, sizes, host=True) if self.sections else None
@@ -125,7 +127,7 @@ class Tables:
             counts |= one
         parts, shapes, ends = dict[str, torch.Tensor](), dict[str, torch.Size](), dict[str, int]()
         for at, count in sorted(counts.items()):
-            name, row, start = self._names[at], self._slices[at].row, ends.get(self._names[at], 0)
+            name, row, start = self._names[at], self._widths[at], ends.get(self._names[at], 0)
             ends[name] = start + count * row
             shapes[name] = torch.Size([ends[name] // row, row])
             if own.get(at):

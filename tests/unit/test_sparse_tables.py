@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients: what cannot train is refused before the first step, with the cause."""
+"""Embeddings with sparse gradients: what is refused before the first step, tables in blocks, rows in order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch import nn
 
 import paceline
 from paceline.errors import InputError
+from paceline.schedule.slices import rows
 from paceline.step.checks import sparse_parameters
 from paceline.step.forward import name_call
 from paceline.step.probes.row_probe import probe_rows
+from paceline.strategies.sharded.tables import Tables
 
 
 class Rule(torch.optim.Optimizer):
@@ -119,3 +121,14 @@ def test_an_index_that_is_not_in_a_table_in_blocks_is_refused(index: int) -> Non
         paceline.SparseEmbedding(10, 3, block=4)(torch.tensor([2, index]))
     with pytest.raises(InputError, match=r"SparseEmbedding\(rows=0\) needs at least 1"):
         paceline.SparseEmbedding(0, 3)
+
+
+def test_the_norm_of_a_table_is_that_of_its_rows_in_order() -> None:
+    """Another order rounds it differently. The second worker's rows come after the two of the first one."""
+    world: Any = SimpleNamespace(rank=1, size=2, shared_memory=None, gather=lambda own, _: [{0: 2}, own])
+    update = SimpleNamespace(parameters={"head": nn.Parameter(torch.ones(3)), "table": nn.Parameter(torch.ones(6, 3))})
+    context: Any = SimpleNamespace(world=world, update=update, sparse={"table"})
+    tables = Tables(context, rows({1: (6, 3)}, 2), {0: [], 1: []}, {})
+    tables.begin({1: torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 3), (3, 3), is_coalesced=True)})
+    parts, shapes = tables.whole_means()
+    assert list(parts) == ["table[6:9]"] and shapes == {"table": (3, 3)}
