@@ -44,6 +44,29 @@ def test_one_process_and_three_have_the_same_bits(run: Run) -> None:
     assert len(fingerprints(alone)) == 1 and fingerprints(together) == fingerprints(alone)
 
 
+@pytest.mark.slow
+def test_stealing_has_the_bits_of_waiting(run: Run) -> None:
+    printed = run(4, "slow_worker.py", "--epochs", 1, "--milliseconds", 2)
+    rows = re.findall(r"^\[rank 0\] (.+?)  +[0-9.]+ s   loss ([0-9.]+)", printed, re.MULTILINE)
+    assert [name for name, _ in rows] == ["allreduce", "stealing", "backup", "server, async", "hogwild"]
+    synchronous, stolen, *others = fingerprints(printed)
+    assert stolen == synchronous and synchronous not in others
+    assert all(float(loss) < 1.609 for _, loss in rows), "no better than a guess among five classes"
+
+
+@pytest.mark.slow
+def test_the_rate_follows_the_batch_up_to_an_end(run: Run) -> None:
+    printed = run(0, "learning_rate.py")
+    alone = float(re.findall(r"^1 worker: ([0-9.]+)$", printed, re.MULTILINE)[0])
+    rows = re.findall(r"^(\D+?) +([0-9.]+) +([0-9.]+) +([0-9.]+)$", printed, re.MULTILINE)[1:]
+    none, root, linear, warm = ([float(loss) for loss in losses] for _, *losses in rows)
+    assert alone < linear[0] < root[0] < none[0] and linear[0] < alone + 0.02
+    assert warm[1] < linear[1] < root[1] < none[1]
+    assert linear[2] > 1.609 > warm[2], "a guess among five classes"
+    for row, options in (linear, ()), (warm, ("--set", "warmup_steps=32")):
+        assert f"linear: {row[0]:.4f}" in run(4, "learning_rate.py", "--real", options=options)
+
+
 def test_scripts_are_short_and_on_a_page() -> None:
     pages = "".join(page.read_text() for page in PAGES.glob("*.md"))
     for script in FOLDER.glob("*.py"):
