@@ -67,6 +67,31 @@ def test_the_rate_follows_the_batch_up_to_an_end(run: Run) -> None:
         assert f"linear: {row[0]:.4f}" in run(4, "learning_rate.py", "--real", options=options)
 
 
+@pytest.mark.slow
+def test_what_is_divided_and_what_is_kept(run: Run) -> None:
+    """The drawings, the counted bytes and the bits of all ways; the page has the same output."""
+    printed = run(4, "too_large.py").replace("[rank 0] ", "")
+    page = (PAGES / "too-large.md").read_text()
+    assert [line for line in printed.splitlines() if line.strip() and line.rstrip()[:-10] not in page] == []
+    rows = re.findall(r"^(.+?) +state +([0-9,]+) +activations +([0-9,]+) +(\w+)$", printed, re.MULTILINE)
+    assert len({bits for *_, bits in rows}) == 1
+    state, kept = ({row[0]: int(row[column].replace(",", "")) for row in rows} for column in (1, 2))
+    assert 4 * state["sharded"] == 4 * state["pipeline, gpipe"] == state["allreduce"]
+    assert 4 * kept["pipeline, gpipe"] == 6 * kept["pipeline, 1f1b"]
+    assert kept["allreduce, recomputed"] < kept["allreduce"] / 7
+
+
+@pytest.mark.slow
+def test_fewer_bytes(run: Run) -> None:
+    printed = run(0, "slow_network.py", "--epochs", 2)
+    rows = re.findall(r"^(.+?) +([0-9.]+) MB   loss ([0-9.]+)   fingerprint", printed, re.MULTILINE)
+    sent, loss = ({row[0]: float(row[column]) for row in rows} for column in (1, 2))
+    full = sent["float32"]
+    assert [round(full / sent[name]) for name in ("bfloat16", "fp8-e4m3", "diloco, 8", "diloco, 32")] == [2, 4, 8, 32]
+    assert max(loss[name] for name in ("bfloat16", "int8", "fp8-e4m3")) < loss["float32"] + 0.01
+    assert min(loss["topk"], loss["diloco, 8"], loss["diloco, 32"]) > loss["float32"] + 0.01
+
+
 def test_scripts_are_short_and_on_a_page() -> None:
     pages = "".join(page.read_text() for page in PAGES.glob("*.md"))
     for script in FOLDER.glob("*.py"):
