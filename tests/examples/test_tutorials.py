@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Callable
@@ -19,13 +20,20 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(fork_server: ForkServer, tmp_path: Path) -> Run:
-    """Runs a tutorial on so many workers, or with 0 as a plain script; returns what it prints."""
+    """Run a tutorial on so many workers, or with 0 as a plain script; return what it prints.
+
+    What a plain script launches is forked.
+    """
 
     def running(workers: int, name: str, *arguments: object, options: tuple[str, ...] = (), **variables: str) -> str:
         out, err = tmp_path / "out", tmp_path / "err"
-        words = [str(FOLDER / name), *map(str, arguments)]
         if workers:
-            words = [*PACELINE, "run", "-n", str(workers), *options, *words]
+            start = [*PACELINE, "run", "-n", str(workers), *options, str(FOLDER / name)]
+        else:
+            copy = tmp_path / name
+            copy.write_text("import fork_server; fork_server.fork_workers()\n" + (FOLDER / name).read_text())
+            start = [str(copy)]
+        words = [*start, *map(str, arguments)]
         code = fork_server.run(Command(tuple(words), os.environ | variables, out, err, tmp_path), 120)
         assert code == 0, out.read_text() + err.read_text()
         return out.read_text()
@@ -90,6 +98,28 @@ def test_fewer_bytes(run: Run) -> None:
     assert [round(full / sent[name]) for name in ("bfloat16", "fp8-e4m3", "diloco, 8", "diloco, 32")] == [2, 4, 8, 32]
     assert max(loss[name] for name in ("bfloat16", "int8", "fp8-e4m3")) < loss["float32"] + 0.01
     assert min(loss["topk"], loss["diloco, 8"], loss["diloco, 32"]) > loss["float32"] + 0.01
+
+
+@pytest.mark.slow
+def test_workers_that_die_change_no_bit(run: Run, tmp_path: Path) -> None:
+    undisturbed = run(0, "spot.py", PACELINE_EXACT="true")
+    killed = run(3, "spot.py", "--life", 6, options=("--elastic", "1:3"))
+    assert re.search("[0-9]+ workers were lost on the way", (tmp_path / "err").read_text())
+    assert fingerprints(killed) == fingerprints(undisturbed)
+
+
+def test_amdahls_law_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers share 8 microbatches unequally: they take as long as 3 of 8."""
+    monkeypatch.syspath_prepend(FOLDER)
+    seconds = [0.02 + 0.16 * share for share in (1, 1 / 2, 3 / 8, 1 / 4)]
+    assert importlib.import_module("speedup").amdahl([1, 2, 3, 4], seconds) == pytest.approx([0.02, 0.16], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_speed_up_is_measured_and_fitted(run: Run) -> None:
+    printed = run(0, "speedup.py", "--most", 2, "--steps", 2)
+    assert re.findall(r"^(\d) workers: [0-9.]+ s, speed-up", printed, re.MULTILINE) == ["1", "2"]
+    assert "1 workers" in printed and "speed-up 1.00, efficiency 100%" in printed and "serial" in printed
 
 
 def test_scripts_are_short_and_on_a_page() -> None:
