@@ -1,4 +1,4 @@
-"""Workers that kill themselves, as spot machines go: paceline run -n 3 --elastic 1:3 spot.py --life 6"""
+"""Workers that kill themselves, as spot machines go: paceline run -n 3 --elastic 1:3 spot.py --life 20"""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ import paceline
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--life", type=int, help="number of steps after which each process but that of rank 0 is killed")
-parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--epochs", type=int, default=100)
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
