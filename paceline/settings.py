@@ -360,10 +360,12 @@ class Settings(BaseModel):
     @classmethod
     def _tracker_names(cls, value: object) -> object:
         names = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-        for name in names if isinstance(names, list | tuple | set) else ():
-            if isinstance(name, str) and name not in TRACKERS:
+        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
+            return names
+        for name in names:
+            if name not in TRACKERS:
                 raise ValueError(f"there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}")
-        return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple | set) else names
+        return tuple(dict.fromkeys(names))
 
     @field_validator("recompute", mode="before")
     @classmethod
