@@ -64,7 +64,7 @@ def reducer_of(
         compute=SimpleNamespace(scale=1.0),
     )
     places = [Slice(place, 0, size, 0) for place, size in enumerate(SIZES)][::-1] if slices is None else slices
-    values = [[*named.values()][place].detach()[start:stop] for place, start, stop, _ in places]
+    values = [[*named.values()][place].detach()[start:stop] for place, start, stop, *_ in places]
     homes = None if slices is None else [one.owner % world.size for one in slices]
     copies = None if slices is None else dict[int, list[int]]()
     exchange = DirectExchange(world, 1, homes=homes, copies=copies, windowed=windowed)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_means_have_the_bits_of_the_tree(slices: list[Slice] | None, size: int, 
             assert missing == [[1, 4] if number % 2 else [1] for number in SHARES[world.rank]]
             whole = slices is None
             assert reduction.calls == sum(len(one.members) if one.parts else 1 for one in reducer._groups)
-            for member, (place, start, stop, owner) in enumerate(slices or ()):
+            for member, (place, start, stop, owner, _) in enumerate(slices or ()):
                 if owner == world.rank:
                     assert torch.equal(reduction.mean(member), mean(place)[start:stop])
             for place, value in enumerate(named.values() if whole else ()):
