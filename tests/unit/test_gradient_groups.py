@@ -17,6 +17,7 @@ from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.schedule.slices import Slice, even
 from paceline.schedule.tree import Node, total
+from paceline.step.gradients.accumulate import ScatteredAccumulator
 from paceline.strategies.data_parallel.gradient_groups import Slices, groups_of
 from paceline.strategies.data_parallel.reducer import Reducer
 
@@ -118,6 +119,25 @@ def test_means_have_the_bits_of_the_tree(slices: list[Slice] | None, size: int, 
         reducer.close()
 
     run(2, act)
+
+
+def test_complete_sums_wait_for_the_means_of_the_bucket_before() -> None:
+    """As those of a step that is computed again: the first bucket needs no divisor, one that overwrites it does."""
+
+    def act(world: Any) -> None:
+        cut = even(SIZES, [[4], [3, 2], [1, 0]], 3)
+        reducer = reducer_of(world, parameters(), cut, 1, windowed=True)
+        sums = ScatteredAccumulator(True)
+        for microbatch in (*SHARES, [])[world.rank]:
+            sums.push(microbatch, [gradient(microbatch, place) for place in range(len(SIZES))])
+        reducer.send([*NODES, []], sums.values(), lambda: 5.0)
+        assert reducer.finish()
+        for member, (place, start, stop, owner, _) in enumerate(cut):
+            if owner == world.rank:
+                assert torch.equal(reducer.reduction.mean(member), mean(place)[start:stop])  # type: ignore[union-attr]
+        reducer.close()
+
+    run(3, act)
 
 
 def test_the_groups_of_cut_parameters() -> None:

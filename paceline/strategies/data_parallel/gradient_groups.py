@@ -13,13 +13,12 @@ cut into slices is a group of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.narrow import add
 from paceline.schedule.slices import Slice
 from paceline.step.gradients.accumulate import Values
@@ -116,9 +115,11 @@ def put(slots: list[torch.Tensor], left: Values, right: Values | None = None) ->
         foreach_copy_([slot for slot, _ in copies], [value for _, value in copies])
 
 
-def filled(reduction: Reduction, sums: list[Values]) -> Iterator[list[int]]:
+def filled(
+    buckets: Sequence[list[int]], slots_of: Callable[[list[int]], list[list[torch.Tensor]]], sums: list[Values]
+) -> Iterator[list[int]]:
     """Write the sums of one bucket after another into its slots, and yield the indices of its tensors."""
-    for members in reduction.bucket_members:
-        for slots, values in zip(reduction.slots_of(members), sums, strict=True):
+    for members in buckets:
+        for slots, values in zip(slots_of(members), sums, strict=True):
             put(slots, [values[member] for member in members])
         yield members

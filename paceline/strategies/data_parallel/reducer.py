@@ -270,7 +270,7 @@ class Reducer:
             self._means = divided(nodes[0], sums, self._divisor())
         else:
             self._begin(nodes, count, held)
-            for members in filled(self.reduction, [*map(self._by_member, sums)]):
+            for members in filled(self.reduction.bucket_members, self._room_for, [*map(self._by_member, sums)]):
                 self._written(members)
         if self._codec is not None:
             self._codec.send()
@@ -373,7 +373,7 @@ class Reducer:
         if self._statistics is None:
             return [mean for mean in divided(nodes[0], sums, samples) if mean is not None]
         self._statistics.begin(nodes, samples)
-        for members in filled(self._statistics, sums):
+        for members in filled(self._statistics.bucket_members, self._statistics.slots_of, sums):
             self._statistics.written(*members)
         self._statistics.finish()
         return self._statistics.means()
