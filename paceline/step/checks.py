@@ -141,8 +141,8 @@ def sparse_gradients(what: str) -> InputError:
     """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(
         f"{what} sparse gradients, which several workers, now or later, cannot average here: use sparse=False, "
-        f"strategy 'hogwild', or strategy 'allreduce' or 'sharded' with embeddings (modules with sparse=True) and wire "
-        f"'float32'."
+        f"strategy 'hogwild', or strategy 'allreduce' or 'sharded' with embeddings (modules with sparse=True), wire "
+        f"'float32' and not exact='fixed-point'."
     )
 
 
