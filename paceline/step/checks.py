@@ -140,9 +140,10 @@ def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None], 
 def sparse_gradients(what: str) -> InputError:
     """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(
-        f"{what} sparse gradients, which several workers, now or later, cannot average here: use sparse=False, "
-        f"strategy 'hogwild', or strategy 'allreduce' or 'sharded' with embeddings (modules with sparse=True), wire "
-        f"'float32' and not exact='fixed-point'."
+        f"{what} sparse gradients, which several workers, now or later, cannot average here: use strategy 'allreduce' "
+        f"or 'sharded' with torch.nn.Embedding or EmbeddingBag (sparse=True) or paceline.SparseEmbedding, wire = "
+        f"'float32', communication = 'fixed' and no exact = 'fixed-point'; or strategy 'hogwild', or dense gradients "
+        f"(sparse=False)."
     )
 
 

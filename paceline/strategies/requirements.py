@@ -81,8 +81,18 @@ def _check_data(settings: Settings, capabilities: Capabilities, forward: object,
             f"forward(model, microbatch, state) hands a state from batch to batch, which strategy "
             f"{settings.strategy!r} cannot carry: use 'allreduce' or 'stealing'."
         )
+    local = settings.local
+    private = next((key for key in ("sites", "masked", "clip", "noise") if getattr(local, key)), None)
+    if private and not (capabilities.replicas and local.sites):
+        raise ConfigError(
+            f"local.{private} = {getattr(local, private)} protects data only with strategy 'local-sgd' or 'diloco' and "
+            f"local.sites = True, but the strategy is {settings.strategy!r} and local.sites = {local.sites}: set both, "
+            f"or leave out local.{private}."
+        )
     if located and (settings.keeps_errors or not capabilities.located):
         what, cure = f"strategy {settings.strategy!r}", "use strategy 'allreduce', 'stealing' or 'sharded'"
+        if capabilities.replicas:
+            cure = f"set local.sites = True to train replicas on the shards, or {cure}"
         if capabilities.located:
             what, cure = f"wire = {settings.wire!r}", "use another format, such as wire = 'int8'"
         raise ConfigError(

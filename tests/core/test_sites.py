@@ -256,7 +256,9 @@ def start(data: Any = None, strategy: str = "local-sgd", **given: Any) -> paceli
         ({"checkpoint": {"every": 3}}, "checkpoint.every = 3 is not a multiple of local.every = 2"),
         ({"wire": "int8"}, "cannot send gradients as int8"),
         ({"exact": "fixed-point"}, "cannot add up gradients in fixed point"),
-        ({"local": {"sites": False}}, "of Located data each worker computes what it has"),
+        ({"local": {"sites": False}}, "of Located data each worker computes what it has: set local.sites = True"),
+        ({"strategy": "allreduce"}, "local.sites = True protects data only with strategy"),
+        ({"local": {"sites": False, "masked": True}}, "local.masked = True protects data only with"),
     ],
 )
 def test_settings_that_do_not_fit_sites_are_refused(given: dict[str, Any], text: str) -> None:
