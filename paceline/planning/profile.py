@@ -45,7 +45,8 @@ def profile(context: TrainingContext) -> Profile:
     order, model = context.order, context.compute.model
     if sparse := sparse_parameters(model, "modules"):
         raise InputError(
-            f"{min(sparse)!r} has sparse gradients, which are not simulated: use sparse=False for the plan."
+            f"{min(sparse)!r} has sparse gradients, which are not simulated: use torch.nn.Embedding with "
+            f"sparse=False for the plan."
         )
     uncut = _uncut(context)
     costs = _whole_cost if uncut else _layer_costs

@@ -300,7 +300,8 @@ class OptimizerStep:
             raise InputError(
                 f"{self.kind} cannot make the update, in which the parameter {sparse[0]!r} has a "
                 f"sparse gradient: {error}. Of torch's optimizers SGD and Adagrad take sparse gradients and dense "
-                f"ones, SparseAdam only sparse ones; or use sparse=False."
+                f"ones, SparseAdam only sparse ones: give a dictionary of several optimizers, or use "
+                f"torch.nn.Embedding with sparse=False."
             ) from error
         if before is not None:
             self.drew = not same_states(before, generator_states())

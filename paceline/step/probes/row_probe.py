@@ -19,7 +19,7 @@ _PARTS, _GIVEN = (23, 18), 15
 """Rows of the parts of a small table, and number of rows that get a gradient in a step."""
 _CURE = (
     "Use torch's SGD without momentum, Adagrad or SparseAdam, without weight decay for this parameter, or "
-    "set sparse=False."
+    "torch.nn.Embedding with sparse=False."
 )
 
 
