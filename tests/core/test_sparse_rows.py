@@ -164,6 +164,7 @@ def test_the_rows_alone_are_sent(printed: Printed, tmp_path: Path) -> None:
 
 REFUSED = {
     "a format": ("Net()", "SGD", "exact=False, wire='int8'", ["'bag' gives sparse gradients", "wire = 'float32'"]),
+    "fixed point": ("Net()", "SGD", "exact='fixed-point'", ["'bag' gives sparse gradients", "no exact = 'fixed"]),
     "stealing": ("Net()", "SGD", "strategy='stealing'", ["'bag' gives sparse gradients", "strategy 'allreduce'"]),
     "also dense": ("Tied()", "SGD", "", ["'bag.weight'", "gets a dense gradient", "sparse=False"]),
 }

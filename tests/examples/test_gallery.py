@@ -22,7 +22,9 @@ def short(script: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("name", [one if one == QUICK else pytest.param(one, marks=pytest.mark.slow) for one in NAMES])
+@pytest.mark.parametrize(
+    "name", [one if one == QUICK else pytest.param(one, marks=pytest.mark.slow(turns=8)) for one in NAMES]
+)
 def test_the_bits_are_those_of_one_process(name: str, fork_server: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / f"{name}.py"
     script.write_text(short((GALLERY / script.name).read_text(encoding="utf-8")), encoding="utf-8")

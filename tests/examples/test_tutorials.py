@@ -52,8 +52,7 @@ def test_one_process_and_three_have_the_same_bits(run: Run) -> None:
     assert len(fingerprints(alone)) == 1 and fingerprints(together) == fingerprints(alone)
 
 
-@pytest.mark.slow
-def test_stealing_has_the_bits_of_waiting(run: Run) -> None:
+def stealing_has_the_bits_of_waiting(run: Run, _: Path) -> None:
     printed = run(4, "slow_worker.py", "--epochs", 1, "--milliseconds", 2)
     rows = re.findall(r"^\[rank 0\] (.+?)  +[0-9.]+ s   loss ([0-9.]+)", printed, re.MULTILINE)
     assert [name for name, _ in rows] == ["allreduce", "stealing", "backup", "server, async", "hogwild"]
@@ -62,8 +61,7 @@ def test_stealing_has_the_bits_of_waiting(run: Run) -> None:
     assert all(float(loss) < 1.609 for _, loss in rows), "no better than a guess among five classes"
 
 
-@pytest.mark.slow
-def test_the_rate_follows_the_batch_up_to_an_end(run: Run) -> None:
+def the_rate_follows_the_batch_up_to_an_end(run: Run, _: Path) -> None:
     printed = run(0, "learning_rate.py")
     alone = float(re.findall(r"^1 worker: ([0-9.]+)$", printed, re.MULTILINE)[0])
     rows = re.findall(r"^(\D+?) +([0-9.]+) +([0-9.]+) +([0-9.]+)$", printed, re.MULTILINE)[1:]
@@ -75,8 +73,7 @@ def test_the_rate_follows_the_batch_up_to_an_end(run: Run) -> None:
         assert f"linear: {row[0]:.4f}" in run(4, "learning_rate.py", "--real", options=options)
 
 
-@pytest.mark.slow
-def test_what_is_divided_and_what_is_kept(run: Run) -> None:
+def what_is_divided_and_what_is_kept(run: Run, _: Path) -> None:
     """The drawings, the counted bytes and the bits of all ways; the page has the same output."""
     printed = run(4, "too_large.py").replace("[rank 0] ", "")
     page = (PAGES / "too-large.md").read_text()
@@ -89,8 +86,7 @@ def test_what_is_divided_and_what_is_kept(run: Run) -> None:
     assert kept["allreduce, recomputed"] < kept["allreduce"] / 7
 
 
-@pytest.mark.slow
-def test_fewer_bytes(run: Run) -> None:
+def fewer_bytes(run: Run, _: Path) -> None:
     printed = run(0, "slow_network.py", "--epochs", 2)
     rows = re.findall(r"^(.+?) +([0-9.]+) MB   loss ([0-9.]+)   fingerprint", printed, re.MULTILINE)
     sent, loss = ({row[0]: float(row[column]) for row in rows} for column in (1, 2))
@@ -100,8 +96,7 @@ def test_fewer_bytes(run: Run) -> None:
     assert min(loss["topk"], loss["diloco, 8"], loss["diloco, 32"]) > loss["float32"] + 0.01
 
 
-@pytest.mark.slow
-def test_workers_that_die_change_no_bit(run: Run, tmp_path: Path) -> None:
+def workers_that_die_change_no_bit(run: Run, tmp_path: Path) -> None:
     undisturbed = run(0, "spot.py", "--epochs", 8)
     killed = run(3, "spot.py", "--life", 6, "--epochs", 8, options=("--elastic", "1:3"))
     assert re.search("[0-9]+ workers were lost on the way", (tmp_path / "err").read_text())
@@ -115,11 +110,26 @@ def test_amdahls_law_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.import_module("speedup").amdahl([1, 2, 3, 4], seconds) == pytest.approx([0.02, 0.16], rel=1e-4)
 
 
-@pytest.mark.slow
-def test_speed_up_is_measured_and_fitted(run: Run) -> None:
+def speed_up_is_measured_and_fitted(run: Run, _: Path) -> None:
     printed = run(0, "speedup.py", "--most", 2, "--steps", 2)
     assert re.findall(r"^(\d) workers: [0-9.]+ s, speed-up", printed, re.MULTILINE) == ["1", "2"]
     assert "1 workers" in printed and "speed-up 1.00, efficiency 100%" in printed and "serial" in printed
+
+
+LESSONS = (
+    stealing_has_the_bits_of_waiting,
+    the_rate_follows_the_batch_up_to_an_end,
+    what_is_divided_and_what_is_kept,
+    fewer_bytes,
+    workers_that_die_change_no_bit,
+    speed_up_is_measured_and_fitted,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.__name__)
+def test_a_lesson(lesson: Callable[[Run, Path], None], run: Run, tmp_path: Path) -> None:
+    lesson(run, tmp_path)
 
 
 def test_scripts_are_short_and_on_a_page() -> None:

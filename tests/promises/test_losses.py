@@ -157,7 +157,7 @@ def test_a_new_process_takes_the_place(launched: Any, wanted: Any) -> None:
 
 
 @pytest.mark.promise(
-    "README.md", "The others keep their processes and their state, divide the step anew, and repeat it."
+    "README.md", "the others keep their processes and their state, divide the step anew, and repeat it."
 )
 def test_a_kill_in_a_forward_pass(launched: Any, wanted: Any) -> None:
     ran = check(launched(THREE, *ELASTIC, **given({"forward": [0, 5]})), wanted)

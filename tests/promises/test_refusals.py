@@ -430,7 +430,7 @@ def test_a_rate_that_one_worker_changed(found: Any) -> None:
     check(found, "a_rate_of_one_worker", "DisagreementError", "lr", "0.1", "0.5")
 
 
-@pytest.mark.promise("docs/train.md", "a worker in another mode is named.")
+@pytest.mark.promise("docs/train.md", "A worker in another mode is named.")
 def test_a_mode_that_one_worker_changed(found: Any) -> None:
     check(found, "a_mode_of_one_worker", "DisagreementError", "in evaluation mode on rank 1, and not on rank 0")
 
