@@ -174,6 +174,12 @@ class Capabilities:
     ignores: tuple[str, ...] = ()  # keys in ``reads`` that have no effect with the other given settings
 
 
+def sparse_if_plain(settings: Settings) -> Sparse:
+    """Return ``modules``, or ``none`` if gradients have a format, because rows are added up as they are."""
+    coded = settings.fixed_point or settings.wire != "float32" or settings.communication != "fixed"
+    return "none" if coded else "modules"
+
+
 def check_shares(settings: Settings, order: BatchOrder, workers: int, largest: int) -> None:
     """Raise ConfigError if a batch cannot be shared among the workers by microbatches.
 

@@ -34,7 +34,7 @@ from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.gradients.fusion import Fusion
-from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, sparse_if_plain
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
 from paceline.strategies.data_parallel.sparse_rows import Section, SparseRows
@@ -46,7 +46,6 @@ _STEPS, _UNEVEN = 16, 1.25
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of all-reduce."""
-    formats = settings.fixed_point or settings.wire != "float32" or settings.communication != "fixed"
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
@@ -56,7 +55,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         located=True,
         closures=True,
         communication=True,
-        sparse_gradients="none" if formats else "modules",
+        sparse_gradients=sparse_if_plain(settings),
         scales_loss=True,
         even_shares=True,
         exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),

@@ -51,7 +51,7 @@ from paceline.step.divided.tensors import Division
 from paceline.step.gradients.formats import codec_for
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.step.probes.probe import warn
-from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, check_shares
+from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, check_shares, sparse_if_plain
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.gradient_groups import Slices
 from paceline.strategies.data_parallel.norms import GlobalNorm
@@ -77,7 +77,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         divides_update=workers > 1,
         divides_state=STAGES[settings.shard] if workers > 1 else 0,
         even_shares=True,
-        sparse_gradients="none" if settings.fixed_point or settings.wire != "float32" else "modules",
+        sparse_gradients=sparse_if_plain(settings),
         batch_losses=True,
         located=True,
         shares_weights=workers > 1 and settings.shard == "parameters",
