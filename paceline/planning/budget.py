@@ -23,7 +23,7 @@ from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.step.context import TrainingContext
 from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of
-from paceline.step.probes.optimizer_probe import copy_small, corner_of, step_of
+from paceline.step.probes.optimizer_probe import copy_small, corner_of, set_initial_state, step_of
 from paceline.step.probes.probe import warn
 from paceline.strategies.registry import capabilities
 from paceline.strategies.sharded.holders import copies_of
@@ -261,6 +261,7 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
     with preserve_generators():
         try:
             small, copies = copy_small(optimizer, corner_of, state=False)
+            set_initial_state(small, optimizer)
             for value in copies:
                 value.grad = torch.randn_like(value)
             step_of(small)(small)

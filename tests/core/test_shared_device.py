@@ -55,6 +55,11 @@ CUT: list[dict[str, Any]] = [
 ]
 """The stand-in has no storages, by which layers that share memory are found, and weights are swapped."""
 FORMATS = ["bfloat16", "float16", "int8", "int4", "topk", "randomk", "onebit", "powersgd"]
+SHARDED = [
+    *({"exact": True, "strategy": "sharded", "shard": one} for one in ("optimizer", "gradients")),
+    {"exact": True, "strategy": "sharded", "shard_copy": True},
+    {"exact": "fixed-point", "strategy": "sharded"},
+]
 LOCAL = [{"every": 2}, {"every": 4, "fragments": 2, "delay": 1}]
 REFUSED: list[dict[str, Any]] = [{"strategy": "parameter-server"}, {"strategy": "hogwild"}]
 
@@ -85,7 +90,8 @@ def test_the_bits_on_one_gpu_are_those_of_one_worker_there(printed: Printed, tmp
         environment = {"GIVEN": repr((ways, "cuda")), "CUDA_VISIBLE_DEVICES": first}
         return printed(SCRIPT, count, tmp_path / str(count), environment=environment, deadline=300)
 
-    ways = [one for one in WHOLE + CUT[: 4 - workers] if one.get("exact")]  # zb-v has two stages on each of two workers
+    cut = CUT[: 4 - workers]  # zb-v has two stages on each of two workers
+    ways = [one for one in WHOLE + SHARDED + cut if one.get("exact")]
     clipped = [one | {"clip_norm": 0.05} for one in ways if one.get("strategy") in (None, "sharded", "pipeline")]
     whole = [{"exact": exact, **clip} for exact in (True, "fixed-point") for clip in ({}, {"clip_norm": 0.05})]
     (alone,) = run(whole, 1)
@@ -102,13 +108,16 @@ def test_what_rounds_has_the_same_bits_with_several_on_one_gpu(printed: Printed,
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     ways: list[dict[str, Any]] = [{"exact": True, "wire": wire} for wire in FORMATS]
     ways += [{"exact": True, "strategy": "diloco", "local": local} for local in LOCAL]
+    sharded = [one | {"strategy": "sharded"} for one in ways if one.get("wire") in FORMATS[:4]]
 
-    def run(count: int) -> list[dict[str, str]]:
+    def run(ways: list[dict[str, Any]], count: int) -> list[dict[str, str]]:
         (tmp_path / str(count)).mkdir()
         environment = {"GIVEN": repr((ways, "cuda")), "CUDA_VISIBLE_DEVICES": first}
         return printed(SCRIPT, count, tmp_path / str(count), environment=environment, deadline=300)
 
-    (alone,) = run(1)
-    for found in run(workers):
+    (alone,) = run(ways, 1)
+    for found in run(ways + sharded, workers):
         for settings in ways:
             assert found[repr(settings)] == alone[repr(settings)], settings
+        for settings in sharded:
+            assert found[repr(settings)] == alone[repr({"exact": True, "wire": settings["wire"]})], settings

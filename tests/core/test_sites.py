@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,14 @@ def test_the_bits_do_not_depend_on_the_workers(printed: Printed, tmp_path: Path,
     (alone,) = printed(HEAD + ALIKE, 1, tmp_path / "one")
     assert printed(HEAD + ALIKE, workers, tmp_path / "more") == [alone] * workers
     assert alone["drawn"] != alone["outer"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_bits_on_one_gpu_do_not_depend_on_the_workers(printed: Printed, tmp_path: Path) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    (alone,) = printed(HEAD + ALIKE, 1, tmp_path / "one", environment=environment, deadline=300)
+    assert printed(HEAD + ALIKE, 3, tmp_path / "more", environment=environment, deadline=300) == [alone] * 3
 
 
 MASKED = """

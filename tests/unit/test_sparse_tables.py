@@ -49,6 +49,22 @@ def probe(optimizer: Callable[[Any], torch.optim.Optimizer], divides: bool = Tru
     probe_rows(context)
 
 
+class EagerAdagrad(torch.optim.Adagrad):
+    """Make the state in the constructor, as before PyTorch 2.13."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for value in self.param_groups[0]["params"]:
+            self.state[value] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(value)}
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> tuple[bool, bool]:
+        for value in group["params"]:
+            held = value, value.grad, self.state[value]["sum"], self.state[value]["step"]
+            for one, entry in zip(lists, held, strict=True):
+                one.append(entry)
+        return any(one.is_sparse for one in lists[1]), False
+
+
 REFUSED = {
     "AdamW cannot update the parameter '0.weight', whose gradient is sparse": torch.optim.AdamW,
     "keeps a sparse 'momentum_buffer'": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -69,7 +85,8 @@ def test_an_optimizer_that_cannot_train_a_table_is_refused(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad, torch.optim.SparseAdam, Rule]
+    "optimizer",
+    [partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad, EagerAdagrad, torch.optim.SparseAdam, Rule],
 )
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_others_are_taken(optimizer: Any) -> None:

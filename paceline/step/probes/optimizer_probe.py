@@ -15,7 +15,7 @@ import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -291,6 +291,16 @@ def copy_small(
     for group in made.param_groups:
         group["lr"] = group.get("lr") or 0.01  # a warm-up may begin with 0
     return made, parameters
+
+
+def set_initial_state(small: Optimizer, optimizer: Optimizer) -> None:
+    """Give a copy's parameters the state that the optimizer's constructor makes, as Adagrad's did until PyTorch 2.12.
+
+    An optimizer that cannot be constructed from groups and defaults gets none.
+    """
+    groups = [{**group, "params": [*group["params"]]} for group in small.param_groups]
+    with suppress(Exception):
+        small.state = type(optimizer)(groups, **optimizer.defaults).state if optimizer.state else small.state
 
 
 def corner_of(value: torch.Tensor) -> torch.Tensor:

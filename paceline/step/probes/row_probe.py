@@ -13,7 +13,7 @@ from paceline.errors import InputError
 from paceline.step.checks import sparse_parameters
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.several import parts_of
-from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_of
+from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, set_initial_state, step_of
 
 _PARTS, _GIVEN = (23, 18), 15
 """Rows of the parts of a small table, and number of rows that get a gradient in a step."""
@@ -79,6 +79,7 @@ class _Small:
         self._parts = {value: _split(value) if cut else [value] for value in self.values}
         for group in self.optimizer.param_groups:
             group["params"] = [part for value in group["params"] for part in self._parts.get(value, ())]
+        set_initial_state(self.optimizer, optimizer)
 
     def train(self) -> None:
         """Take some steps, each with gradients for some rows."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from paceline.data.keys import preserve_generators, seed_torch
 from paceline.schedule.slices import BLOCK
 from paceline.step.optimizers.several import parts_of
-from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, step_hooks, step_of
+from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, set_initial_state, step_hooks, step_of
 
 _SIZES = (2 * BLOCK, BLOCK), (4096 + BLOCK, 4096, 4096 - BLOCK)
 """Sizes of the slices. Optimizers with quantized states quantize from 4,096 elements on, in blocks of 256 or more.
@@ -53,6 +53,7 @@ def _updated(optimizer: Optimizer, sizes: tuple[int, ...], *, sliced: bool) -> I
     of = dict(zip(parameters, values, strict=True))
     for group in small.param_groups:
         group["params"] = [part for value in group["params"] for part in of.get(value, ())]
+    set_initial_state(small, optimizer)
     step: Callable[[Optimizer], object] = step_of(small)
     for number, scale in enumerate(PROBE_SCALES):
         for place, (value, parts) in enumerate(zip(parameters, values, strict=True)):
