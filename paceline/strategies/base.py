@@ -123,6 +123,13 @@ class Strategy(ABC):
         """
         raise NotImplementedError
 
+    def renew(self, context: TrainingContext) -> Strategy:
+        """Return the strategy that goes on with other formats and buckets. All workers call this between two steps.
+
+        Only strategies with the capability ``communication`` have it.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def close(self) -> frozenset[str] | None:
         """Release all resources, also in the middle of a step.
@@ -130,6 +137,48 @@ class Strategy(ABC):
         Returns:
             Names of the parameters and buffers whose newest values this worker holds. None if it holds all of them.
         """
+
+
+class Delegating(Strategy):
+    """Strategy that adds something to the steps of another one, which does all the rest."""
+
+    _inner: Strategy
+
+    def groups(self, step: int) -> list[range]:
+        return self._inner.groups(step)
+
+    def synchronize(self, steps: int) -> None:
+        self._inner.synchronize(steps)
+
+    def unite(self, steps: int) -> None:
+        self._inner.unite(steps)
+
+    def hand_on(self, steps: int) -> None:
+        self._inner.hand_on(steps)
+
+    @property
+    def divided(self) -> DividedOptimizerState | None:
+        return self._inner.divided
+
+    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
+        return self._inner.point(steps)
+
+    @property
+    def held(self) -> frozenset[str] | None:
+        return self._inner.held
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    @property
+    def undecided(self) -> bool:
+        return self._inner.undecided
+
+    def decide(self, norm: torch.Tensor | float | None) -> frozenset[str] | None:
+        return self._inner.decide(norm)
+
+    def close(self) -> frozenset[str] | None:
+        return self._inner.close()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ Each worker needs the memory of one microbatch, and that of all outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,17 +23,16 @@ from paceline.partition.loss_check import only_uses
 from paceline.schedule.tree import Node, first_of, total
 from paceline.step.buffers import summable
 from paceline.step.context import Batch, StepResult, TrainingContext
-from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.gradients.accumulate import Accumulator, Values, add
 from paceline.step.gradients.batch_loss import BatchLoss, Plan
 from paceline.step.gradients.outputs import OutputForm, Outputs, check_forms
 from paceline.step.probes.first_step import try_forward_pass
-from paceline.strategies.base import LossPlace, Strategy
+from paceline.strategies.base import Delegating, LossPlace, Strategy
 
 _WHAT = "loss over the whole batch"
 
 
-class BatchLosses(Strategy):
+class BatchLosses(Delegating):
     """Strategy that computes the loss over the whole batch and lets another strategy compute its gradients."""
 
     def __init__(self, context: TrainingContext, build: Callable[[TrainingContext], Strategy]) -> None:
@@ -41,9 +40,6 @@ class BatchLosses(Strategy):
         assert isinstance(loss, BatchLoss)
         self._context, self._loss = context, loss
         self._inner = build(context)
-
-    def groups(self, step: int) -> list[range]:
-        return self._inner.groups(step)
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         groups = self._loaded(step, groups)
@@ -136,39 +132,6 @@ class BatchLosses(Strategy):
                 value = torch.cat([rows[microbatch][name].to(device) for microbatch in sorted(rows)])
             tensors[name] = value.to(device).requires_grad_(name in needing)
         return Outputs(tensors, forms), marks
-
-    def synchronize(self, steps: int) -> None:
-        self._inner.synchronize(steps)
-
-    def unite(self, steps: int) -> None:
-        self._inner.unite(steps)
-
-    def hand_on(self, steps: int) -> None:
-        self._inner.hand_on(steps)
-
-    @property
-    def divided(self) -> DividedOptimizerState | None:
-        return self._inner.divided
-
-    def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
-        return self._inner.point(steps)
-
-    @property
-    def held(self) -> frozenset[str] | None:
-        return self._inner.held
-
-    def settle(self) -> None:
-        self._inner.settle()
-
-    @property
-    def undecided(self) -> bool:
-        return self._inner.undecided
-
-    def decide(self, norm: torch.Tensor | float | None) -> frozenset[str] | None:
-        return self._inner.decide(norm)
-
-    def close(self) -> frozenset[str] | None:
-        return self._inner.close()
 
 
 class _Own:

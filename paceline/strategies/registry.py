@@ -128,7 +128,8 @@ def build(context: TrainingContext) -> Strategy:
         materialize(context.compute.model)
     build_one = entry.build if context.world.size > 1 else entry.alone
     chooses = context.settings.communication != "fixed"
-    make = partial(ChosenCommunication, make=build_one) if chooses else build_one
+    able = entry.capabilities
+    make = partial(ChosenCommunication, make=build_one, capabilities=able) if chooses else build_one
     if context.compute.batch_loss is not None:
         return BatchLosses(context, make)
     return Phases(context, make) if context.phases else make(context)

@@ -175,7 +175,7 @@ def _check_communication(settings: Settings, capabilities: Capabilities, forward
         what = "a forward for each optimizer" if capabilities.communication else f"strategy {settings.strategy!r}"
         raise ConfigError(
             f"{asked} changes buckets and formats between two steps, which {what} cannot: use strategy 'allreduce' "
-            f"with one forward, or leave it out."
+            f"or 'sharded' with one forward, or leave it out."
         )
     for wire in formats_in(settings.communication).values():
         _check_wire(wire, settings, capabilities, forward)

@@ -56,6 +56,10 @@ class Single(Strategy):
     def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
         return None if self._memory is None else self._memory.point(steps, self._notice)
 
+    def renew(self, context: TrainingContext) -> Strategy:
+        self.close()
+        return Single(context)
+
     def close(self) -> frozenset[str] | None:
         self._batch.take_gradients()
         return None if self._memory is None else self._memory.leave()

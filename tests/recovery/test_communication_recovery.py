@@ -92,10 +92,15 @@ tell(fingerprint=session.fingerprint(), formats=formats, marks=len(marks))
 """
 
 
-@pytest.mark.parametrize("machines", [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
-def test_the_bits_are_those_of_the_formats(printed: Any, tmp_path: Path, machines: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "machines"),
+    [("sharded", (1, 1)), *(pytest.param(one, (2, 1), marks=pytest.mark.slow) for one in ("allreduce", "sharded"))],
+)
+def test_the_bits_are_those_of_the_formats(
+    printed: Any, tmp_path: Path, strategy: str, machines: tuple[int, ...]
+) -> None:
     """With several workers on a machine, the memory that they share does not grow from choice to choice."""
-    given = {"GIVEN": repr({"communication": "auto", "tolerance": "convergent"})}
+    given = {"GIVEN": repr({"communication": "auto", "tolerance": "convergent", "strategy": strategy})}
     ran = printed(HASTY + TRAINED, sum(machines), tmp_path / "several", machines=machines, environment=given)
     formats = {int(step): wire for step, wire in ran[0]["formats"].items()}
     given = {"GIVEN": repr({"communication": spelled(formats)})}

@@ -22,7 +22,14 @@ from paceline.system.wires import checked
 
 COMPUTE, LAST, UPDATE = 0.2, 0.1, 0.03
 """Seconds before the last backward pass, in it, and after the exchange."""
-CODING = {"float32": 0.0, "bfloat16": 0.1e-9, "fp8-e4m3": 0.8e-9, "int8": 1.2e-9, "fp8-e5m2": 0.8e-9, "int4": 1.2e-9}
+CODING = {
+    "float32": 0.0,
+    "bfloat16": 0.1e-9,
+    "fp8-e4m3": 0.8e-9,
+    "int8": 1.2e-9,
+    "fp8-e5m2": 0.8e-9,
+    "int4": 1.2e-9,
+}
 """Seconds to encode a byte of float32."""
 BYTES = {"float32": 1.0, "bfloat16": 0.5, "fp8-e4m3": 0.25, "int8": 0.4, "fp8-e5m2": 0.25, "int4": 0.25}
 LAYERS, LAYER_BYTES = 16, 2**20
@@ -80,6 +87,9 @@ def strategy(
         def exchange_alone(self, step: int) -> float:
             return sum(network.buckets(*self._way))
 
+        def renew(self, context: Any) -> Pretended:
+            return Pretended(context)
+
         def close(self) -> None:
             """Nothing to release."""
 
@@ -121,7 +131,7 @@ def strategy(
         {} if state is None else {"communication": state},
         [],
     )
-    return ChosenCommunication(context, Pretended)  # type: ignore[arg-type]
+    return ChosenCommunication(context, Pretended, registry.capabilities)  # type: ignore[arg-type]
 
 
 def train(chosen: ChosenCommunication, steps: int, first: int = 0) -> None:
@@ -211,7 +221,7 @@ def test_a_price_is_that_of_an_exchange_bucket_by_bucket() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        *(({"strategy": one}, f"strategy '{one}' cannot: use strategy 'allreduce'") for one in ("sharded", "hogwild")),
+        *(({"strategy": one}, f"strategy '{one}' cannot: use strategy 'allreduce'") for one in ("backup", "hogwild")),
         ({"strategy": "parameter-server"}, "use strategy 'allreduce'"),
         ({"bucket_megabytes": 2}, "chooses the size of buckets, but bucket_megabytes = 2: leave out one"),
         ({"wire": "topk"}, "cannot be combined with wire = 'topk': leave out one."),
@@ -232,7 +242,11 @@ def test_what_cannot_be_combined(given: dict[str, Any], message: str) -> None:
 
 
 def test_what_can_be_combined() -> None:
-    for given in ({"wire": "int8"}, {"exact": "fixed-point", "tolerance": "rounding"}, {"communication": "0=int8"}):
+    for given in (
+        {"wire": "int8"},
+        {"exact": "fixed-point", "tolerance": "rounding", "strategy": "sharded"},
+        {"communication": "0=int8"},
+    ):
         settings = Settings.model_validate({"batch": 8, "communication": "auto"} | given)
         requirements.check(settings, registry.capabilities(settings, 2), None, nn.Linear(2, 2))
     able = registry.capabilities(settings, 2)

@@ -138,9 +138,10 @@ class SharedMemory:
 
     Attributes:
         reached: flag value of a worker that has reached this generation. Before, its flags are from an earlier one.
+        rewound: number of calls of :meth:`rewind`.
     """
 
-    reached = 0
+    reached = rewound = 0
 
     def __init__(self, waiting: Waiting, files: list[int], pids: list[int], ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -203,6 +204,7 @@ class SharedMemory:
         count = self._reserved - reserved
         self._flags[self.place][reserved : self._reserved] = memoryview(bytes(8 * count)).cast("q")
         self._next, self._reserved = start, reserved
+        self.rewound += 1
         self.all_gather(b"")
 
     def lock(self, check_peers: CheckPeers | None = None) -> Lock:

@@ -110,6 +110,7 @@ class _Windows:
     """Two windows of each worker in the memory that the workers share, for all transfers of a membership."""
 
     def __init__(self, memory: SharedMemory) -> None:
+        self.rewound = memory.rewound
         blocks, self.flag = memory.share(2 * ROUND_BYTES), memory.reserve(2)
         size = 2 * ROUND_BYTES
         self.of = [torch.frombuffer(block, dtype=torch.uint8, count=size).view(2, -1) for block in blocks]
@@ -147,7 +148,7 @@ class _Transfer:
     def _through_shared_memory(
         self, memory: SharedMemory, rounds: Sequence[Sequence[Move]], kept: Sequence[Move]
     ) -> None:
-        if (windows := _WINDOWS.get(memory)) is None:
+        if (windows := _WINDOWS.get(memory)) is None or windows.rewound != memory.rewound:
             windows = _WINDOWS[memory] = _Windows(memory)
         rank, flag = self._world.rank, windows.flag
         for place, moves in enumerate(rounds):

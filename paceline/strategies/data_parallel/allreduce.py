@@ -96,7 +96,8 @@ class AllReduce(Strategy):
         apply: Apply | None = None,
         sections: Sequence[Section] | None = None,
     ) -> None:
-        self._context = context
+        self._context, memory = context, context.world.host_memory
+        self._mark = None if memory is None else memory.mark()
         self.seconds: list[float] = [0.0] * context.world.size
         self._fusion = Fusion(context)
         named = context.update.parameters
@@ -244,6 +245,12 @@ class AllReduce(Strategy):
 
     def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
         return None if self._memory is None else self._memory.point(steps, self._notice)
+
+    def renew(self, context: TrainingContext) -> Strategy:
+        self.close()
+        if context.world.host_memory is not None and self._mark is not None:
+            context.world.host_memory.rewind(self._mark)
+        return AllReduce(context)
 
     def close(self) -> frozenset[str] | None:
         self._reducer.close()

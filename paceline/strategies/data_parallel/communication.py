@@ -29,11 +29,12 @@ from paceline.errors import ConfigError
 from paceline.schedule.communication import Coding, Way, best, computing, link_of, price, trials
 from paceline.schedule.link_shares import full
 from paceline.schedule.tree import whole_nodes
+from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.formats import codec_for, coding_seconds
 from paceline.strategies import requirements
-from paceline.strategies.base import Strategy
-from paceline.strategies.data_parallel.allreduce import AllReduce, capabilities
+from paceline.strategies.base import Capabilities, Delegating, Strategy
+from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.system.wires import formats_in, spelled
 
 _log = logging.getLogger("paceline")
@@ -72,16 +73,23 @@ class Decision(NamedTuple):
     looks: bool = False
 
 
-class ChosenCommunication(Strategy):
+class ChosenCommunication(Delegating):
     """Strategy whose buckets and formats change between two steps.
 
     Args:
         context: training context.
-        make: function that builds the strategy whose gradients are exchanged, all-reduce or a single process.
+        make: function that builds the strategy whose gradients are exchanged.
+        capabilities: capabilities of that strategy, by the settings and the number of workers.
     """
 
-    def __init__(self, context: TrainingContext, make: Callable[[TrainingContext], Strategy]) -> None:
-        self._context, self._make, self._world = context, make, context.world
+    def __init__(
+        self,
+        context: TrainingContext,
+        make: Callable[[TrainingContext], Strategy],
+        capabilities: Callable[[Settings, int], Capabilities],
+    ) -> None:
+        self._context, self._capabilities, self._world = context, capabilities, context.world
+        self._able = capabilities(context.settings, context.world.size)
         self._given = formats_in(context.settings.communication)
         self._allowed = self._formats()
         start = {"formats": {0: self._allowed[0]}, "megabytes": None, "reached": None, "workers": self._world.size}
@@ -94,8 +102,6 @@ class ChosenCommunication(Strategy):
         self._keep()
         wires = [*self._state["formats"].values()]
         self._way = Way(wires[0 if self._given else -1], self._state["megabytes"])
-        memory = None if self._world.shared_memory is not None else self._world.host_memory
-        self._memory, self._mark = memory, None if memory is None else memory.mark()
         self._inner = make(self._context_of(self._way))
         self._measures = not self._given and self._world.size > 1 and self._has_choice()
         self._tried: dict[Way, tuple[float, float]] = {}  # as in :meth:`_window`
@@ -127,21 +133,14 @@ class ChosenCommunication(Strategy):
         self._seconds: list[float] = []
         self._computing: list[float] = []
 
-    def groups(self, step: int) -> list[range]:
-        return self._inner.groups(step)
-
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         self._decide(step)
         begin = perf_counter()
         result = self._inner.step(step, groups)
         if self._measures:
-            assert isinstance(self._inner, AllReduce)
             self._seconds.append(perf_counter() - begin)
-            self._computing.append(max(self._inner.seconds))
+            self._computing.append(max(self._all_reduce.seconds))
         return result
-
-    def close(self) -> frozenset[str] | None:
-        return self._inner.close()
 
     # Decisions.
 
@@ -173,11 +172,8 @@ class ChosenCommunication(Strategy):
         self._state |= {"megabytes": way.megabytes, "reached": decision.reached and [*decision.reached]}
         self._keep()
         if way != self._way:
-            self._inner.close()
-            if self._memory is not None and self._mark is not None:
-                self._memory.rewind(self._mark)
             said = len(self._context.warnings)
-            self._way, self._inner = way, self._make(self._context_of(way))
+            self._way, self._inner = way, self._inner.renew(self._context_of(way))
             del self._context.warnings[said:]
         if decision.text:
             self._record(step, decision)
@@ -253,7 +249,9 @@ class ChosenCommunication(Strategy):
         for wire in known:
             settings = self._context_of(Way(wire)).settings
             try:
-                requirements.check(settings, capabilities(settings, self._world.size), None, context.compute.model)
+                requirements.check(
+                    settings, self._capabilities(settings, self._world.size), None, context.compute.model
+                )
             except ConfigError:
                 continue
             if wire != "fp8-e4m3" or context.order.microbatches <= _MOST_OF_E4M3:
@@ -266,12 +264,13 @@ class ChosenCommunication(Strategy):
         reduction = self._all_reduce.reduction
         collective = reduction.kind == "collective" and not context.settings.fixed_point
         sizes = (None,) if collective and context.settings.tolerance == "bits" else _SIZES
+        sends_means = not self._able.divides_update  # else workers send new weights instead, in float32
         size = reduction.describe()["bucket_bytes"] if self._way.megabytes is None else full(self._world.size)
         for wire in self._allowed:
             own = self._context_of(Way(wire))
             codec = codec_for(own, own.update.parameters)
             sums = codec.examples() if codec else [value.detach() for value in own.update.parameters.values()]
-            sent = (self._nodes(along_tree=own.settings.along_tree) + 1) / 2
+            sent = (self._nodes(along_tree=own.settings.along_tree) + sends_means) / 2
             ways = [Way(wire, one) for one in sizes]
             for way in sorted(ways, key=lambda one: one != self._way):
                 members = split(
@@ -286,8 +285,9 @@ class ChosenCommunication(Strategy):
 
     @property
     def _all_reduce(self) -> AllReduce:
-        assert isinstance(self._inner, AllReduce)
-        return self._inner
+        found = getattr(self._inner, "workers", self._inner)  # with sharded, for the part of a step up to the means
+        assert isinstance(found, AllReduce)
+        return found
 
     def _nodes(self, along_tree: bool) -> int:
         """Return the largest number of sums that a worker sends."""

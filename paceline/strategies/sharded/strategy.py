@@ -26,7 +26,7 @@ some may have heard from all and others not::
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         wires=WHOLE_WIRES,
         divides_update=workers > 1,
         divides_state=STAGES[settings.shard] if workers > 1 else 0,
+        communication=True,
         even_shares=True,
         sparse_gradients=sparse_if_plain(settings),
         batch_losses=True,
@@ -105,7 +106,11 @@ class _Update(NamedTuple):
 
 
 class Sharded(Strategy):
-    """Strategy in which each worker updates its slices of the parameters, and all workers get the new weights."""
+    """Strategy in which each worker updates its slices of the parameters, and all workers get the new weights.
+
+    Attributes:
+        workers: the step up to the mean gradients.
+    """
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
@@ -117,11 +122,10 @@ class Sharded(Strategy):
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
         self._divided = DividedOptimizerState(context, self._shard.tensors)
         self._divided.hashes = state.hashes
-        tables = self._tables = Tables(context, self._slices, copies, receivers)
-        self._reducer = self._reducer_of(tables, copies, receivers)
+        self._tables, self._receivers = Tables(context, self._slices, copies, receivers), receivers
         self._tell_copies(held)
-        self._global_norm = GlobalNorm(world)
-        self._workers = AllReduce(context, self._reducer, apply=self._apply, sections=tables.sections)
+        self._mark = None if world.host_memory is None else world.host_memory.mark()
+        self._begin_exchange()
         self._addresses = self._data_pointers()
         self._is_whole, self._first = not state.is_loaded, True
         self._averages = DividedAverages(world, state)
@@ -129,11 +133,10 @@ class Sharded(Strategy):
         self._undecided: _Update | None = None
         self._unfinished: WorkerLost | None = None
 
-    def _reducer_of(
-        self, tables: Tables, copies: Mapping[int, Sequence[int]], receivers: Mapping[int, Sequence[int]]
-    ) -> Reducer:
-        """Return the reducer of all parameters but tables, and set the reductions of gradients and of weights."""
-        context, world, slices = self._context, self._context.world, tables.slices_of_others
+    def _begin_exchange(self) -> None:
+        """Set the reducer of all parameters but tables, the reductions of gradients and of weights, and the workers."""
+        context, world, tables = self._context, self._context.world, self._tables
+        copies, receivers, slices = self._division.copies, self._receivers, tables.slices_of_others
         codec = codec_for(context, tables.others, slices=slices)
         homes, megabytes = [one.owner for one in slices], context.settings.bucket_megabytes
         size = None if megabytes is None else int(megabytes * 1e6)
@@ -156,7 +159,22 @@ class Sharded(Strategy):
         self._reduction = self._spreading = reduction_of(sums, "gradients", context.settings.shard != "optimizer")
         if codec is not None and (self._weights is None or len(world.hosts) > 1):  # weights are wider than such sums
             self._spreading = reduction_of(parts, "weights", windowed=True)
-        return Reducer(context, tables.others, reduction=self._reduction, slices=Slices(slices, codec))
+        self._reducer = Reducer(context, tables.others, reduction=self._reduction, slices=Slices(slices, codec))
+        self._global_norm = GlobalNorm(world)
+        self.workers = AllReduce(context, self._reducer, apply=self._apply, sections=tables.sections)
+
+    def renew(self, context: TrainingContext) -> Strategy:
+        self._end_exchange()
+        if context.world.host_memory is not None and self._mark is not None:
+            context.world.host_memory.rewind(self._mark)
+        self._context = context
+        self._begin_exchange()
+        return self
+
+    def _end_exchange(self) -> None:
+        self.workers.close()
+        self._reduction.close()
+        self._spreading.close()
 
     def _tell_copies(self, held: Collection[int]) -> None:
         copied = sum(self._parts[one].numel() for one in held if self._slices[one].owner != self._context.world.rank)
@@ -179,10 +197,10 @@ class Sharded(Strategy):
             )
 
     def groups(self, step: int) -> list[range]:
-        return self._workers.groups(step)
+        return self.workers.groups(step)
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
-        result = self._workers.step(step, groups)
+        result = self.workers.step(step, groups)
         try:
             if self._first and result.applied and self._unfinished is None:
                 self._first = False
@@ -217,9 +235,9 @@ class Sharded(Strategy):
         rank = self._context.world.rank
         used = [parameter.grad is not None for parameter in self._context.update.parameters.values()]
         self._reducer.clear()
-        if self._workers.rows is not None:
-            self._workers.rows.clear()
-            self._tables.begin(self._workers.rows.means)
+        if self.workers.rows is not None:
+            self.workers.rows.clear()
+            self._tables.begin(self.workers.rows.means)
         gradients = self._means([index for index in self._shard.own if used[self._slices[index].parameter]])
         owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
         copied = {index: value for index, value in gradients.items() if index not in owned}
@@ -356,7 +374,7 @@ class Sharded(Strategy):
         return owned
 
     def close(self) -> frozenset[str] | None:
-        self._workers.close()
+        self._end_exchange()
         owned = None if self._is_whole else self._owned
         if not self.undecided:
             self._release(interrupted=self._unfinished is not None)
@@ -378,7 +396,4 @@ class Sharded(Strategy):
             self._context.held.number = self._division.number
         self._parts, self._weights, self._division.weights = [], None, None
         self._shard.drop()
-        self._reduction.close()
-        self._spreading.close()
-        del self._workers, self._reducer  # a session that has ended may keep its strategy
-        del self._reduction, self._spreading
+        del self.workers, self._reducer, self._reduction, self._spreading  # an ended session may keep its strategy
