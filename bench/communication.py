@@ -29,7 +29,7 @@ from namespaces import network, obstacle
 FORMATS = {
     "bits": ("float32",),
     "rounding": ("float32", "bfloat16", "fp8-e4m3", "int8"),
-    "convergent": ("float32", "bfloat16", "fp8-e4m3", "int8", "fp8-e5m2", "int4"),
+    "convergent": ("float32", "bfloat16", "fp8-e4m3", "int8", "fp8-e5m2", "int-auto"),
 }
 SIZES = ("none", "1")
 SETTLED = 50

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Steps, number, whole
-from paceline.system.wires import PARTIAL_WIRES, checked, parsed, text_of
+from paceline.system.wires import INTEGERS, PARTIAL_WIRES, checked, parsed, text_of
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
@@ -318,7 +318,7 @@ class Settings(BaseModel):
     @property
     def fixed_point(self) -> bool:
         """Whether gradients are summed as integers (``exact="fixed-point"``, or a format of integers in ``wire``)."""
-        return self.exact == "fixed-point" or {*self.wires.values()} <= {"int8", "int4"}
+        return self.exact == "fixed-point" or INTEGERS.issuperset(self.wires.values())
 
     @property
     def wires(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ from paceline.strategies.sharded import strategy as sharded
 from paceline.strategies.sharded.prepared import forget
 from paceline.strategies.sharded.prepared import prepare as prepare_shards
 from paceline.strategies.single import Single
+from paceline.system.wires import ADAPTIVE
 
 
 def _every_capability(settings: Settings, workers: int) -> Capabilities:
@@ -127,7 +128,7 @@ def build(context: TrainingContext) -> Strategy:
     if context.world.size == 1:
         materialize(context.compute.model)
     build_one = entry.build if context.world.size > 1 else entry.alone
-    chooses = context.settings.communication != "fixed"
+    chooses = context.settings.communication != "fixed" or ADAPTIVE in context.settings.wires.values()
     able = entry.capabilities
     make = partial(ChosenCommunication, make=build_one, capabilities=able) if chooses else build_one
     if context.compute.batch_loss is not None:

@@ -14,7 +14,7 @@ from paceline.settings import Settings
 from paceline.step.gradients.fixed_point import TYPES
 from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import Capabilities
-from paceline.system.wires import PARTIAL_WIRES, formats_in
+from paceline.system.wires import ADAPTIVE, PARTIAL_WIRES, formats_in
 
 _EXACT = ("allreduce", "stealing")  # exact strategies to recommend in error messages
 
@@ -140,15 +140,15 @@ def _check_wires(settings: Settings, capabilities: Capabilities, forward: object
 
 def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forward: object) -> None:
     if wire not in capabilities.wires:
-        other = "'allreduce'" if wire in PARTIAL_WIRES else "'allreduce', 'sharded' or 'stealing'"
+        other = "'allreduce'" if wire in PARTIAL_WIRES else "'allreduce' or 'sharded'"
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {settings.wire!r}): it sends "
             f"{' and '.join(capabilities.wires)}. Leave out wire, or use {other}."
         )
-    if wire in PARTIAL_WIRES and isinstance(forward, Mapping):
+    if wire in (*PARTIAL_WIRES, ADAPTIVE) and isinstance(forward, Mapping):
         raise ConfigError(
-            f"wire = {wire!r} keeps a part of each gradient for the next step, and cannot train with a forward for "
-            f"each optimizer, whose steps have other gradients: use wire = 'int8'."
+            f"wire = {wire!r} keeps {'the bits' if wire == ADAPTIVE else 'a part'} of each gradient for the next step, "
+            f"and cannot train with a forward for each optimizer, whose steps have other gradients: use wire = 'int8'."
         )
     if wire in (*DTYPES, *PARTIAL_WIRES) and settings.exact == "fixed-point":
         raise ConfigError(

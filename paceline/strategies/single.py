@@ -24,7 +24,7 @@ from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.full_batch import FullBatch
-from paceline.system.wires import PARTIAL_WIRES
+from paceline.system.wires import ADAPTIVE, PARTIAL_WIRES
 
 
 class Single(Strategy):
@@ -69,7 +69,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of training in one process."""
     return Capabilities(
         fixed_point=True,
-        wires=(*WHOLE_WIRES, *PARTIAL_WIRES),
+        wires=(*WHOLE_WIRES, ADAPTIVE, *PARTIAL_WIRES),
         phases=True,
         batch_losses=True,
         located=True,

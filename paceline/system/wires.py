@@ -7,9 +7,14 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 Wire = Literal[
-    "float32", "bfloat16", "float16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "randomk", "topk", "onebit", "powersgd"
-]
-"""Formats of ``wire``. The sums of int8 and int4 are those of integers, in any order."""
+    "float32", "bfloat16", "float16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "int-auto",
+    "randomk", "topk", "onebit", "powersgd",
+]  # fmt: skip
+"""Formats of ``wire``."""
+ADAPTIVE = "int-auto"
+"""Format whose number of bits is that of ``step.gradients.thermostat``."""
+INTEGERS = frozenset(["int8", "int4", ADAPTIVE])
+"""Formats whose sums are those of integers, in any order."""
 PARTIAL_WIRES = ["randomk", "topk", "onebit", "powersgd"]
 """Formats that send a part of the gradient and keep the rest. A script adds its own (``step.gradients.formats``)."""
 

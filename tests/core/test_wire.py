@@ -131,3 +131,60 @@ def test_a_checkpoint_has_scales_and_errors(printed: Printed, ranks: Any, tmp_pa
     assert printed(RESUMED, 1, tmp_path, environment=environment(12))[0]["position"] == 12
     for one in printed(RESUMED, 5, tmp_path, environment=environment(16)):
         assert one == whole
+
+
+ADAPTED = """
+import os
+from functools import partial
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import paceline
+from subjects import tell
+
+chance = torch.Generator().manual_seed(0)
+inputs = torch.randn(512, 32, generator=chance)
+targets = inputs @ torch.randn(32, 64, generator=chance)
+targets[:, 0] = 30 * torch.randn(512, generator=chance)  # large gradients that teach nothing
+session = paceline.start(
+    model=nn.Linear(32, 64), optimizer=partial(torch.optim.SGD, lr=4.0), loss=nn.functional.mse_loss, batch=64,
+    data=TensorDataset(inputs, targets), exact=True, seed=1, resume="auto", **eval(os.environ["GIVEN"]),
+)
+for batch in session.batches(steps=int(os.environ["STEPS"])):
+    session.step(batch)
+model, state = session._context.compute.model, session._context.strategy_state
+with torch.no_grad():
+    tell(
+        fingerprint=session.fingerprint(),
+        bits=state.get("bits"),
+        loss=float((model(inputs) - targets)[:, 1:].square().mean()),
+    )
+"""
+
+
+def adapted(printed: Printed, path: Path, machines: tuple[int, ...], steps: int, **given: Any) -> dict[str, Any]:
+    """Train on some machines, and go on from the last checkpoint there."""
+    given |= {"checkpoint": {"directory": str(path), "every": 20}}
+    environment = {"GIVEN": repr(given), "STEPS": str(steps)}
+    first, *others = printed(ADAPTED, sum(machines), path, machines=machines, environment=environment)
+    assert all(one == first for one in others)
+    return first
+
+
+@pytest.mark.slow(turns=6)
+@pytest.mark.parametrize("machines", [(2,), (1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("strategy", ["allreduce", "sharded"])
+def test_noisy_parameters_get_more_bits(
+    printed: Printed, tmp_path: Path, strategy: str, machines: tuple[int, ...]
+) -> None:
+    """After the same steps on any number of workers, and in a run that goes on with another number."""
+    alone = adapted(printed, tmp_path / "alone", (1,), 40, wire="int-auto")
+    assert alone["bits"] == {"weight": "int8"}
+    assert adapted(printed, tmp_path / "both", machines, 20, wire="int-auto", strategy=strategy)["bits"]
+    assert adapted(printed, tmp_path / "both", (1,), 40, wire="int-auto") == alone
+
+
+@pytest.mark.slow
+def test_more_bits_train_what_four_bits_do_not(printed: Printed, tmp_path: Path) -> None:
+    loss = {wire: adapted(printed, tmp_path / wire, (1,), 100, wire=wire)["loss"] for wire in ("int4", "int-auto")}
+    assert loss["int-auto"] < 0.2 * loss["int4"]

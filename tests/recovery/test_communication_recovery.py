@@ -18,7 +18,7 @@ HASTY = """
 from paceline.schedule.communication import Way
 from paceline.strategies.data_parallel import communication
 communication.WARM, communication.TRIAL, communication.WATCH, communication._DRIFT = 0, 1, 1, -1.0
-communication.trials = lambda prices, current: [Way("int8"), Way("bfloat16"), Way("int4")]
+communication.trials = lambda prices, current: [Way("int8"), Way("bfloat16"), Way("int-auto")]
 communication.best = lambda seconds, wires: Way("bfloat16")
 """
 
@@ -49,7 +49,7 @@ CHOSEN = {"GIVEN": json.dumps({"communication": "auto", "tolerance": "convergent
 def test_a_kill_while_ways_are_tried(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
     plan = faults.kill(rank=victim, step=3, point=point)
     formats = check(run(OVER_THE_NETWORK + HASTY + telling(PLAIN), *ELASTIC, faults=plan, **CHOSEN), undisturbed)
-    assert {"float32", "int8", "bfloat16", "int4"} <= {one.split("=")[1] for one in formats.split(",")}
+    assert {"float32", "int8", "bfloat16", "int-auto"} <= {one.split("=")[1] for one in formats.split(",")}
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_the_bits_are_those_of_the_formats(
     given = {"GIVEN": repr({"communication": spelled(formats)})}
     (alone,) = printed(TRAINED, 1, tmp_path / "alone", environment=given)
     assert all(one["fingerprint"] == alone["fingerprint"] for one in ran)
-    assert {"float32", "int8", "bfloat16", "int4"} == {*formats.values()}
+    assert {"float32", "int8", "bfloat16", "int-auto"} == {*formats.values()}
     assert ran[0]["marks"] <= len({*formats.values()}) < len(formats)
 
 

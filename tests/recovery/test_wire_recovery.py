@@ -40,6 +40,24 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str, wire: st
     assert len(ran.memberships()[-1]) >= 2, ran.report()
 
 
+# every parameter has more bits after the first, third and fifth step
+RAISED = """
+from paceline.step.gradients import thermostat
+thermostat.EVERY, thermostat._LEAST = 2, 1e9
+"""
+
+
+@pytest.mark.slow(turns=8)
+@pytest.mark.parametrize("strategy", ["allreduce", "sharded"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("step", [2, 3])
+def test_more_bits(run: Run, undisturbed: Any, way: str, strategy: str, step: int) -> None:
+    """A worker is lost in the step that decides, or in the first one with more bits."""
+    plan = faults.kill(rank=1, step=step, point="between reduction and update")
+    ran = run(WAYS[way] + RAISED + PLAIN, *ELASTIC, faults=plan, **given("int-auto", strategy=strategy))
+    check(ran, undisturbed(RAISED + PLAIN, **given("int-auto")), 2)
+
+
 @pytest.mark.slow
 def test_stealing(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=5), **given("int8", strategy="stealing"))

@@ -28,10 +28,10 @@ CODING = {
     "fp8-e4m3": 0.8e-9,
     "int8": 1.2e-9,
     "fp8-e5m2": 0.8e-9,
-    "int4": 1.2e-9,
+    "int-auto": 1.2e-9,
 }
 """Seconds to encode a byte of float32."""
-BYTES = {"float32": 1.0, "bfloat16": 0.5, "fp8-e4m3": 0.25, "int8": 0.4, "fp8-e5m2": 0.25, "int4": 0.25}
+BYTES = {"float32": 1.0, "bfloat16": 0.5, "fp8-e4m3": 0.25, "int8": 0.4, "fp8-e5m2": 0.25, "int-auto": 0.25}
 LAYERS, LAYER_BYTES = 16, 2**20
 LATENCY = 1e-3
 
@@ -245,6 +245,7 @@ def test_what_can_be_combined() -> None:
     for given in (
         {"wire": "int8"},
         {"exact": "fixed-point", "tolerance": "rounding", "strategy": "sharded"},
+        {"wire": "int-auto", "communication": "fixed", "exact": "fixed-point", "strategy": "sharded"},
         {"communication": "0=int8"},
     ):
         settings = Settings.model_validate({"batch": 8, "communication": "auto"} | given)

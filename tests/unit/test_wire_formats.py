@@ -17,6 +17,7 @@ from paceline.data.keys import seed_of
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, total
 from paceline.settings import Settings
+from paceline.step.gradients import thermostat
 from paceline.step.gradients.accumulate import Accumulator, Values, add
 from paceline.step.gradients.codec import Codec
 from paceline.step.gradients.formats import codec_for
@@ -41,6 +42,13 @@ def context(parameters: dict[str, torch.Tensor], wire: str, microbatches: int, e
 def codec(parameters: dict[str, torch.Tensor], wire: str, microbatches: int = 8, exact: bool = True) -> Codec:
     of = context(parameters, wire, microbatches, exact)
     made = codec_for(cast(Any, of), of.update.parameters)
+    assert made is not None
+    return made
+
+
+def codec_of(one: Codec) -> Codec:
+    """The codec of the steps after a decision."""
+    made = codec_for(one._context, one._context.update.parameters)
     assert made is not None
     return made
 
@@ -114,6 +122,25 @@ def test_rounding_at_random_has_no_bias() -> None:
     codes = round_at_random(scaled.reshape(-1), torch.Generator().manual_seed(0)).view(scaled.shape)
     assert (codes >= values.floor()).all() and (codes <= values.ceil()).all()
     assert (codes.float().mean(0) - values).abs().max() < 0.02
+
+
+def test_noise_raises_the_bits() -> None:
+    """Rounding adds noise to small values beside large ones, more than sqrt(3) of a gradient's norm allows."""
+    chance = torch.Generator().manual_seed(0)
+    alike, row, element = (torch.randn(128, 128, generator=chance) for _ in range(3))
+    row[1:] *= 0.02
+    element *= 0.01
+    element[0, 0] = 1.0
+    given = {"alike": alike, "row": row, "element": element}
+    one = codec(given, "int-auto", microbatches=16)
+    state, gradients = one._context.strategy_state, [[*given.values()]] * 3
+    means_of(one, gradients, step=1)
+    assert "bits" not in state, "not every step is measured"
+    means_of(one, gradients, step=thermostat.EVERY)
+    assert state["bits"] == {"row": "int8", "element": "int8"}
+    means_of(codec_of(one), gradients, step=2 * thermostat.EVERY)
+    assert state["bits"] == {"row": "int8", "element": "float32"}
+    assert [value.dtype for value in codec_of(one).examples()] == [torch.int8, torch.int64, torch.int32]
 
 
 def test_random_numbers_belong_to_seed_step_microbatch_and_parameter() -> None:

@@ -33,6 +33,7 @@ from paceline.schedule.slices import Slice
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Values
 from paceline.step.gradients.lane_memory import LaneMemory
+from paceline.step.gradients.thermostat import Thermostat
 from paceline.system.torch_internals import foreach_div_, foreach_mul_, foreach_norm, foreach_round_
 
 
@@ -101,8 +102,9 @@ class Codec:
         parameters: Mapping[str, torch.Tensor],  # parameters whose gradients are encoded, by name
         formats: Sequence[Format],  # format of each parameter
         memory: LaneMemory | None = None,  # parts of gradients that were not sent, if formats leave any
+        thermostat: Thermostat | None = None,  # choice of the bits of parameters, if they are chosen
     ) -> None:
-        self.memory = memory
+        self.memory, self._thermostat = memory, thermostat
         self._context, self._formats = context, formats
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._keys = [number_of(name) for name in self._names]
@@ -114,6 +116,7 @@ class Codec:
         self._gather: AllGather | None = None
         self._pending: PendingGather | None = None
         self._largest: list[float] = [0.0] * len(formats)
+        self._noise = torch.zeros(2, len(formats), dtype=torch.float64)  # see :class:`Thermostat`
 
     def examples(self) -> list[torch.Tensor]:
         """Return a tensor with the dtype and shape of each sum. The values are undefined."""
@@ -165,6 +168,9 @@ class Codec:
             whole = [value for place, value in scaled if self._formats[place].whole]
             if whole:
                 foreach_round_(whole)
+            if self._thermostat is not None:
+                for place, value in scaled:
+                    self._thermostat.measure(step, place, value)
         bounds = self._bounds()
         return [
             self._formats[place].pack(
@@ -182,16 +188,19 @@ class Codec:
         if not self._bounded:
             return
         if self._gather is None:
-            self._gather = AllGather(self._context.world, LARGEST_TAG, 8 * len(self._parameters))
-        self._pending = self._gather.start(self._largest_here())
+            self._gather = AllGather(self._context.world, LARGEST_TAG, self._measured_here().nbytes)
+        self._pending = self._gather.start(self._measured_here())
 
     def fits(self) -> bool:
         """Return whether every gradient was within its bound. If not, set bounds that fit for the repeated step."""
         if not self._bounded:
             return True
-        here = self._largest_here() if self._pending is None else self._pending.wait().amax(0)
-        self._largest = (HostCopy(here).wait() / self._context.compute.scale).tolist()
+        everyone = self._measured_here().unsqueeze(0) if self._pending is None else self._pending.wait()
+        here = HostCopy(torch.cat([everyone[:, :1].amax(0), everyone[:, 1:].sum(0)])).wait()
+        self._largest, self._noise = (here[0] / self._context.compute.scale).tolist(), here[1:]
         self._norms, self._pending = [[] for _ in self._parameters], None
+        if self._thermostat is not None:
+            self._thermostat.clear()
         larger = {
             name: form.bound(largest, None)
             for name, form, largest, bound in zip(
@@ -252,6 +261,9 @@ class Codec:
                 bounds = states[form.state]
                 bounds[name] = form.bound(largest, bounds.get(name))
         self._scales, self._raised = [], {}
+        if self._thermostat is not None and applied:
+            known = torch.tensor([math.isfinite(one) for one in self._largest])
+            self._thermostat.decide(self._noise * known, states)
 
     def _bounds(self) -> list[Any]:
         """Return the bound of each parameter, None if unknown."""
@@ -268,6 +280,11 @@ class Codec:
                 form.scale(bound) / scale for form, bound in zip(self._formats, self._bounds(), strict=True)
             ]
         return self._scales
+
+    def _measured_here(self) -> torch.Tensor:
+        """Return a row with the largest absolute gradients on this worker, and those of the thermostat, if any."""
+        largest = self._largest_here().unsqueeze(0)
+        return largest if self._thermostat is None else torch.cat([largest, self._thermostat.here])
 
     def _largest_here(self) -> torch.Tensor:
         """Return the largest absolute gradient of each parameter on this worker in float64, NaN if any is NaN."""

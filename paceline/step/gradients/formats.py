@@ -21,7 +21,8 @@ from paceline.step.gradients.floats import DTYPES, Plain, Rounded, Scaled
 from paceline.step.gradients.lane_memory import LaneMemory
 from paceline.step.gradients.lanes import LIMITS, Codes
 from paceline.step.gradients.partial import Compression, Feedback
-from paceline.system.wires import PARTIAL_WIRES
+from paceline.step.gradients.thermostat import STATE, Thermostat
+from paceline.system.wires import ADAPTIVE, PARTIAL_WIRES
 
 _SAMPLE = 1 << 19
 """Number of elements of a gradient that is encoded to measure how long it takes."""
@@ -56,7 +57,13 @@ def codec_for(
         else _format_of(context, name, value, [slice(*one[1:3]) for one in sorted(slices) if one.parameter == place])
         for place, (name, value) in enumerate(parameters.items())
     ]
-    return Codec(context, parameters, formats, memory)
+    watched = {
+        name: _wire_of(context, name)
+        for name, form in zip(parameters, formats, strict=True)
+        if isinstance(form, Codes) and _given_wire(context, name) == ADAPTIVE
+    }
+    thermostat = Thermostat(watched, list(parameters), context.world.device) if watched else None
+    return Codec(context, parameters, formats, memory, thermostat)
 
 
 def coding_seconds(context: TrainingContext) -> tuple[float, float, float]:
@@ -116,6 +123,12 @@ def _compression_of(context: TrainingContext, name: str, parameter: torch.Tensor
 
 
 def _wire_of(context: TrainingContext, name: str) -> str:
+    """Return the present format of a parameter."""
+    wire, bits = _given_wire(context, name), context.strategy_state.get(STATE, {})
+    return str(bits.get(name, "int4")) if wire == ADAPTIVE else wire
+
+
+def _given_wire(context: TrainingContext, name: str) -> str:
     """Return the format of a parameter in ``wire``: that of the innermost module around it whose class is listed."""
     wires, path = context.settings.wires, name.split(".")
     for depth in range(len(path) - 1, -1, -1) if len(wires) > 1 else ():

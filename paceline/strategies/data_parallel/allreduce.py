@@ -38,7 +38,7 @@ from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, sparse
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
 from paceline.strategies.data_parallel.sparse_rows import Section, SparseRows
-from paceline.system.wires import PARTIAL_WIRES
+from paceline.system.wires import ADAPTIVE, PARTIAL_WIRES
 
 _STEPS, _UNEVEN = 16, 1.25
 """Number of steps for which shares of located data are compared, and the ratio to even ones that is a warning."""
@@ -49,7 +49,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
-        wires=(*WHOLE_WIRES, *PARTIAL_WIRES),
+        wires=(*WHOLE_WIRES, ADAPTIVE, *PARTIAL_WIRES),
         phases=True,
         batch_losses=True,
         located=True,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
@@ -32,10 +33,11 @@ from paceline.schedule.tree import whole_nodes
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.formats import codec_for, coding_seconds
+from paceline.step.gradients.thermostat import STATE as BITS
 from paceline.strategies import requirements
 from paceline.strategies.base import Capabilities, Delegating, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.system.wires import formats_in, spelled
+from paceline.system.wires import ADAPTIVE, formats_in, spelled
 
 _log = logging.getLogger("paceline")
 STATE = "communication"
@@ -48,7 +50,7 @@ _DRIFT = 0.25  # look again if a step waits for the exchange longer, or shorter,
 _FORMATS: dict[str, tuple[str, ...]] = {
     "bits": (),
     "rounding": ("float32", "bfloat16", "fp8-e4m3", "int8"),
-    "convergent": ("float32", "bfloat16", "fp8-e4m3", "int8", "fp8-e5m2", "int4"),
+    "convergent": ("float32", "bfloat16", "fp8-e4m3", "int8", "fp8-e5m2", ADAPTIVE),
 }
 """Formats of each tolerance, from the finest to the coarsest. float16 has the bytes of bfloat16 and takes longer."""
 _MOST_OF_E4M3 = 128  # number of microbatches from which on fp8-e4m3 is not within 1 % of float32
@@ -99,11 +101,14 @@ class ChosenCommunication(Delegating):
             self._state |= {"workers": self._world.size, "reached": None}
         if self._given:
             self._state["formats"] = self._given
+        if not (chooses := context.settings.communication == "auto"):
+            self._state["megabytes"] = context.settings.bucket_megabytes
         self._keep()
         wires = [*self._state["formats"].values()]
         self._way = Way(wires[0 if self._given else -1], self._state["megabytes"])
+        self._bits = dict(context.strategy_state.get(BITS, {}))
         self._inner = make(self._context_of(self._way))
-        self._measures = not self._given and self._world.size > 1 and self._has_choice()
+        self._measures = chooses and self._world.size > 1 and self._has_choice()
         self._tried: dict[Way, tuple[float, float]] = {}  # as in :meth:`_window`
         self._prices: dict[Way, float] = {}
         self._left: list[Way] | None = None  # ways that are still to be tried. None before a look
@@ -145,10 +150,13 @@ class ChosenCommunication(Delegating):
     # Decisions.
 
     def _decide(self, step: int) -> None:
+        if self._bits != (bits := self._context.strategy_state.get(BITS, {})):
+            text = _told({name: wire for name, wire in bits.items() if wire != self._bits.get(name)})
+            self._follow(step, Decision(self._way, text, reached=self._state["reached"]), dict(bits))
         if self._given:
             wire = next(wire for first, wire in reversed(self._given.items()) if first <= step)
             if wire != self._way.wire:
-                self._follow(step, Decision(Way(wire), f"{wire}, as given"))
+                self._follow(step, Decision(Way(wire, self._way.megabytes), f"{wire}, as given"))
             return
         if self._way.wire not in self._allowed:  # the run resumes with another tolerance
             self._follow(step, Decision(Way(self._allowed[0]), f"{self._allowed[0]}, for the tolerance"))
@@ -164,14 +172,15 @@ class ChosenCommunication(Delegating):
             decision = self._world.gather(self._priced(step, *measured) if first else None, "step")[0]
         self._follow(step, decision)
 
-    def _follow(self, step: int, decision: Decision) -> None:
-        """Carry out a decision of rank 0."""
-        way = decision.way
+    def _follow(self, step: int, decision: Decision, bits: Mapping[str, str] | None = None) -> None:
+        """Carry out a decision of rank 0, or one that all workers take alike: the present bits of parameters."""
+        way, renews = decision.way, decision.way != self._way or bits is not None
         if way.wire != self._way.wire and not self._given:
             self._state["formats"] = self._state["formats"] | {step: way.wire}
         self._state |= {"megabytes": way.megabytes, "reached": decision.reached and [*decision.reached]}
         self._keep()
-        if way != self._way:
+        if renews:
+            self._bits = dict(self._bits if bits is None else bits)
             said = len(self._context.warnings)
             self._way, self._inner = way, self._inner.renew(self._context_of(way))
             del self._context.warnings[said:]
@@ -189,6 +198,7 @@ class ChosenCommunication(Delegating):
             predicted=decision.predicted,
             seconds=reached,
             formats=spelled(self._state["formats"]),
+            bits=self._bits,
             chooses=self._context.settings.chooses_wire,
             text=decision.text,
         )
@@ -331,3 +341,16 @@ class ChosenCommunication(Delegating):
         self._prices = {way: one + more for way, one in prices.items()}
         self._left = trials(self._prices, self._way)
         return self._next()
+
+
+def _told(raised: Mapping[str, str]) -> str:
+    """Return a sentence about the parameters that have more bits from now on.
+
+    >>> _told({"0.weight": "int8", "2.weight": "int8", "4.weight": "float32"})
+    "int8 for 0.weight, 2.weight; float32 for 4.weight, because rounding adds noise of more than 58 % of a norm"
+    """
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, wire in raised.items():
+        names[wire].append(name)
+    told = "; ".join(f"{wire} for {', '.join(every)}" for wire, every in names.items())
+    return f"{told}, because rounding adds noise of more than 58 % of a norm"

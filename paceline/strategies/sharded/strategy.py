@@ -62,6 +62,7 @@ from paceline.strategies.sharded.prepared import prepared
 from paceline.strategies.sharded.shards import part_of, unite
 from paceline.strategies.sharded.tables import Tables
 from paceline.system.torch_internals import foreach_norm
+from paceline.system.wires import ADAPTIVE
 
 _log = logging.getLogger("paceline")
 _TAGS = 1 << 12
@@ -73,7 +74,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         replicated=False,
         fixed_point=True,
-        wires=WHOLE_WIRES,
+        wires=(*WHOLE_WIRES, ADAPTIVE),
         divides_update=workers > 1,
         divides_state=STAGES[settings.shard] if workers > 1 else 0,
         communication=True,
