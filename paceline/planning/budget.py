@@ -25,8 +25,8 @@ from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import copy_small, corner_of, set_initial_state, step_of
 from paceline.step.probes.probe import warn
-from paceline.strategies.registry import capabilities
-from paceline.strategies.sharded.holders import copies_of
+from paceline.strategies.registry import capabilities_here
+from paceline.strategies.sharded.holders import Owners, copies_of
 
 _log = logging.getLogger("paceline")
 _STEPS = 3
@@ -72,7 +72,7 @@ class MemoryBudget:
         if settings.memory_gigabytes is None:
             return
         begun, self._begun = self._begun, True
-        if capabilities(settings, world.size).cuts_model and world.size > 1:  # the pipeline looks at its stages
+        if capabilities_here(context).cuts_model and world.size > 1:  # the pipeline looks at its stages
             return
         self._resident = _resident("VmRSS") if self._decision is None else self._resident
         own = self._decide(step) if world.rank == 0 else None
@@ -195,7 +195,7 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     """Return the sizes of the run on its current workers."""
     settings, order, model = context.settings, context.order, context.compute.model
     trained = list(context.update.parameters.values())
-    able = capabilities(settings, context.world.size)
+    able = capabilities_here(context)
     held = {one.untyped_storage().data_ptr(): one.nbytes for one in [*model.parameters(), *model.buffers()]}
     gradients = sum(one.nbytes for one in trained)
     wide = sum(one.numel() * max(4, one.element_size()) for one in trained)
@@ -207,6 +207,7 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         )
     if settings.keeps_errors:
         optimizer += _of_errors(context, weights + gradients + optimizer)
+    owners = Owners.of(settings, context.world.size)
     return Run(
         weights=weights,
         gradients=gradients,
@@ -220,7 +221,7 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         stage=able.divides_state,
         sharing=1 if context.world.host_memory is None else min(map(len, context.world.hosts)),
         window=min(gradients, WINDOW_BUCKETS * full(context.world.size)),
-        holders=1 + len(copies_of(settings, context.world.hosts)[0]) if able.divides_state else 1,
+        holders=1 + len(copies_of(owners, context.world.hosts)[0]) if able.divides_state else 1,
         even_shares=able.even_shares,
     )
 

@@ -26,7 +26,7 @@ from paceline.strategies.data_parallel import allreduce, backup_workers, work_st
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.communication import ChosenCommunication
 from paceline.strategies.local import strategy as local
-from paceline.strategies.parameter_server import hogwild
+from paceline.strategies.parameter_server import hogwild, table_servers
 from paceline.strategies.parameter_server import strategy as parameter_server
 from paceline.strategies.parameter_server.final_drain import FinalDrain
 from paceline.strategies.phases import Phases
@@ -68,6 +68,8 @@ class Entry:
     # whether training can continue with a number of workers, two or more, after a loss or a join. Called with the
     # settings, the number of workers and the number of microbatches of a batch.
     supports: Callable[[Settings, int, int], bool] = _any_number
+    # entry for models with sparse gradients. None if it is the same.
+    tables: Entry | None = None
 
 
 _LOCAL = Entry(local.build, alone=local.build, capabilities=local.capabilities, validate=local.validate)
@@ -88,6 +90,13 @@ _ENTRIES: dict[str, Entry] = {
         alone=parameter_server.build_alone,
         capabilities=parameter_server.capabilities,
         validate=parameter_server.validate,
+        tables=Entry(
+            table_servers.build,
+            alone=parameter_server.build_alone,
+            capabilities=table_servers.capabilities,
+            prepare=table_servers.prepare,
+            validate=parameter_server.validate_servers,
+        ),
     ),
     "pipeline": Entry(
         pipeline.build,
@@ -112,10 +121,19 @@ def names() -> list[str]:
     return sorted(_ENTRIES)
 
 
-def entry_of(name: str) -> Entry:
-    """Return the registry entry of a strategy. Raises ConfigError if no strategy has that name."""
+def entry_of(name: str, tables: bool = False) -> Entry:
+    """Return the registry entry of a strategy. Raises ConfigError if no strategy has that name.
+
+    Args:
+        tables: whether the model has sparse gradients.
+    """
     check_strategy(name, names())
-    return _ENTRIES[name]
+    entry = _ENTRIES[name]
+    return (entry.tables or entry) if tables else entry
+
+
+def _entry(context: TrainingContext) -> Entry:
+    return entry_of(context.settings.strategy, bool(context.sparse))
 
 
 def build(context: TrainingContext) -> Strategy:
@@ -123,7 +141,7 @@ def build(context: TrainingContext) -> Strategy:
 
     With a loss over the whole batch, it begins with a first pass over all microbatches.
     """
-    entry = entry_of(context.settings.strategy)
+    entry = _entry(context)
     context.warnings.clear()
     if context.world.size == 1:
         materialize(context.compute.model)
@@ -145,7 +163,7 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
         moves: whether the workers hold the state in other shares, which they move.
     """
     forget(context)
-    entry = entry_of(context.settings.strategy)
+    entry = _entry(context)
     if entry.prepare is None or context.world.size == 1:
         return None
     trained = requires_grad_flags(context.update.parameters.values())
@@ -153,8 +171,19 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
         return entry.prepare(context, moves)
 
 
-def capabilities(settings: Settings, workers: int) -> Capabilities:
-    return entry_of(settings.strategy).capabilities(settings, workers)
+def divides_state(context: TrainingContext) -> bool:
+    """Return whether several workers would load and hold the state in shares."""
+    return _entry(context).prepare is not None
+
+
+def capabilities(settings: Settings, workers: int, tables: bool = False) -> Capabilities:
+    """Return the capabilities of the configured strategy; ``tables``: see :func:`entry_of`."""
+    return entry_of(settings.strategy, tables).capabilities(settings, workers)
+
+
+def capabilities_here(context: TrainingContext) -> Capabilities:
+    """Return the capabilities of the strategy with the workers and the model of a context."""
+    return _entry(context).capabilities(context.settings, context.world.size)
 
 
 def lanes_of(context: TrainingContext) -> int:

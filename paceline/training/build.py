@@ -103,10 +103,11 @@ def build_context(
     scaling = scaling_of(settings, who.world_size)
     given = replace(given, model=_checked_model(given.model))
     sparse = sparse_parameters(given.model, "any" if largest == 1 else capabilities.sparse_gradients)
+    capabilities = registry.capabilities(settings, largest, bool(sparse))
     requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss, order.located)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
-    registry.entry_of(settings.strategy).validate(settings, given.model, order, who.world_size, largest)
+    registry.entry_of(settings.strategy, bool(sparse)).validate(settings, given.model, order, who.world_size, largest)
     count = threads(settings, who)
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():

@@ -33,7 +33,7 @@ from paceline.step.probes.probe import warn
 from paceline.step.replicas import compare
 from paceline.strategies.base import Strategy
 from paceline.strategies.phases import Phases
-from paceline.strategies.registry import build, capabilities, check_loop_changes, check_saving
+from paceline.strategies.registry import build, capabilities_here, check_loop_changes, check_saving
 from paceline.system import fault_points
 from paceline.training.position import Position
 from paceline.training.progress import Action, Call, CallResults, Progress, decide
@@ -388,7 +388,7 @@ class TrainingLoop:
             self._memory.plan(self.progress.steps)
             self.strategy = self._build(self.context)
         self.loads_ahead = False  # the first step may change how the strategy divides a share
-        able = capabilities(self.context.settings, world.size)
+        able = capabilities_here(self.context)
         if not (able.replicated or able.cuts_model or able.divides_state) and world.coordinator is not None:
             self.progress.tie_break = world.coordinator.number + 1
         self._strategy_ready = True

@@ -38,7 +38,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import OwnValues
 from paceline.step.probes.audit import tell
 from paceline.step.probes.probe import warn
-from paceline.strategies.registry import capabilities
+from paceline.strategies.registry import capabilities_here
 from paceline.system import excepthook
 from paceline.system.wires import Wire
 from paceline.training import build, saved_settings
@@ -192,7 +192,7 @@ def _begin(
     state.parts[saved_settings.PART] = saved_settings.SavedSettings(config.kept(settings, context.given))
     place = saved_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(context.world, saves, place, context.events, context.replicated)
-    divided = capabilities(settings, context.world.size).divides_state
+    divided = capabilities_here(context).divides_state
     leaves = divided or context.world.coordinator is not None or saves.every is not None
     context.update.on_other_names = partial(_tell_other_names, context, bool(leaves))
     loop = _current = TrainingLoop(Beginning(context, formation, run_spec, state, checkpointer, resume), script)

@@ -205,10 +205,10 @@ scripted.end(session)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["allreduce", "sharded"])
+@pytest.mark.parametrize("strategy", ["allreduce", "sharded", "parameter-server"])
 def test_a_worker_is_killed_and_replaced(run: Run, printed: Printed, tmp_path: Path, strategy: str) -> None:
     (single,) = printed(KILLED, 1, tmp_path / "single")
-    elastic = "-n", 3, "--elastic", "2:3", "--standby", 1, "--set", f"strategy={strategy}"
+    elastic = "-n", 3, "--elastic", "2:3", "--standby", 1, "--set", f"strategy={strategy}", "--set", "server.count=2"
     ran = run(KILLED, *elastic, faults=faults.kill(rank=1, step=4))
     assert ran.code == 0 and len(ran.printed()) == 3, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {single["fingerprint"]}, ran.report()

@@ -24,7 +24,7 @@ from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.context import TrainingContext
-from paceline.strategies.base import Capabilities, Strategy, check_shares
+from paceline.strategies.base import Capabilities, Strategy, check_shares, sparse_if_plain
 from paceline.strategies.data_parallel import backup_workers
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
 from paceline.strategies.parameter_server.async_server import InlineServer, servers_among
@@ -53,12 +53,14 @@ def build_alone(context: TrainingContext) -> Strategy:
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
+    waits = settings.server.mode == "sync" and not settings.backup.workers
     return Capabilities(
-        exact=settings.server.mode == "sync" and not settings.backup.workers,
+        exact=waits,
         exact_with="server.mode = 'sync' without backup workers",
         replicated=False,
+        sparse_gradients=sparse_if_plain(settings) if waits else "none",
         divides_update=servers_among(settings, workers) > 1,
-        carries=settings.server.mode == "sync" and not settings.backup.workers,
+        carries=waits,
         audits=not settings.backup.workers,
         loop_weights=settings.server.mode == "sync",
         reads=("server", "backup"),
@@ -68,6 +70,17 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Raise ConfigError if the servers do not fit the model or the workers, or if settings belong to another mode."""
+    trained, server = sum(parameter.requires_grad for parameter in model.parameters()), settings.server
+    if server.count > trained:
+        raise ConfigError(
+            f"server.count = {server.count} servers cannot share {trained} parameter"
+            f"{'' if trained == 1 else 's'}: each holds whole ones. Use at most {trained}."
+        )
+    validate_servers(settings, model, order, workers, largest)
+
+
+def validate_servers(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
+    """Raise ConfigError if the servers do not fit the workers, or if settings belong to another mode."""
     server = settings.server
     check_shares(settings, order, workers, largest)
     if settings.backup.workers:
@@ -77,12 +90,6 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
                 f"backup.workers = {settings.backup.workers} is for steps that wait for workers, at servers inside "
                 f"them: use server.mode = 'sync' and server.dedicated = false, or leave it out."
             )
-    trained = sum(parameter.requires_grad for parameter in model.parameters())
-    if server.count > trained:
-        raise ConfigError(
-            f"server.count = {server.count} servers cannot share {trained} parameter"
-            f"{'' if trained == 1 else 's'}: each holds whole ones. Use at most {trained}."
-        )
     if workers > 1 and server.count >= workers + (not server.dedicated):
         kind, most = ("dedicated servers", workers - 1) if server.dedicated else ("servers", workers)
         raise ConfigError(

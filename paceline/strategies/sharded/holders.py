@@ -13,28 +13,46 @@ owner is complete. One worker of each other machine needs the new weights of an 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from paceline.environments import env
 from paceline.settings import Settings
 
 
-def copies_of(settings: Settings, hosts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """Return the ranks that make the same updates as each rank. An elastic run has one copy unless it is set.
+class Owners(NamedTuple):
+    """Workers that own slices: the first shares of an equal division among all workers.
+
+    ``copied``: whether another worker makes the same updates. None if it does in an elastic run. ``within``: whether
+    one of each other machine does.
+    """
+
+    number: int
+    copied: bool | None = None
+    within: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings, workers: int) -> Owners:
+        """Return the owners of strategy ``sharded``: all workers."""
+        return cls(workers, settings.shard_copy, settings.shard_within == "machine")
+
+
+def copies_of(owners: Owners, hosts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return the ranks that make the same updates as each rank would as an owner.
 
     Args:
         hosts: ranks of the workers on each machine.
 
-    >>> copies_of(Settings(shard_copy=True), [[0, 1], [2, 3]])
+    >>> copies_of(Owners(4, copied=True), [[0, 1], [2, 3]])
     {0: [2], 1: [3], 2: [0], 3: [1]}
-    >>> copies_of(Settings(shard_within="machine"), [[0, 1], [2, 3], [4]])[4]
+    >>> copies_of(Owners(5, within=True), [[0, 1], [2, 3], [4]])[4]
     [0, 2]
     """
     launched = env.launch_info()
     elastic = launched is not None and launched.elastic
-    copied, size = elastic if settings.shard_copy is None else settings.shard_copy, sum(map(len, hosts))
+    copied, size = elastic if owners.copied is None else owners.copied, sum(map(len, hosts))
     copies: dict[int, list[int]] = {}
     for rank in range(size):
-        every = _elsewhere(rank, hosts) if settings.shard_within == "machine" else []
+        every = _elsewhere(rank, hosts) if owners.within else []
         copies[rank] = sorted(every or ([copy_of(rank, hosts)] if copied and size > 1 else []))
     return copies
 

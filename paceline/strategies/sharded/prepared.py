@@ -13,7 +13,7 @@ from paceline.schedule.slices import Slice, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import parameter_of
 from paceline.step.divided.moves import full_name, move_shares
-from paceline.strategies.sharded.holders import copies_of, heirs_of, seats_of, writer_of
+from paceline.strategies.sharded.holders import Owners, copies_of, heirs_of, seats_of, writer_of
 from paceline.strategies.sharded.shards import OptimizerShard, slices_of
 from paceline.strategies.sharded.shared_weights import share_weights
 
@@ -25,6 +25,7 @@ class PreparedShards:
 
     Args:
         moves: whether the workers hold the state in other shares, which they move. By default all have its weights.
+        owners: which workers own slices. Defaults to all.
 
     Attributes:
         slices: slices of all workers.
@@ -33,9 +34,10 @@ class PreparedShards:
         of_parameter: slices of each parameter by name.
         is_loaded: whether the shard has the state of a checkpoint, so that no worker has the whole state.
         number: number of this worker's share, and of how many.
+        owners: ranks of the owners of slices.
     """
 
-    def __init__(self, context: TrainingContext, moves: bool = False) -> None:
+    def __init__(self, context: TrainingContext, moves: bool = False, owners: Owners | None = None) -> None:
         self.generation, self._held = context.world.generation, context.held
         self._world, self._optimizer = context.world, context.update.optimizer
         self._moved: dict[str, torch.Tensor] | None = {} if moves else None
@@ -43,9 +45,11 @@ class PreparedShards:
         rank, size, self._kept = context.world.rank, context.world.size, dict[str, torch.Tensor]()
         seats = seats_of(context.world.gather(self._held.number, "start") if moves else [None] * size)
         self.number = seats.index(rank), size
-        self.slices = [one._replace(owner=seats[one.owner]) for one in slices_of(context, size)]
+        owners = owners or Owners.of(context.settings, size)
+        self.owners = seats[: owners.number]
+        self.slices = [one._replace(owner=seats[one.owner]) for one in slices_of(context, owners.number)]
         numbers = [sorted(map(seats.index, ranks)) for ranks in self._hosts]
-        copies = copies_of(context.settings, numbers)
+        copies = copies_of(owners, numbers)
         self.copies = {seats[one]: sorted(seats[copy] for copy in every) for one, every in copies.items()}
         held = [index for index, one in enumerate(self.slices) if rank in self.holders(one)]
         self.weights = share_weights(context, self.slices, held, not moves)
@@ -203,23 +207,23 @@ class _Inherited:
         return self._parts(parameter, shape, mine)
 
 
-def prepare(context: TrainingContext, moves: bool = False) -> PreparedShards:
+def prepare(context: TrainingContext, moves: bool = False, owners: Owners | None = None) -> PreparedShards:
     """Divide the state among the workers of this membership, before it is loaded. All workers call this together.
 
     Args:
-        moves: see :class:`PreparedShards`.
+        moves, owners: see :class:`PreparedShards`.
     """
-    context.prepared.append(made := PreparedShards(context, moves))
+    context.prepared.append(made := PreparedShards(context, moves, owners))
     return made
 
 
-def prepared(context: TrainingContext) -> PreparedShards:
+def prepared(context: TrainingContext, owners: Owners | None = None) -> PreparedShards:
     """Return what :func:`prepare` has made for this membership, or divide the state now."""
     if context.prepared and context.prepared[0].generation == context.world.generation:
         made: PreparedShards = context.prepared.pop()
         return made
     forget(context)
-    return PreparedShards(context)
+    return PreparedShards(context, owners=owners)
 
 
 def forget(context: TrainingContext) -> frozenset[str] | None:

@@ -41,6 +41,7 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.environments import env
 from paceline.errors import ConfigError, WorkerLost
+from paceline.schedule.shares import even
 from paceline.schedule.slices import STAGES
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
@@ -57,7 +58,7 @@ from paceline.strategies.data_parallel.gradient_groups import Slices
 from paceline.strategies.data_parallel.norms import GlobalNorm
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.averaged import DividedAverages
-from paceline.strategies.sharded.holders import receivers_of
+from paceline.strategies.sharded.holders import Owners, receivers_of
 from paceline.strategies.sharded.prepared import prepared
 from paceline.strategies.sharded.shards import part_of, unite
 from paceline.strategies.sharded.tables import Tables
@@ -107,20 +108,28 @@ class _Update(NamedTuple):
 
 
 class Sharded(Strategy):
-    """Strategy in which each worker updates its slices of the parameters, and all workers get the new weights.
+    """Strategy in which each owner updates its slices of the parameters, and all workers get the new weights.
+
+    Args:
+        context: training context.
+        owners: which workers own slices. Defaults to all.
+        dedicated: whether owners compute no microbatches.
 
     Attributes:
         workers: the step up to the mean gradients.
     """
 
-    def __init__(self, context: TrainingContext) -> None:
-        self._context = context
+    def __init__(self, context: TrainingContext, owners: Owners | None = None, dedicated: bool = False) -> None:
+        self._context, self._dedicated = context, dedicated
         world, parameters = context.world, list(context.update.parameters.values())
-        state = self._division = prepared(context)
+        state = self._division = prepared(context, owners)
         self._slices, self._weights, self._shard = state.slices, state.weights, state.shard
         copies, held = state.copies, [*self._shard.own]
         receivers = receivers_of(copies, world.hosts, shared=self._weights is not None)
         self._parts = [part_of(parameters[one.parameter].detach(), one) for one in self._slices]
+        in_order = sorted(range(len(self._slices)), key=lambda index: self._slices[index][:2])
+        self._order = {index: place for place, index in enumerate(in_order)}  # of the model, as norms are combined
+        self._dtypes = [self._parts[index].dtype for index in in_order]
         self._divided = DividedOptimizerState(context, self._shard.tensors)
         self._divided.hashes = state.hashes
         self._tables, self._receivers = Tables(context, self._slices, copies, receivers), receivers
@@ -162,7 +171,8 @@ class Sharded(Strategy):
             self._spreading = reduction_of(parts, "weights", windowed=True)
         self._reducer = Reducer(context, tables.others, reduction=self._reduction, slices=Slices(slices, codec))
         self._global_norm = GlobalNorm(world)
-        self.workers = AllReduce(context, self._reducer, apply=self._apply, sections=tables.sections)
+        shares = self._shares if self._dedicated else None
+        self.workers = AllReduce(context, self._reducer, shares, self._apply, tables.sections)
 
     def renew(self, context: TrainingContext) -> Strategy:
         self._end_exchange()
@@ -196,6 +206,12 @@ class Sharded(Strategy):
                 self._context.world.rank,
                 f"{copied:,}",
             )
+
+    def _shares(self, microbatches: int) -> list[range]:
+        """Return the shares of the workers that own no slices."""
+        size, owners = self._context.world.size, self._division.owners
+        rest = iter(even(microbatches, size - len(owners)))
+        return [range(0) if rank in owners else next(rest) for rank in range(size)]
 
     def groups(self, step: int) -> list[range]:
         return self.workers.groups(step)
@@ -312,12 +328,11 @@ class Sharded(Strategy):
 
         With ``clip_norm`` it has the bits of one process: the norms of whole parameters, combined in the same order.
         """
-        parameters, last = self._context.update.parameters, len(self._slices) - 1
-        if self._context.settings.clip_norm is None or last + 1 == len(parameters):
+        parameters = self._context.update.parameters
+        if self._context.settings.clip_norm is None or len(self._slices) == len(parameters):
             values = [one.values() if one.is_sparse else one for one in gradients.values()]
             norms = zip(gradients, foreach_norm(values) if values else (), strict=True)
-            dtypes = [part.dtype for part in self._parts][::-1]
-            return self._global_norm.of({last - index: norm for index, norm in norms}, dtypes)
+            return self._global_norm.of({self._order[index]: norm for index, norm in norms}, self._dtypes)
         return self._global_norm.of(self._norms_of_whole(gradients), [one.dtype for one in parameters.values()])
 
     def _norms_of_whole(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -27,7 +27,7 @@ def warm_up(context: TrainingContext, state: TrainingState) -> Callable[[], None
         a function that restores the optimizer's state, to be called if no worker has a state to send.
     """
     compute, parameters, optimizer = context.compute, context.update.parameters, context.update.optimizer
-    divided = registry.entry_of(context.settings.strategy).prepare is not None
+    divided = registry.divides_state(context)
     updated = [min(parameters, key=lambda name: parameters[name].numel())] if divided else [*parameters]
     before = {name: parameters[name].detach().clone() for name in updated}
     optimizer_state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}

@@ -103,7 +103,7 @@ def missing(context: TrainingContext, everyone: Sequence[Progress | None]) -> li
 
 def loads_shares(context: TrainingContext) -> bool:
     """Return whether each worker loads its share of a checkpoint, in an exchange that a loss may interrupt."""
-    return context.world.size > 1 and registry.entry_of(context.settings.strategy).prepare is not None
+    return context.world.size > 1 and registry.divides_state(context)
 
 
 def go_back(

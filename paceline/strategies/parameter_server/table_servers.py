@@ -1,0 +1,48 @@
+"""Synchronous parameter servers of models with sparse embeddings: tables are divided among the servers by rows.
+
+::
+
+    worker 0   F0 B0 ─ rows 3, 7 ─┐           ┌ server 0, rows 0 to 4: update 3    ┐ weights of the machine ─ F0 B0 ...
+    worker 1   F1 B1 ─ rows 3, 8 ─┴ to servers┴ server 1, rows 5 to 9: update 7, 8 ┘
+
+The step is that of ``strategies.sharded.strategy``, of which only the servers own slices: they get the rows that have
+gradients, keep their optimizer state and update them. The workers of a machine read the rows that they need in one copy
+of the weights, and each other machine gets the rows that have changed. No worker holds the whole state: it is saved,
+loaded and moved by slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paceline.settings import Settings
+from paceline.step.context import TrainingContext
+from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.parameter_server import strategy
+from paceline.strategies.parameter_server.async_server import servers_among, warnings_of_servers
+from paceline.strategies.sharded.holders import Owners
+from paceline.strategies.sharded.prepared import PreparedShards
+from paceline.strategies.sharded.prepared import prepare as prepare_shards
+from paceline.strategies.sharded.strategy import Sharded
+
+
+def _owners(context: TrainingContext) -> Owners:
+    settings, size = context.settings, context.world.size
+    return Owners(servers_among(settings, size), None if settings.server.copies > 1 else False)
+
+
+def build(context: TrainingContext) -> Strategy:
+    """Build the strategy for two or more workers."""
+    context.warnings.extend(warnings_of_servers(context))
+    return Sharded(context, _owners(context), context.settings.server.dedicated)
+
+
+def prepare(context: TrainingContext, moves: bool) -> PreparedShards:
+    """Divide the state among the servers before it is loaded."""
+    return prepare_shards(context, moves, _owners(context))
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """Return the capabilities of parameter servers, which here divide the whole state."""
+    several = workers > 1
+    return replace(strategy.capabilities(settings, workers), divides_state=3 * several, shares_weights=several)
