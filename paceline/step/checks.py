@@ -141,7 +141,7 @@ def sparse_gradients(what: str) -> InputError:
     """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(
         f"{what} sparse gradients, which several workers, now or later, cannot average here: use strategy 'allreduce', "
-        f"'sharded' or 'parameter-server' (server.mode = 'sync') with torch.nn.Embedding or EmbeddingBag (sparse=True) "
+        f"'sharded' or 'parameter-server' without backup workers with torch.nn.Embedding or EmbeddingBag (sparse=True) "
         f"or paceline.SparseEmbedding, wire = 'float32', communication = 'fixed' and no exact = 'fixed-point'; or "
         f"strategy 'hogwild', or dense gradients (sparse=False)."
     )

@@ -95,7 +95,7 @@ _ENTRIES: dict[str, Entry] = {
             alone=parameter_server.build_alone,
             capabilities=table_servers.capabilities,
             prepare=table_servers.prepare,
-            validate=parameter_server.validate_servers,
+            validate=table_servers.validate,
         ),
     ),
     "pipeline": Entry(
@@ -164,7 +164,7 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
     """
     forget(context)
     entry = _entry(context)
-    if entry.prepare is None or context.world.size == 1:
+    if entry.prepare is None or context.world.size == 1 or not divides_state(context):
         return None
     trained = requires_grad_flags(context.update.parameters.values())
     with trained.set_to((True,) * len(context.update.parameters)):  # each may be trained at some later step
@@ -173,7 +173,7 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
 
 def divides_state(context: TrainingContext) -> bool:
     """Return whether several workers would load and hold the state in shares."""
-    return _entry(context).prepare is not None
+    return _entry(context).capabilities(context.settings, 2).divides_state > 0
 
 
 def capabilities(settings: Settings, workers: int, tables: bool = False) -> Capabilities:

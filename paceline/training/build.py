@@ -129,7 +129,8 @@ def build_context(
     feed = Feed(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
-    shared = settings.strategy in ONE_MACHINE  # other workers change the weights in shared memory at any time
+    # other workers change weights in shared memory at any time
+    shared = settings.strategy in ONE_MACHINE or (bool(sparse) and largest > 1 and not capabilities.loop_weights)
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
     loop = _loop_changes(given, update, digests, feed, keeps)

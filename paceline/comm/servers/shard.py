@@ -8,6 +8,9 @@
 An update is written to the spare copy. Then the version number in the table of ``comm.assignment.step_claims`` makes
 that copy current. A worker that is killed at any instant leaves the other copy intact.
 
+Tables with sparse gradients have one copy, in which a worker changes the rows of its update in place, with their
+optimizer state (``comm.servers.row_journal`` keeps the rows as they were).
+
 On one machine a shard lies in shared memory. On several machines each holder has the shard in its own memory
 (:class:`OwnBlocks`), and copies are sent between machines as raw bytes.
 """
@@ -16,7 +19,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -90,9 +94,11 @@ class Shard:
         buffers: Sequence[str],
         optimizer: Optimizer,  # optimizer of all parameters
         schedule: LRScheduler | None,
+        tables: Container[str] = (),  # names of the parameters that have one copy
     ) -> None:
         self.parameters = list(parameters.values())
         self._names = list(parameters)
+        self.tables = [place for place, name in enumerate(parameters) if name in tables]
         self._model = model
         self._buffers = list(buffers)
         self._optimizer = optimizer
@@ -100,8 +106,12 @@ class Shard:
         fixed = self._tensors()
         self._notes_room = _NOTES_BYTES + _NOTES_BYTES_EACH * len(parameters)
         self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
-        states = sum(_STATES * (aligned(value.nbytes) + 64) for value in self.parameters)
-        self._size = -(-(self._states_at + states) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        places = list(accumulate((_STATES * (aligned(value.nbytes) + 64) for value in self.parameters), initial=0))
+        self._ends = self._states_at + places[-1]
+        self._tables_at = {place: self._ends + places[place] for place in self.tables}
+        self._size = (
+            -(-(self._ends + places[-1] * bool(self.tables)) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        )
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]
@@ -114,23 +124,35 @@ class Shard:
 
     def write(self, copy: int) -> None:
         """Write this worker's parameters, buffers, optimizer states and schedule to a copy."""
-        with torch.no_grad():
-            foreach_copy_(self._fixed[copy], self._tensors())
+        self._copy(self._fixed[copy], self._tensors())
         self.write_states(copy)
 
     def read(self, copy: int, states: bool = True) -> None:
         """Load a copy. Without ``states``, load only the parameters and buffers, which suffice for a gradient."""
-        with torch.no_grad():
-            foreach_copy_(self._tensors(), self._fixed[copy])
+        self._copy(self._tensors(), self._fixed[copy])
         if states:
             self.read_states(copy)
 
+    def share_tables(self) -> None:
+        """Move the tables into the memory of the shard. They stay the same objects."""
+        for place in self.tables:
+            self.parameters[place].data = self._fixed[0][place]
+
+    def take_tables(self) -> None:
+        """Move the tables and their optimizer states into this worker's own memory, after :meth:`read`."""
+        for place in self.tables:
+            parameter = self.parameters[place]
+            parameter.data = self._fixed[0][place].clone()
+            state = self._optimizer.state.get(parameter, {})
+            for key in [key for key, value in state.items() if _of_table(value, parameter)]:
+                state[key] = state[key].clone()
+
     def write_buffers(self, copy: int) -> None:
         """Write only the buffers to a copy."""
-        self._copy_buffers(self._fixed[copy][len(self.parameters) :], self._tensors()[len(self.parameters) :])
+        self._copy(self._fixed[copy][len(self.parameters) :], self._tensors()[len(self.parameters) :])
 
     def read_buffers(self, copy: int) -> None:
-        self._copy_buffers(self._tensors()[len(self.parameters) :], self._fixed[copy][len(self.parameters) :])
+        self._copy(self._tensors()[len(self.parameters) :], self._fixed[copy][len(self.parameters) :])
 
     def weights(self, copy: int) -> memoryview:
         """Return a writable view of the bytes of a copy's parameters and buffers."""
@@ -154,7 +176,10 @@ class Shard:
         """Make the next :meth:`read_states` load everything, because the local state may match no copy."""
         self._taken = -1
 
-    def _copy_buffers(self, to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    def _copy(self, to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        if self.tables:  # which may lie in the shard
+            pairs = [pair for pair in zip(to, values, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
+            to, values = [one for one, _ in pairs], [one for _, one in pairs]
         if to:
             with torch.no_grad():
                 foreach_copy_(to, values)
@@ -164,9 +189,10 @@ class Shard:
         return [value.data for value in self.parameters] + [held[name].data for name in self._buffers]
 
     def _fixed_views(self, copy: int, examples: list[torch.Tensor]) -> list[torch.Tensor]:
-        views, place = [], copy * self._size + _NOTES_AT + self._notes_room
-        for example in examples:
-            views.append(view_of(self._block, place, example.dtype, tuple(example.shape)))
+        views, place = [], _NOTES_AT + self._notes_room
+        for index, example in enumerate(examples):
+            start = place + (0 if index in self.tables else copy * self._size)
+            views.append(view_of(self._block, start, example.dtype, tuple(example.shape)))
             place += aligned(example.nbytes)
         return views
 
@@ -188,10 +214,16 @@ class Shard:
         number = 1 + max(_HEADER.unpack_from(self._block, each * self._size)[0] for each in (0, 1))
         _HEADER.pack_into(self._block, start, number, len(written))
         self._block[start + _NOTES_AT : start + _NOTES_AT + len(written)] = written
-        if values:
-            with torch.no_grad():
-                foreach_copy_(self._state_views(copy, notes.entries), values)
+        views = self._state_views(copy, notes.entries)
+        self._copy(views, values)
+        self._share_states(notes.entries, views)
         self._taken = number
+
+    def _share_states(self, entries: list[_Entry], views: list[torch.Tensor]) -> None:
+        """Let the optimizer update the states of tables in the memory of the shard."""
+        for entry, view in zip(entries, views, strict=True):
+            if entry.place >= self._ends:
+                self._optimizer.state[self.parameters[entry.parameter]][entry.key] = view
 
     def _packed(self, notes: _Metadata) -> bytes:
         try:
@@ -227,8 +259,9 @@ class Shard:
         entries: list[_Entry] = []
         numbers: list[tuple[int, str, object]] = []
         values: list[torch.Tensor] = []
-        place = self._states_at
+        place, full = self._states_at, False
         for owner, parameter in enumerate(self.parameters):
+            of_table = self._tables_at.get(owner, 0)
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor):
                     numbers.append((owner, key, value))
@@ -239,10 +272,15 @@ class Shard:
                         f"{self._names[owner]!r}, which workers cannot share: use it without that (SGD without "
                         f"momentum), or Adagrad."
                     )
-                entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), place))
                 values.append(value)
-                place += aligned(value.nbytes)
-        if place > self._size:
+                if of_table and _of_table(value, parameter):
+                    entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), of_table))
+                    of_table += aligned(value.nbytes)
+                else:
+                    entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), place))
+                    place += aligned(value.nbytes)
+            full |= of_table > self._tables_at.get(owner, 0) + _STATES * parameter.nbytes
+        if full or place > self._ends:
             raise InputError(
                 f"The states of {type(self._optimizer).__name__} are more than {_STATES} times as large as the "
                 f"parameters: strategy 'parameter-server' and 'hogwild' have no room for them."
@@ -257,6 +295,7 @@ class Shard:
         """Load the optimizer states, the learning rates and the schedule from a copy."""
         number, notes, views = self._noted(copy)
         state, there, values = self._optimizer.state, [], []
+        self._share_states(notes.entries, views)
         for entry, view in zip(notes.entries, views, strict=True):
             own = state[self.parameters[entry.parameter]]
             known = own.get(entry.key)
@@ -264,9 +303,7 @@ class Shard:
                 known = own[entry.key] = torch.empty_like(view)
             there.append(known)
             values.append(view)
-        if there:
-            with torch.no_grad():
-                foreach_copy_(there, values)
+        self._copy(there, values)
         for owner, key, value in notes.numbers:
             state[self.parameters[owner]][key] = value
         if number != self._taken:
@@ -301,8 +338,14 @@ class Shard:
         return known
 
     def _state_views(self, copy: int, entries: list[_Entry]) -> list[torch.Tensor]:
-        start = copy * self._size
-        return [view_of(self._block, start + entry.place, entry.dtype, entry.shape) for entry in entries]
+        starts = [entry.place + (0 if entry.place >= self._ends else copy * self._size) for entry in entries]
+        return [
+            view_of(self._block, start, entry.dtype, entry.shape) for start, entry in zip(starts, entries, strict=True)
+        ]
+
+
+def _of_table(value: object, table: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == table.shape
 
 
 def _can_be_sent(value: object) -> bool:

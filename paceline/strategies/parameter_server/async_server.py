@@ -12,6 +12,7 @@ arXiv 1511.05950). The worker that pushes a gradient makes the update; ``dedicat
 from __future__ import annotations
 
 from paceline.comm.assignment.step_claims import ClaimTable
+from paceline.comm.servers.row_journal import RowJournal
 from paceline.comm.servers.shard import Shard, cut
 from paceline.settings import ServerSettings, Settings
 from paceline.step.context import StepResult, TrainingContext
@@ -38,18 +39,34 @@ class ShardedServer(Server):
                 [] if place else buffers,
                 context.update.optimizer,
                 context.update.schedule,
+                context.sparse,
             )
             for place, part in enumerate(cut(context.update.parameters, count))
         ]
         context.warnings.extend(warnings_of_servers(context))
+        # shards of which some parameters are tables with sparse gradients, and their journals
+        self._tabled = [
+            (
+                one,
+                RowJournal(
+                    self._memory, [one.parameters[place] for place in one.tables], context.update.optimizer.state
+                ),
+            )
+            for one in self._shards
+            if one.tables
+        ]
         self._version: int | None = None  # version that this worker's weights and buffers still equal
         self._version_of_states = 0
         self._pulled = self._rounds_behind = 0
 
     def begin(self, version: int) -> None:
+        for _, journal in self._tabled if self._context.world.rank == 0 else ():
+            journal.begin()
         if self._context.world.rank == 0:
             self._write(version)
         self._version = self._version_of_states = version
+        if self._tabled and self._context.world.rank > 0:
+            self._version_of_states = -1  # the states of tables are in the memory of the shards
 
     def pull(self, step: int) -> None:
         current = step // self._computing
@@ -67,6 +84,13 @@ class ShardedServer(Server):
     def restore(self, table: ClaimTable, complete: bool) -> None:
         for shard in self._shards:
             shard.read(table.version % 2)
+        for shard, journal in () if complete else self._tabled:
+            shard.take_tables()
+            journal.restore(table.version)
+
+    def release(self) -> None:
+        for shard, _ in self._tabled:
+            shard.take_tables()
 
     def _write(self, version: int) -> None:
         for shard in self._shards:
@@ -102,9 +126,13 @@ class InlineServer(ShardedServer):
             if late:
                 table.give_back(step)
             else:
+                for shard, _ in self._tabled:
+                    shard.share_tables()
                 if table.version != self._version_of_states:
                     for shard in self._shards:
                         shard.read(table.version % 2)
+                for _, journal in self._tabled:
+                    journal.keep(table.version + 1)
                 result = update(self._context, gradients, table.done, self._factor(delay), norm)
                 self._write(table.version + 1)
                 finish(table, step, result)

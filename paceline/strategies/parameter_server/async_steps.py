@@ -81,6 +81,9 @@ class Server(ABC):
     def flush(self, table: ClaimTable) -> None:  # noqa: B027 - most have nothing left
         """Write state that only this worker has to where all workers can read it, after all steps are computed."""
 
+    def release(self) -> None:  # noqa: B027 - most have nothing there
+        """Move parameters that lie in memory of the workers into this worker's own, after the last :meth:`restore`."""
+
     @abstractmethod
     def restore(self, table: ClaimTable, complete: bool) -> None:
         """Take over the newest state. If not ``complete``, take over what is available after a loss."""
@@ -142,6 +145,8 @@ class AsyncSteps(Strategy):
                     break
             self._save_state(table)
             self._synchronized = True
+        else:
+            self._server.release()
         self._batch.take_gradients()
         return self._server.owned
 

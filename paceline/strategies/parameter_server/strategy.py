@@ -43,7 +43,7 @@ def build(context: TrainingContext) -> Strategy:
     if context.world.shared_memory is None:
         remote = over_network(context)
         return AsyncSteps(remote, NetworkServer(remote))
-    shared = on_one_machine(context)
+    shared = on_one_machine(context, audited=not context.sparse)
     return AsyncSteps(shared, (DedicatedServer if context.settings.server.dedicated else InlineServer)(shared))
 
 
@@ -58,7 +58,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=waits,
         exact_with="server.mode = 'sync' without backup workers",
         replicated=False,
-        sparse_gradients=sparse_if_plain(settings) if waits else "none",
+        sparse_gradients="none" if settings.backup.workers else sparse_if_plain(settings),
         divides_update=servers_among(settings, workers) > 1,
         carries=waits,
         audits=not settings.backup.workers,

@@ -1,4 +1,4 @@
-"""Synchronous parameter servers of models with sparse embeddings: tables are divided among the servers by rows.
+"""Parameter servers of models with sparse embeddings, whose tables synchronous servers divide by rows.
 
 ::
 
@@ -9,12 +9,19 @@ The step is that of ``strategies.sharded.strategy``, of which only the servers o
 gradients, keep their optimizer state and update them. The workers of a machine read the rows that they need in one copy
 of the weights, and each other machine gets the rows that have changed. No worker holds the whole state: it is saved,
 loaded and moved by slices.
+
+Modes async and bounded are those of ``strategies.parameter_server.async_server``, for the workers of one machine: the
+worker that pushes changes the rows of its batch in the one copy of a table that the workers share.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import nn
+
+from paceline.data.order import BatchOrder
+from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.context import TrainingContext
 from paceline.strategies.base import Capabilities, Strategy
@@ -33,6 +40,15 @@ def _owners(context: TrainingContext) -> Owners:
 
 def build(context: TrainingContext) -> Strategy:
     """Build the strategy for two or more workers."""
+    mode = context.settings.server.mode
+    if mode != "sync" and context.world.shared_memory is None:
+        raise ConfigError(
+            f"server.mode = {mode!r} updates embeddings with sparse gradients in memory that all workers share, on the "
+            f"CPU of one machine, and these {context.world.size} have none: use server.mode = 'sync', strategy "
+            f"'sharded' or 'allreduce', or sparse=False."
+        )
+    if mode != "sync":
+        return strategy.build(context)
     context.warnings.extend(warnings_of_servers(context))
     return Sharded(context, _owners(context), context.settings.server.dedicated)
 
@@ -43,6 +59,17 @@ def prepare(context: TrainingContext, moves: bool) -> PreparedShards:
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities of parameter servers, which here divide the whole state."""
-    several = workers > 1
-    return replace(strategy.capabilities(settings, workers), divides_state=3 * several, shares_weights=several)
+    """Return the capabilities of parameter servers, which divide the whole state if they are synchronous."""
+    divides = workers > 1 and settings.server.mode == "sync"
+    return replace(strategy.capabilities(settings, workers), divides_state=3 * divides, shares_weights=divides)
+
+
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
+    """Raise ConfigError as ``strategy.validate`` does. Synchronous servers may share a single table."""
+    server, waits = settings.server, settings.server.mode == "sync"
+    (strategy.validate_servers if waits else strategy.validate)(settings, model, order, workers, largest)
+    if server.dedicated and not waits:
+        raise ConfigError(
+            f"server.dedicated = true does not update embeddings with sparse gradients with server.mode = "
+            f"{server.mode!r}: use server.dedicated = false, server.mode = 'sync', or sparse=False."
+        )
