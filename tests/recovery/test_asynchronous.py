@@ -20,16 +20,18 @@ import json, os
 import sample_counts, scripted
 
 given = {"strategy": "parameter-server", "server": json.loads(os.environ["SERVER"])}
-if os.environ["SERVER"] == "{}":
-    given = {"strategy": "hogwild", "forward": sample_counts.picked}
-    given |= {"model": sample_counts.table(), "data": sample_counts.rows()}
+table = given["server"].pop("table", not given["server"])
+if table:
+    given |= {"forward": sample_counts.picked, "model": sample_counts.table(), "data": sample_counts.rows()}
+if not given["server"]:
+    given |= {"strategy": "hogwild"}
 session = sample_counts.start(**given)
 for batch in session.batches(epochs=3):
     scripted.say(session, session.step(batch))
     if session.position == 9:
         session.evaluate(given.get("data") or sample_counts.TensorDataset(sample_counts.inputs()))
 (weight,) = session._context.compute.model.parameters()
-wanted = sample_counts.expected(3) if os.environ["SERVER"] != "{}" else [-3 * 2.0**-10]
+wanted = [-3 * 2.0**-10] if table else sample_counts.expected(3)
 scripted.end(session, weights=sorted(set(weight.flatten().tolist())), wanted=sorted(wanted))
 """
 STEPS = 24
@@ -40,6 +42,8 @@ WAYS = {
     "dedicated": {"mode": "async", "dedicated": True},
     "sync": {"mode": "sync"},
     "sync, dedicated": {"mode": "sync", "dedicated": True},
+    "rows": {"mode": "async", "table": True},
+    "sync, rows": {"mode": "sync", "table": True, "count": 2},
 }
 WAY = pytest.mark.parametrize("way", WAYS)
 ELASTIC = "-n", 3, "--elastic", "1:3"
@@ -76,7 +80,7 @@ POINTS: list[Point] = ["in the loader", "between reduction and update", "after u
 
 @pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("way", ["async", "dedicated", "sync"])
+@pytest.mark.parametrize("way", ["async", "dedicated", "sync", "rows", "sync, rows"])
 def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:
     victim = 0 if way == "dedicated" and point != "in the loader" else 1
     ran = started(run, way, faults.kill(rank=victim, step=9 if point == "in evaluate" else 4, point=point))

@@ -119,6 +119,7 @@ class SparseRows:
             part.fill([values[at] for values in own])
             sends += [message for peer in world.others for message in part.sends(peer)]
             receives += [message for peer in world.others for message in part.receives(peer)]
+        world.await_process_group()  # which may still form in the background after a change of the membership
         for transfer in world.start_transfers(sends, receives):
             transfer.wait()
         needed = [at for at, one in enumerate(self._sections) if world.rank in one.ranks]
