@@ -15,12 +15,13 @@ from paceline.data.order import BatchOrder
 from paceline.errors import InputError
 from paceline.partition.flags import requires_grad_flags
 from paceline.settings import Settings
+from paceline.step.checks import Sparse
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.own_values import check_own_tensors
 from paceline.step.probes.optimizer_probe import probe_optimizer
 from paceline.step.probes.row_probe import probe_rows
 from paceline.strategies import auto, single
-from paceline.strategies.base import Capabilities, Strategy, check_shares
+from paceline.strategies.base import Capabilities, Strategy, check_shares, sparse_if_plain
 from paceline.strategies.batch_losses import BatchLosses
 from paceline.strategies.data_parallel import allreduce, backup_workers, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
@@ -181,6 +182,13 @@ def capabilities(settings: Settings, workers: int, tables: bool = False) -> Capa
     return entry_of(settings.strategy, tables).capabilities(settings, workers)
 
 
+def sparse_gradients(settings: Settings, workers: int) -> Sparse:
+    """Return which gradients may be sparse. In one process any may, unless gradients have a format."""
+    if workers == 1 and sparse_if_plain(settings) == "modules":
+        return "any"
+    return capabilities(settings, workers).sparse_gradients
+
+
 def capabilities_here(context: TrainingContext) -> Capabilities:
     """Return the capabilities of the strategy with the workers and the model of a context."""
     return _entry(context).capabilities(context.settings, context.world.size)
@@ -234,13 +242,14 @@ def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:
     ]
 
 
-def without_audits(settings: Settings, workers: int, keys: Iterable[str]) -> str:
+def without_audits(settings: Settings, workers: int, keys: Iterable[str], tables: bool = False) -> str:
     """Return a warning if the strategy has no audits with this number of workers, unless audits are turned off.
 
     Args:
         keys: keys of the settings that were set explicitly.
+        tables: see :func:`entry_of`.
     """
-    able = capabilities(settings, workers)
+    able = capabilities(settings, workers, tables)
     if able.audits or settings.audit == "off":
         return ""
     what = f"backup.workers = {settings.backup.workers}" if settings.backup.workers else f"{workers} workers"

@@ -97,12 +97,11 @@ def build_context(
     """
     settings = resolved.settings
     largest = largest or who.world_size
-    capabilities = registry.capabilities(settings, largest)
     order = _order(given, settings, who.world_size)
     _check_losses(given)
     scaling = scaling_of(settings, who.world_size)
     given = replace(given, model=_checked_model(given.model))
-    sparse = sparse_parameters(given.model, "any" if largest == 1 else capabilities.sparse_gradients)
+    sparse = sparse_parameters(given.model, registry.sparse_gradients(settings, largest))
     capabilities = registry.capabilities(settings, largest, bool(sparse))
     requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss, order.located)
     if who.local_world_size < who.world_size:
@@ -239,7 +238,7 @@ def summary(context: TrainingContext) -> list[str]:
         f"{_spelled(settings)}; batch of {order.batch} in {parts} microbatch{'es' * (parts > 1)}; {threads} thread"
         f"{'s' * (threads > 1)} each"
     ]
-    audits = registry.without_audits(settings, world.size, context.given)
+    audits = registry.without_audits(settings, world.size, context.given, bool(context.sparse))
     return [*sentences, *filter(None, (context.update.scaling.reason, audits))]
 
 

@@ -115,7 +115,8 @@ def start(rows, **more):
         model = Net(rows)
     session = paceline.start(
         model=model, optimizer=partial(torch.optim.SGD, lr=0.01), loss=nn.functional.mse_loss, data=data, exact=True,
-        batch=16, microbatches=4, strategy="sharded" if workers > 1 else "single", **more,
+        batch=16, microbatches=4, strategy=os.environ["STRATEGY"] if workers > 1 else "single",
+        server={"count": workers}, **more,
     )
     return data, session
 
@@ -147,12 +148,14 @@ tell(most=most[0], fingerprint=session.fingerprint())
 """
 
 
-@pytest.mark.slow
-def test_a_table_of_twice_the_memory_of_a_worker_trains(printed: Printed, tmp_path: Path) -> None:
+@pytest.mark.slow(turns=2)
+@pytest.mark.parametrize("strategy", ["sharded", "parameter-server"])
+def test_a_table_of_twice_the_memory_of_a_worker_trains(printed: Printed, tmp_path: Path, strategy: str) -> None:
     table = 1_000_000 * 32 * 4 / 1e6
+    environment = {"STRATEGY": strategy, "SAVED": str(tmp_path / "saved")}
     (single,) = printed(TABLE, 1, tmp_path, environment={"SAVED": str(tmp_path / "alone")})
     assert single["most"] > table
     for most in (table / 2, table * 7 / 8):  # to resume, a worker has its share of the weights twice, and chunks
-        everyone = printed(TABLE, 4, tmp_path, environment={"SAVED": str(tmp_path / "saved")})
+        everyone = printed(TABLE, 4, tmp_path, environment=environment)
         assert max(one["most"] for one in everyone) < most
         assert most > table / 2 or {one["fingerprint"] for one in everyone} == {single["fingerprint"]}

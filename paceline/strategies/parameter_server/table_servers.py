@@ -60,8 +60,10 @@ def prepare(context: TrainingContext, moves: bool) -> PreparedShards:
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of parameter servers, which divide the whole state if they are synchronous."""
-    divides = workers > 1 and settings.server.mode == "sync"
-    return replace(strategy.capabilities(settings, workers), divides_state=3 * divides, shares_weights=divides)
+    waits, plain = settings.server.mode == "sync", strategy.capabilities(settings, workers)
+    divides = waits and workers > 1
+    audits = plain.audits and (waits or workers == 1)  # others change a table while a step is computed
+    return replace(plain, divides_state=3 * divides, shares_weights=divides, audits=audits)
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
