@@ -16,6 +16,7 @@ from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers import network_claims
 from paceline.comm.servers.mailbox import Mailbox, Reply
 from paceline.comm.servers.network_claims import CommitLog, LoggedCounts, Order
+from paceline.comm.servers.row_journal import RowJournal
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.errors import InputError, WorkerLost
 from paceline.step.checks import MicrobatchResult
@@ -178,6 +179,58 @@ def test_states_that_the_copy_does_not_have_are_dropped() -> None:
     second.train()
     second.shard.read(1)
     assert dict(second.optimizer.state) == {second.shard.parameters[1]: {"count": 3}}
+
+
+class Rows:
+    """A table with sparse gradients in training, its shard and its journal."""
+
+    def __init__(self, blocks: list[OneBlock]) -> None:
+        self.table = nn.Embedding(6, 2, sparse=True)
+        nn.init.ones_(self.table.weight)
+        self.optimizer = torch.optim.Adagrad(self.table.parameters(), lr=0.5)
+        part = dict(self.table.named_parameters())
+        self.shard = Shard(blocks[0], self.table, part, [], self.optimizer, None, part)
+        self.journal = RowJournal(blocks[1], self.shard.parameters, self.optimizer.state)
+
+    def update(self, version: int, rows: list[int]) -> None:
+        self.shard.share_tables()
+        self.shard.read((version - 1) % 2)
+        self.table.weight.grad = None
+        self.table(torch.tensor(rows)).sum().backward()
+        self.journal.keep(version)
+        self.optimizer.step()
+        self.shard.write(version % 2)
+
+    def taken(self, version: int) -> list[Any]:
+        self.shard.forget()
+        self.shard.read(version % 2)
+        self.shard.take_tables()
+        self.journal.restore(version)
+        return [self.table.weight.tolist(), {key: one.tolist() for key, one in self.state.items()}]
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.optimizer.state[self.table.weight]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_an_update_of_rows_in_place_counts_or_not() -> None:
+    blocks = [OneBlock(), OneBlock()]
+    first, second, third, alone = Rows(blocks), Rows(blocks), Rows(blocks), Rows([OneBlock(), OneBlock()])
+    for one in (first, alone):
+        one.shard.write(0)
+        one.journal.begin()
+    first.update(1, [0, 2])
+    second.update(2, [2, 3, 3])
+    assert first.table.weight.tolist() == second.table.weight.tolist()  # of which there is one copy
+    assert first.state["sum"].tolist() == second.state["sum"].tolist()
+    alone.update(1, [0, 2])
+    before = alone.taken(1)
+    assert third.taken(1) == before != third.taken(2)
+    alone.update(2, [2, 3, 3])
+    assert third.taken(2) == alone.taken(2) == second.taken(2)
+    second.optimizer.step()  # in memory of its own
+    assert first.table.weight.tolist() == alone.table.weight.tolist()
 
 
 def test_an_own_copy_is_not_read_back() -> None:
