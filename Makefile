@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-places test-rest test-all check bench docs format clean
+.PHONY: help demo test test-slow test-places test-rest test-all check bench docs dist format clean
 
 help:
 	@echo 'make demo     train a small model on 1, 2 and more workers and compare the results'
@@ -32,6 +32,7 @@ help:
 	@echo 'make check    formatting, lint, types, import rules'
 	@echo 'make bench    measure against other libraries'
 	@echo 'make docs     build the documentation into site/'
+	@echo 'make dist     build the packages of a release, and its SBOM, into dist/'
 	@echo 'make format   format the code'
 	@echo 'make clean    remove what was built (.venv stays)'
 
@@ -66,6 +67,11 @@ bench: $(VENV)/.installed-bench
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The time of the last commit, so that the same commit gives the same bytes.
+dist: $(VENV)/.installed-dev
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python .ci/dist.py dist
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

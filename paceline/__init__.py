@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.settings import CheckpointSettings, Settings
     from paceline.step.gradients.outputs import Sum
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Batch": "session",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.environments import env
 from paceline.errors import ConfigError, PacelineError
 
 COMMANDS = {
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ConfigError(
                 f"There is no command {given[0]}: to train with this script write paceline run {given[0]}."
             )
-        _application(given)(args=given, prog_name="paceline")
+        _application(given or _words_to_complete())(args=given, prog_name="paceline")
     except SystemExit as ended:
         if ended.code == _USAGE and (hint := _of_setting(given)):
             print(f"paceline: {hint}", file=sys.stderr)
@@ -78,10 +79,16 @@ def _of_setting(given: list[str]) -> str:
     return ""
 
 
+def _words_to_complete() -> list[str]:
+    """Return the words that the shell asks to complete after ``paceline``, otherwise none."""
+    if env.text("_PACELINE_COMPLETE") is None:
+        return []
+    return (env.text("_TYPER_COMPLETE_ARGS") or env.text("COMP_WORDS") or "").split()[1:]
+
+
 def _application(given: list[str]) -> typer.Typer:
     app = typer.Typer(
         help="Train a PyTorch model on many workers: one script, the same result.",
-        add_completion=False,
         no_args_is_help=True,
         rich_markup_mode=None,  # rich costs a tenth of a second
         pretty_exceptions_enable=False,
@@ -110,15 +117,15 @@ def _nothing() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from paceline.launchers.runs import version
+        from paceline.cli.display.versions import lines
 
-        print(f"paceline {version('paceline') or 'from source, not installed'}")
+        print("\n".join(lines()))
         raise typer.Exit
 
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and end.", callback=_version, is_eager=True)
+        bool, typer.Option("--version", help="Show what is installed and end.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     del version

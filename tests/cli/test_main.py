@@ -1,4 +1,6 @@
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 import paceline.cli
+from paceline import __version__ as version
 from paceline.cli.main import COMMANDS
 
 Paceline = Callable[..., Any]
@@ -58,7 +61,23 @@ def test_every_command_has_help(paceline: Paceline, name: str) -> None:
 
 
 def test_version(paceline: Paceline) -> None:
-    assert paceline("--version").out.startswith("paceline ")
+    said = paceline("--version").out
+    assert re.match(rf"paceline {version}\nPython \d\S+, torch \d\S+, numpy \d\S+\nextras: .*\bdev\b", said), said
+
+
+def test_the_shell_completes_commands_and_their_options() -> None:
+    """By the function that bash gets from ``--show-completion``."""
+    command = Path(sys.executable).with_name("paceline")
+    script = f"""source <({command} --show-completion bash)
+    for words in "pla" "plan --mem"; do
+      COMP_WORDS=(paceline $words) COMP_CWORD=$(wc -w <<< "$words")
+      _paceline_completion {command}
+      echo "${{COMPREPLY[@]}}"
+    done"""
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["plan", "--memory"], done.stderr
 
 
 def test_an_unknown_command(paceline: Paceline) -> None:

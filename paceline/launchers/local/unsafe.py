@@ -26,8 +26,10 @@ _END_OF_ZIP, _LONGEST_END = b"PK\x05\x06", 1 << 16
 _READS = "get", "getenv"
 _CALLS = {"importlib", "runpy", "exec", "eval", "__import__"}
 """Names that can import a module without an import statement in the script."""
-_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
-"""Variables that torch sets at the first use of its compiler."""
+_SET_BY_LIBRARIES = {
+    *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),  # torch, at the first use of its compiler
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # scikit-learn, when it is imported
+}
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 
@@ -181,7 +183,7 @@ def late_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
         before: environment at the start of a forked worker.
     """
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    changed = [name for name in names if LOAD_TIME.fullmatch(name) and name not in _SET_BY_TORCH]
+    changed = [name for name in names if LOAD_TIME.fullmatch(name) and name not in _SET_BY_LIBRARIES]
     if not changed:
         return []
     return [
