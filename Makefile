@@ -66,7 +66,8 @@ bench: $(VENV)/.installed-bench
 	@set -e; for script in $(BENCHMARKS); do echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; done
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	SITE_NAME="Paceline $$($(BIN)/python -c 'import paceline; print(paceline.__version__)')" \
+	  NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The time of the last commit, so that the same commit gives the same bytes.
 dist: $(VENV)/.installed-dev

@@ -142,6 +142,13 @@ def test_the_public_names() -> None:
     assert dir(paceline) == sorted(paceline.__all__)
 
 
+def test_the_version_is_described() -> None:
+    changes, citation = ((PACKAGE.parent / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff"))
+    version, date = re.findall(r"^## \[(.+)\] - (\S+)$", changes, re.MULTILINE)[0]
+    assert version == paceline.__version__
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
+
+
 def test_the_settings() -> None:
     assert set(config.flat_keys()) == SETTINGS
     assert set(Arguments.__annotations__) == {key.partition(".")[0] for key in SETTINGS}
