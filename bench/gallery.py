@@ -1,9 +1,10 @@
-"""The trainings of the gallery, whole: on one worker and on three, with the curves as a picture.
+"""The trainings of the gallery, whole: on 1, 2 and 3 workers, and in plain PyTorch, with the curves as a picture.
 
-Each script of ``examples/gallery`` runs on 1 and on 3 workers, which must end with one fingerprint. Its last line goes
-into a table, and its losses into ``docs/images/gallery.svg``.
+Each script of ``examples/gallery`` runs on 1, 2 and 3 workers, which must end with one fingerprint. It also runs with
+one microbatch, beside its twin in plain PyTorch on the same samples and random numbers: the two last losses stand side
+by side in the table, with the lines of both scripts. Its losses go into ``docs/images/gallery.svg``.
 
-    python bench/gallery.py                # about ten minutes on two cores; needs matplotlib
+    python bench/gallery.py                # about twenty minutes on two cores; needs matplotlib
     python bench/gallery.py gpt unet       # only these, without a picture
 """
 
@@ -18,20 +19,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "examples" / "gallery"
+IN_ORDER = ROOT / "tests" / "examples" / "run_in_order.py"
 PICTURE = ROOT / "docs" / "images" / "gallery.svg"
 
 
-def run(name: str, workers: int) -> str:
-    """What a script prints on so many workers."""
-    words = [sys.executable, str(GALLERY / f"{name}.py")]
-    if workers > 1:
-        words[1:1] = ["-m", "paceline", "run", "-n", str(workers)]
+def run(*words: object, **variables: str) -> str:
+    """What a command of Python prints."""
     with tempfile.TemporaryDirectory() as folder:
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+        given = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        command = [sys.executable, *map(str, words)]
+        ended = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise SystemExit(f"{name} on {workers} workers:\n{ended.stdout}{ended.stderr}")
+        raise SystemExit(f"{command}:\n{ended.stdout}{ended.stderr}")
     return ended.stdout
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(value) for value in re.findall(r"loss ([0-9.]+)", printed)]
 
 
 def fingerprint(printed: str) -> str:
@@ -55,14 +59,23 @@ def draw(losses: dict[str, list[float]]) -> None:
 
 
 def main() -> None:
-    names = sys.argv[1:] or sorted(path.stem for path in GALLERY.glob("*.py"))
+    names = sys.argv[1:] or sorted(path.stem.removesuffix("_plain") for path in GALLERY.glob("*_plain.py"))
     losses = {}
+    print("script      lines, plain  last loss, plain  fingerprint on 1, 2, 3 workers")
     for name in names:
-        alone, three = run(name, 1), run(name, 3)
-        assert fingerprint(alone) == fingerprint(three), name
-        losses[name] = [float(value) for value in re.findall(r"loss ([0-9.]+)", alone)]
-        last = [line for line in alone.splitlines() if not line.startswith("fingerprint")][-1]
-        print(f"{name:10} {last:60} {fingerprint(alone)[:8]} on 1 and on 3 workers", flush=True)
+        script, plain = GALLERY / f"{name}.py", GALLERY / f"{name}_plain.py"
+        printed = [
+            run(*(("-m", "paceline", "run", "-n", workers) if workers > 1 else ()), script) for workers in (1, 2, 3)
+        ]
+        same = " ".join(fingerprint(one)[:8] for one in printed)
+        assert len(set(same.split())) == 1, f"{name}: {same}"
+        losses[name] = losses_in(printed[0])
+        ours, twin = (losses_in(one)[-1] for one in (run(script, PACELINE_MICROBATCHES="1"), run(IN_ORDER, plain)))
+        lines = [path.read_text(encoding="utf-8").count("\n") for path in (script, plain)]
+        print(f"{name:12}{lines[0]:5} {lines[1]:7} {ours:10.4f} {twin:7.4f}  {same}", flush=True)
+        print(
+            " " * 12 + [line for line in printed[0].splitlines() if not line.startswith("fingerprint")][-1], flush=True
+        )
     if not sys.argv[1:]:
         draw(losses)
 

@@ -63,11 +63,12 @@ def train(rule, data, arguments):
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--milliseconds", type=float, default=10, help="of a microbatch on a fast worker")
+parser.add_argument("--only", choices=RULES, help="train with this strategy alone")
 parser.add_argument("--plot", help="file for a picture, by matplotlib")
 arguments = parser.parse_args()
 data, curves = training_set(), {}
-for name, rule in RULES.items():
-    session, curves[name] = train(rule, data, arguments)
+for name in [arguments.only] if arguments.only else RULES:
+    session, curves[name] = train(RULES[name], data, arguments)
     seconds, last = curves[name][-1]
     session.print(f"{name:14} {seconds:5.1f} s   loss {last:.4f}   fingerprint {session.fingerprint()[:8]}")
 if arguments.plot and session.rank == 0:
