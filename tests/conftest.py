@@ -93,11 +93,12 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what ``sampled`` and ``crossed`` make slow.
 
-    Where ``TESTS_TURN`` is set to a number, take a third of the cases of each slow test in turn, or as few as its mark
-    tells, and a third of the tests of engines.
+    Where ``TESTS_TURN`` is set to a number, take a third of the slow tests of each file in turn, or as few as their
+    marks tell, and a third of those of engines.
     """
     for item in _slow_by_sample(items):
-        item.add_marker(pytest.mark.slow)
+        sampled = item.get_closest_marker("sampled")
+        item.add_marker(pytest.mark.slow(**(sampled.kwargs if sampled else {})))
     if turn := os.environ.get("TESTS_TURN"):
         left_out = set(_not_in_turn(items, int(turn)))
         config.hook.pytest_deselected(items=[*left_out])
@@ -136,22 +137,18 @@ def _slow_by_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _not_in_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
-    """The cases of slow tests, and the tests of engines, whose turn it is not.
-
-    At least one case of each slow test is left, and one test of each file about an engine.
-    """
-    cases: dict[tuple[Path, str, int], list[pytest.Item]] = {}
+    """The slow tests and those of engines whose turn it is not; at least one of each kind is left in a file."""
+    found: dict[tuple[Path, str, int], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("place"):
-            cases.setdefault((item.path, "place", _TURNS), []).append(item)
-        elif slow := item.get_closest_marker("slow"):
-            turns = slow.kwargs.get("turns", _TURNS)
-            cases.setdefault((item.path, item.name.partition("[")[0], turns), []).append(item)
+        for name in ("place", "slow"):
+            if mark := item.get_closest_marker(name):
+                found.setdefault((item.path, name, mark.kwargs.get("turns", _TURNS)), []).append(item)
+                break
     return [
         item
-        for (_, _, turns), found in cases.items()
-        for number, item in enumerate(found)
-        if (number - turn) % min(turns, len(found))
+        for (_, _, turns), together in found.items()
+        for number, item in enumerate(together)
+        if (number - turn) % min(turns, len(together))
     ]
 
 

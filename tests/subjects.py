@@ -197,8 +197,7 @@ CASES: dict[str, Callable[[], Arguments]] = {
         "batch": 32,
     },
     "transformer, tied weights, clipping, schedule": _of_transformer(),
-    "transformer, recomputed": _of_transformer(recompute=[Block]),
-    "transformer, bfloat16": _of_transformer(autocast="bfloat16"),
+    "transformer, recomputed, bfloat16": _of_transformer(recompute=[Block], autocast="bfloat16"),
     # 50 samples in 11 microbatches of 4 or 5; then 30 in 7
     "not divisible": lambda: _of_mlp(data=classes(130), batch=50, microbatches=11),
     "dropped last batch": lambda: _of_mlp(data=classes(130), batch=40, drop_last=True),
@@ -227,17 +226,7 @@ class Folded:
         return float(self.value).hex()
 
 
-LONG = [name for name in CASES if name.split(",")[0] in ("mlp", "batch norm", "not divisible")] + [
-    "transformer, tied weights, clipping, schedule"
-]
-
-
-def steps_of(case: str) -> int:
-    """How long to train; the variants less long."""
-    return 24 if case in LONG else 10
-
-
-def train(arguments: Arguments, steps: int) -> dict[str, Any]:
+def train(arguments: Arguments, steps: int = 10) -> dict[str, Any]:
     """Train for some steps; what came out of it."""
     session = paceline.start(**arguments)
     losses = [session.step(batch).loss for batch in session.batches(steps=steps)]
@@ -247,3 +236,15 @@ def train(arguments: Arguments, steps: int) -> dict[str, Any]:
         "steps": session.position,
         "shared": session._context.world.shared_memory is not None,
     }
+
+
+def unequal_links() -> None:
+    """Let the second machine's link have half the rate of the others."""
+    choice: Any = import_module("paceline.comm.reduction.choice")
+    measured = choice.measure_links
+
+    def unequal(world: Any) -> list[float]:
+        assert all(rate > 0 for rate in measured(world))
+        return [1.0, 0.5] + [1.0] * (len(world.hosts) - 2)
+
+    choice._WORTH_MEASURING, choice.measure_links = 0, unequal

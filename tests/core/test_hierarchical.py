@@ -1,4 +1,4 @@
-"""Several workers on each of several machines: the same bits, and each gradient crosses the network once a machine."""
+"""Several workers on each of several machines: each gradient crosses the network once a machine."""
 
 import json
 from collections.abc import Callable
@@ -6,70 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from subjects import CASES, steps_of
 
 Printed = Callable[..., list[dict[str, Any]]]
-
-SCRIPT = """
-import os
-from subjects import CASES, steps_of, tell, train
-for name, arguments in CASES.items():
-    exact = {"exact": True, "strategy": os.environ["STRATEGY"]}
-    tell(**{name: train(arguments() | exact, steps_of(name))})
-"""
-MACHINES = [(2, 2), (3, 1), (1, 2, 2)]
-
-
-@pytest.fixture(scope="module")
-def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process found for all cases."""
-    (found,) = printed(SCRIPT, 1, tmp_path_factory.mktemp("alone"), environment={"STRATEGY": "single"}, deadline=200)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machines", MACHINES, ids=lambda machines: "+".join(map(str, machines)))
-def test_the_bits_do_not_depend_on_the_machines(
-    machines: tuple[int, ...], alone: dict[str, Any], printed: Printed, tmp_path: Path
-) -> None:
-    environment = {"STRATEGY": "allreduce"}
-    for one in printed(SCRIPT, sum(machines), tmp_path, machines=machines, environment=environment, deadline=200):
-        for case in CASES:
-            assert one[case]["steps"] == steps_of(case), case
-            assert one[case]["losses"] == alone[case]["losses"], case
-            assert one[case]["fingerprint"] == alone[case]["fingerprint"], case
-
-
-UNEQUAL = """
-import paceline.comm.reduction.choice as choice
-choice._WORTH_MEASURING, measured = 0, choice.measure_links
-
-def unequal(world):
-    assert all(rate > 0 for rate in measured(world))
-    return [1.0, 0.5] + [1.0] * (len(world.hosts) - 2)
-
-choice.measure_links = unequal
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1, 2), (1, 1, 1, 1)], ids=str)
-def test_the_bits_do_not_depend_on_the_links(
-    printed: Printed, tmp_path: Path, machines: tuple[int, ...], alone: dict[str, Any]
-) -> None:
-    environment = {"STRATEGY": "allreduce"}
-    told = printed(UNEQUAL + SCRIPT, sum(machines), tmp_path, machines=machines, environment=environment, deadline=200)
-    for one in told:
-        assert {name: one[name]["fingerprint"] for name in CASES} == {
-            name: alone[name]["fingerprint"] for name in CASES
-        }
 
 
 @pytest.mark.slow
 def test_a_machine_with_a_slow_link_sends_less(printed: Printed, tmp_path: Path) -> None:
     """Of eight, one at half the rate: it adds up nothing, so its parts are all it sends; in small buckets."""
     small = "import paceline.schedule.link_shares as link_shares\nlink_shares._LEAST_MESSAGE = 64\n"
-    told = printed(UNEQUAL + small + SENT, 8, tmp_path, machines=(1,) * 8, environment={"PACELINE_RUN": str(tmp_path)})
+    unequal = "from subjects import unequal_links\nunequal_links()\n"
+    told = printed(unequal + small + SENT, 8, tmp_path, machines=(1,) * 8, environment={"PACELINE_RUN": str(tmp_path)})
     sent = [bytes_sent(tmp_path, rank) / (3 * told[0]["gradients"]) for rank in range(8)]
     assert sent == pytest.approx([13 / 7, 1.0, *[13 / 7] * 6], rel=0.05)  # of (1 + 6 shares); whole cache lines
     events = map(json.loads, (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines())

@@ -124,7 +124,7 @@ def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict
     return everyone[0] | {"waits": [step for one in everyone for step in one["waits"][STEADY:]]}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, turns=9)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "given",

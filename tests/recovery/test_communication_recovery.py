@@ -78,13 +78,12 @@ def test_a_run_resumes_with_its_formats(run: Run, undisturbed: Any) -> None:
 
 TRAINED = """
 import os
-from subjects import CASES, steps_of, tell
+from subjects import CASES, tell
 import paceline
 
-name = "mlp, momentum"
-session = paceline.start(**CASES[name]() | {"exact": True} | eval(os.environ["GIVEN"]))
+session = paceline.start(**CASES["mlp, momentum"]() | {"exact": True} | eval(os.environ["GIVEN"]))
 memory, marks = session._context.world.host_memory, set()
-for batch in session.batches(steps=steps_of(name)):
+for batch in session.batches(steps=24):
     session.step(batch)
     marks.add(memory and memory.mark())
 formats = session._context.strategy_state.get("communication", {}).get("formats")
