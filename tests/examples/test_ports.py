@@ -50,12 +50,7 @@ PORTS = {
 }
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
-SLOW = "images", "vae", "contrastive", "muon"  # what they show of a start, the others show too
 TRAINED = [pytest.param(name, marks=[needs_muon] if name == "muon" else []) for name in PORTS]
-STARTED = [
-    pytest.param(one.values[0], marks=[*one.marks, *([pytest.mark.slow] if one.values[0] in SLOW else [])])
-    for one in TRAINED
-]
 
 
 def code(name: str) -> list[str]:
@@ -149,16 +144,15 @@ def test_losses_with_random_samples(name: str, runs: Runs) -> None:
     assert numbers("\n".join(ours)) == pytest.approx(numbers(plain), rel=3e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STARTED)
+@pytest.mark.slow(turns=7)
+@pytest.mark.parametrize("name", TRAINED)
 def test_one_result_however_it_is_started(name: str, runs: Runs) -> None:
     """By Python, with the variables of torchrun, and by ``paceline run``: the same lines and weights."""
     alone = runs.output_of(*runs.words(name, "alone.pt"), PACELINE_EXACT="true")
-    for workers in (2, 3):
-        options = "run", "-n", workers, "--set", "exact=true", "--runs-dir", runs.folder / "runs"
-        together = runs.output_of(*PACELINE, *options, *runs.words(name, "together.pt"))
-        assert together.replace("[rank 0] ", "") == alone
-        assert runs.weights("together.pt") == runs.weights("alone.pt")
+    options = "run", "-n", 3, "--set", "exact=true", "--runs-dir", runs.folder / "runs"
+    together = runs.output_of(*PACELINE, *options, *runs.words(name, "together.pt"))
+    assert together.replace("[rank 0] ", "") == alone
+    assert runs.weights("together.pt") == runs.weights("alone.pt")
     first, second = start_by_variables(name, runs)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert (first.out, second.out) == (alone, "")
