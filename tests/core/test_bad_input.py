@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import ForkServer
@@ -14,6 +15,7 @@ from fork_server import ForkServer
 from paceline.testing.ranks import Ended, Worker, run
 
 Run = Callable[..., list[Ended]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
 import os, sys, time
@@ -46,6 +48,20 @@ def only(test, *then):
             accident()
         return functional.cross_entropy(output, target)
     return loss
+"""
+
+# runs scripts one after the other, each of which must be refused, and tells how
+REFUSALS = """
+import os, runpy
+from pathlib import Path
+from paceline.errors import PacelineError
+from subjects import tell
+
+for script in sorted(Path(os.environ["SCRIPTS"]).iterdir()):
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except PacelineError as error:
+        tell(**{script.stem: (type(error).__name__, error.exit_code, str(error))})
 """
 
 # the time that rank 0 waits for the others begins when those that come are there, however late
@@ -314,11 +330,36 @@ def check(ended: list[Ended], bad: Bad) -> None:
             assert word in said
 
 
-@pytest.mark.sampled(24)
+def refusals(printed: Printed, head: str, cases: dict[str, Bad], directory: Path) -> dict[str, list[Any]]:
+    """How each worker refused each case: the error, its exit code, the message; with one start for all cases."""
+    found: dict[str, list[Any]] = {name: [] for name in cases}
+    for workers in {case.workers for case in cases.values()}:
+        scripts = directory / str(workers)
+        scripts.mkdir()
+        for name, case in cases.items():
+            if case.workers == workers:
+                (scripts / f"{name}.py").write_text(head + case.body)
+        for one in printed(REFUSALS, workers, directory, environment={"SCRIPTS": str(scripts)}, deadline=120):
+            for name in one:
+                found[name].append(one[name])
+    return found
+
+
+def check_refusal(found: list[Any], bad: Bad) -> None:
+    assert len(found) == bad.workers, "a worker has trained"
+    for error, code, said in found:
+        assert (error, code) == (bad.error, bad.code), said
+        assert all(word in said for word in bad.words), said
+
+
+@pytest.fixture(scope="module")
+def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return refusals(printed, HEAD, BEFORE_TRAINING, tmp_path_factory.mktemp("refused"))
+
+
 @pytest.mark.parametrize("name", BEFORE_TRAINING)
-def test_before_training(ranks: Run, tmp_path: Path, name: str) -> None:
-    bad = BEFORE_TRAINING[name]
-    check(ranks(HEAD + bad.body, bad.workers, tmp_path, deadline=60), bad)
+def test_before_training(refused: dict[str, list[Any]], name: str) -> None:
+    check_refusal(refused[name], BEFORE_TRAINING[name])
 
 
 @pytest.mark.sampled(4)
@@ -503,13 +544,13 @@ tell(without=session.fingerprint(), steps=len(reports), rate=reports[-1].learnin
 
 
 @pytest.mark.slow
-def test_skipping_leaves_no_trace(printed: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
+def test_skipping_leaves_no_trace(printed: Printed, tmp_path: Path) -> None:
     """The state is that of a run which never saw the bad batches."""
     found = [one for workers in (1, 2, 3) for one in printed(SKIPPED, workers, tmp_path / str(workers))]
     for one in found:
         assert one == found[0]
         assert one["skipped"] == one["nan"]
-        assert 9 in one["skipped"]  # type: ignore[operator]
+        assert 9 in one["skipped"]
         assert one["position"] == 12
         assert one["fingerprint"] == one["without"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_bad_input import Bad, check, message
+from test_bad_input import Bad, Printed, check_refusal, message, refusals
 
 from paceline.testing.ranks import Ended
 
@@ -221,10 +222,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.fixture(scope="module")
+def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return refusals(printed, HEAD, REFUSED, tmp_path_factory.mktemp("refused"))
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
-    check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
+def test_what_cannot_work_is_refused_before_training(refused: dict[str, list[Any]], case: str) -> None:
+    check_refusal(refused[case], REFUSED[case])
 
 
 @pytest.mark.parametrize(
