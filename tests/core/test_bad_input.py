@@ -57,11 +57,14 @@ from pathlib import Path
 from paceline.errors import PacelineError
 from subjects import tell
 
+environment = dict(os.environ)
 for script in sorted(Path(os.environ["SCRIPTS"]).iterdir()):
     try:
         runpy.run_path(str(script), run_name="__main__")
     except PacelineError as error:
         tell(**{script.stem: (type(error).__name__, error.exit_code, str(error))})
+    os.environ.clear()
+    os.environ.update(environment)
 """
 
 # the time that rank 0 waits for the others begins when those that come are there, however late

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from sample_counts import RATE, STEPS, expected, updates_in
+from test_bad_input import Bad, check_refusal, refusals
 
 Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
@@ -328,38 +329,6 @@ tell(remarks=session._context.warnings, fingerprint=session.fingerprint())
     assert "promises no exact bits" in text and "batch norm" in text and "8 updates so far" in text
 
 
-REFUSED = [
-    ({"count": 2}, 2, "server.count = 2 servers cannot share 1 parameter:"),
-    ({"count": 1, "dedicated": True, "staleness": -1}, 2, "server.staleness = -1"),
-    ({"drop_after": -1}, 2, "server.drop_after = -1"),
-    ({"count": 0}, 2, "server.count = 0"),
-    ({"mode": "sync", "scale_lr": True}, 2, "server.scale_lr is for gradients that come late"),
-    ({"mode": "sync", "drop_after": 3}, 2, "server.drop_after is for gradients that come late"),
-]
-
-
-@pytest.mark.parametrize(("server", "workers", "said"), REFUSED, ids=str)
-def test_what_cannot_be_used_is_refused(
-    ranks: Run, tmp_path: Path, server: dict[str, Any], workers: int, said: str
-) -> None:
-    for one in ranks(COUNTED, workers, tmp_path, environment={"SERVER": json.dumps(server)}):
-        assert one.code == 2
-        assert said in one.err
-
-
-@pytest.mark.parametrize(("count", "dedicated"), [(2, True), (3, False)])
-def test_more_servers_than_workers_are_refused(ranks: Run, tmp_path: Path, count: int, dedicated: bool) -> None:
-    script = f"""
-import paceline
-from subjects import CASES
-paceline.start(**CASES["mlp, momentum"](), strategy="parameter-server",
-               server={{"count": {count}, "dedicated": {dedicated}, "mode": "async"}})
-"""
-    for one in ranks(script, 2, tmp_path):
-        assert one.code == 2
-        assert f"server.count = {count}" in one.err and "more than 2 workers" in one.err
-
-
 UNSHARED = """
 import sample_counts, json, os
 import torch
@@ -380,7 +349,7 @@ def watched(parameters):
     return torch.optim.SGD([{"params": parameters, "watch": lambda: 0}], lr=0.1)
 
 class Closed:
-    pass
+    __repr__ = lambda self: "Closed()"  # without its place in memory, which differs from worker to worker
 
 def closed(parameters):
     return torch.optim.SGD([{"params": parameters, "closed": [Closed()]}], lr=0.1)
@@ -393,25 +362,49 @@ for batch in session.batches(epochs=1):
     session.step(batch)
 print(session.fingerprint())
 """
-SHARING = [*ASYNCHRONOUS, {"strategy": "parameter-server"}]
+AT_START = UNSHARED.partition("print(")[0]
+MANY = "model=CASES['mlp, momentum']()['model'], "
+REFUSED = {
+    **{
+        f"{name}, {number}": Bad(
+            f"import os\nos.environ |= {{'GIVEN': {json.dumps(given)!r}, 'CASE': {name!r}}}\n{AT_START}",
+            *("InputError", 2, words, 3),
+        )
+        for number, given in enumerate([*ASYNCHRONOUS, {"strategy": "parameter-server"}])
+        for name, words in (
+            ("schedule", ["Own has 'factor'", "a function", "state_dict"]),
+            ("optimizer", ["SGD has 'watch'", "a function"]),
+            ("closed", ["SGD has 'closed'", "a list", "beside the groups"]),
+        )
+    },
+    **{
+        f"{server}": Bad(
+            f"import sample_counts\nfrom subjects import CASES\n"
+            f"sample_counts.start({more}strategy='parameter-server', server={server})",
+            *("ConfigError", 2, words),
+        )
+        for more, server, words in [
+            ("", {"count": 2}, ["server.count = 2 servers cannot share 1 parameter:"]),
+            ("", {"count": 1, "dedicated": True, "staleness": -1}, ["server.staleness = -1"]),
+            ("", {"drop_after": -1}, ["server.drop_after = -1"]),
+            ("", {"count": 0}, ["server.count = 0"]),
+            ("", {"mode": "sync", "scale_lr": True}, ["server.scale_lr is for gradients that come late"]),
+            ("", {"mode": "sync", "drop_after": 3}, ["server.drop_after is for gradients that come late"]),
+            (MANY, {"count": 2, "dedicated": True, "mode": "async"}, ["server.count = 2", "more than 2 workers"]),
+            (MANY, {"count": 3, "dedicated": False, "mode": "async"}, ["server.count = 3", "more than 2 workers"]),
+        ]
+    },
+}
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("given", SHARING, ids=str)
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("schedule", ["Own has 'factor'", "a function", "state_dict"]),
-        ("optimizer", ["SGD has 'watch'", "a function"]),
-        ("closed", ["SGD has 'closed'", "a list", "beside the groups"]),
-    ],
-)
-def test_what_workers_cannot_share_is_refused_at_the_start(
-    ranks: Run, tmp_path: Path, given: dict[str, Any], case: str, words: Sequence[str]
-) -> None:
-    for one in ranks(UNSHARED, 3, tmp_path, environment={"GIVEN": json.dumps(given), "CASE": case}):
-        assert one.code == 2 and not one.out
-        assert "InputError" in one.err and all(word in one.err for word in words)
+@pytest.fixture(scope="module")
+def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return refusals(printed, "", REFUSED, tmp_path_factory.mktemp("refused"))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_used_or_shared_is_refused_at_the_start(refused: dict[str, list[Any]], case: str) -> None:
+    check_refusal(refused[case], REFUSED[case])
 
 
 def test_what_a_schedule_leaves_out_is_not_shared(ranks: Run, tmp_path: Path) -> None:

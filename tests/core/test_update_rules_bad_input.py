@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from test_bad_input import HEAD, Bad, check, message
+from test_bad_input import HEAD, Bad, Printed, check_refusal, message, refusals
 
 from paceline.testing.ranks import Ended
 
@@ -91,10 +92,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.fixture(scope="module")
+def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return refusals(printed, HEAD, REFUSED, tmp_path_factory.mktemp("refused"))
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
-    check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
+def test_what_cannot_work_is_refused_before_training(refused: dict[str, list[Any]], case: str) -> None:
+    check_refusal(refused[case], REFUSED[case])
 
 
 @BOTH
