@@ -72,7 +72,7 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return {key.partition(" ")[2]: trained for key, trained in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=7)
 @pytest.mark.parametrize("workers", range(2, 9))
 def test_the_bits_are_those_of_one_process(
     printed: Printed, tmp_path: Path, alone: dict[str, Any], workers: int
