@@ -32,10 +32,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from paceline.comm.reduction.direct import DirectExchange
-from paceline.comm.reduction.exchange import Exchange
-from paceline.comm.reduction.executor import Reduction
-from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
@@ -43,21 +39,18 @@ from paceline.environments import env
 from paceline.errors import ConfigError, WorkerLost
 from paceline.schedule.shares import even
 from paceline.schedule.slices import STAGES
-from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.step.divided.tensors import Division
-from paceline.step.gradients.formats import codec_for
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.step.probes.probe import warn
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy, check_shares, sparse_if_plain
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.strategies.data_parallel.gradient_groups import Slices
 from paceline.strategies.data_parallel.norms import GlobalNorm
-from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.sharded.averaged import DividedAverages
+from paceline.strategies.sharded.exchange import SliceExchange
 from paceline.strategies.sharded.holders import Owners, receivers_of
 from paceline.strategies.sharded.prepared import prepared
 from paceline.strategies.sharded.shards import part_of, unite
@@ -66,8 +59,6 @@ from paceline.system.torch_internals import foreach_norm
 from paceline.system.wires import ADAPTIVE
 
 _log = logging.getLogger("paceline")
-_TAGS = 1 << 12
-"""First tag of the gradients, the same as in all-reduce."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -144,35 +135,13 @@ class Sharded(Strategy):
         self._unfinished: WorkerLost | None = None
 
     def _begin_exchange(self) -> None:
-        """Set the reducer of all parameters but tables, the reductions of gradients and of weights, and the workers."""
-        context, world, tables = self._context, self._context.world, self._tables
-        copies, receivers, slices = self._division.copies, self._receivers, tables.slices_of_others
-        codec = codec_for(context, tables.others, slices=slices)
-        homes, megabytes = [one.owner for one in slices], context.settings.bucket_megabytes
-        size = None if megabytes is None else int(megabytes * 1e6)
-
-        def reduction_of(tensors: list[torch.Tensor], what: str, windowed: bool) -> Reduction:
-            exchange: Exchange
-            if world.shared_memory is None:
-                exchange = DirectExchange(world, _TAGS, homes=homes, copies=copies, windowed=windowed, spread=receivers)
-            else:
-                exchange = SharedMemoryExchange(world.shared_memory, homes, windowed, copies)
-            widen = codec is not None and not context.settings.along_tree
-            found = Reduction(world, exchange, tensors, context.events, what, size, widen)
-            context.events.mark("reduction", what=what, **found.describe())
-            return found
-
-        sums = parts = self._parts[: tables.first]
-        if codec is not None:
-            examples, slices = codec.examples(), codec.slices(slices)
-            sums = [part_of(examples[one.parameter], one) for one in slices]
-        self._reduction = self._spreading = reduction_of(sums, "gradients", context.settings.shard != "optimizer")
-        if codec is not None and (self._weights is None or len(world.hosts) > 1):  # weights are wider than such sums
-            self._spreading = reduction_of(parts, "weights", windowed=True)
-        self._reducer = Reducer(context, tables.others, reduction=self._reduction, slices=Slices(slices, codec))
-        self._global_norm = GlobalNorm(world)
+        """Set the exchange, and the workers that use it."""
+        context, tables, copies = self._context, self._tables, self._division.copies
+        shared = self._weights is not None
+        self._exchange = SliceExchange(context, tables, self._parts, copies, self._receivers, shared)
+        self._global_norm = GlobalNorm(context.world)
         shares = self._shares if self._dedicated else None
-        self.workers = AllReduce(context, self._reducer, shares, self._apply, tables.sections)
+        self.workers = AllReduce(context, self._exchange.reducer, shares, self._apply, tables.sections)
 
     def renew(self, context: TrainingContext) -> Strategy:
         self._end_exchange()
@@ -184,8 +153,7 @@ class Sharded(Strategy):
 
     def _end_exchange(self) -> None:
         self.workers.close()
-        self._reduction.close()
-        self._spreading.close()
+        self._exchange.close()
 
     def _tell_copies(self, held: Collection[int]) -> None:
         copied = sum(self._parts[one].numel() for one in held if self._slices[one].owner != self._context.world.rank)
@@ -251,7 +219,7 @@ class Sharded(Strategy):
         """Update the held slices from their mean gradients, and exchange the weights."""
         rank = self._context.world.rank
         used = [parameter.grad is not None for parameter in self._context.update.parameters.values()]
-        self._reducer.clear()
+        self._exchange.reducer.clear()
         if self.workers.rows is not None:
             self.workers.rows.clear()
             self._tables.begin(self.workers.rows.means)
@@ -277,7 +245,9 @@ class Sharded(Strategy):
     def _means(self, given: Sequence[int]) -> dict[int, torch.Tensor]:
         """Return the mean gradients of held slices that have one, by index."""
         dense = {index: self._parts[index] for index in given if index < self._tables.first}
-        means = self._reducer.means_of(dense, [self._tables.slices_of_others[index].parameter for index in dense])
+        means = self._exchange.reducer.means_of(
+            dense, [self._tables.slices_of_others[index].parameter for index in dense]
+        )
         return means | {index: self._tables.mean(index) for index in given if index >= self._tables.first}
 
     def _make(self, made: _Update, norm: torch.Tensor) -> float:
@@ -314,13 +284,10 @@ class Sharded(Strategy):
         def take(index: int, value: torch.Tensor) -> None:
             of[index].copy_(value)
 
-        if self._spreading is not self._reduction:
-            self._spreading.begin([[Node(0, rank)] for rank in range(self._context.world.size)])
+        rank, first = self._context.world.rank, self._tables.first
         with torch.no_grad():
-            for index, value in self._shard.own.items():
-                if index < self._tables.first and self._slices[index].owner == self._context.world.rank:
-                    self._spreading.mean(index).copy_(value)
-            self._spreading.spread(take)
+            own = {at: one for at, one in self._shard.own.items() if at < first and self._slices[at].owner == rank}
+            self._exchange.spread(own, take)
             self._tables.spread(self._shard.own, of)
 
     def _norm(self, gradients: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -412,4 +379,4 @@ class Sharded(Strategy):
             self._context.held.number = self._division.number
         self._parts, self._weights, self._division.weights = [], None, None
         self._shard.drop()
-        del self.workers, self._reducer, self._reduction, self._spreading  # an ended session may keep its strategy
+        del self.workers, self._exchange  # an ended session may keep its strategy
