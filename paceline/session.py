@@ -25,7 +25,7 @@ from paceline.training.batches import Batches
 from paceline.training.build import Components, phase_of
 from paceline.training.evaluations import Evaluations
 from paceline.training.exports import Exports
-from paceline.training.report import Report
+from paceline.training.report import Report, report_of
 from paceline.training.script_state import Registered
 from paceline.training.setup import Arguments, Run, set_up
 
@@ -189,7 +189,7 @@ class Session:
         """
         self._context.update.averages.check_training()
         result, seconds = self._loop.step(batch, phase_of(self._context, optimizer))
-        return Report.of(self._context, batch, result, seconds, self._notes)
+        return report_of(self._context, batch, result, seconds, self._notes)
 
     def evaluate(
         self,

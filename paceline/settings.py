@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -19,7 +19,7 @@ Part = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
 
 
 class CheckpointSettings(_Group):
@@ -152,7 +152,7 @@ class LocalSettings(_Group):
 class PipelineSettings(BaseModel):
     """Settings of strategy ``pipeline``, which divides the model's layers among workers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     schedule: Literal["layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"] = Field(
         "1f1b", description="in which order the stages compute the microbatches"
@@ -189,7 +189,7 @@ TRACKERS = ("comet", "csv", "mlflow", "tensorboard", "trackio", "wandb")
 class TrackingSettings(BaseModel):
     """Names and directories that the trackers use for the run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     directory: Path | None = Field(
         None, description="directory of the trackers' files; none: trackers in that of the run, else in the present one"
@@ -208,7 +208,7 @@ class TrackingSettings(BaseModel):
 class Settings(BaseModel):
     """All settings of a run, validated and immutable. Each field's description documents its meaning and default."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     strategy: str = Field("allreduce", description="who computes which microbatch, and how gradients are reduced")
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")

@@ -40,23 +40,23 @@ class Report:
     metrics: dict[str, float]
     notes: tuple[str, ...]
 
-    @classmethod
-    def of(
-        cls, context: TrainingContext, batch: Batch, result: StepResult, seconds: float, notes: tuple[str, ...]
-    ) -> Report:
-        """Build the report of a step."""
-        return cls(
-            step=batch.step,
-            loss=result.loss,
-            samples=context.order.samples_before(batch.step + 1),
-            seconds=seconds,
-            samples_per_second=batch.samples / seconds,
-            gradient_norm=float(result.norm),
-            learning_rate=result.learning_rate,
-            applied=result.applied,
-            metrics=dict(result.metrics),
-            notes=(*notes, *context.probe_results.warnings, *context.warnings),
-        )
+
+def report_of(
+    context: TrainingContext, batch: Batch, result: StepResult, seconds: float, notes: tuple[str, ...]
+) -> Report:
+    """Build the report of a step."""
+    return Report(
+        step=batch.step,
+        loss=result.loss,
+        samples=context.order.samples_before(batch.step + 1),
+        seconds=seconds,
+        samples_per_second=batch.samples / seconds,
+        gradient_norm=float(result.norm),
+        learning_rate=result.learning_rate,
+        applied=result.applied,
+        metrics=dict(result.metrics),
+        notes=(*notes, *context.probe_results.warnings, *context.warnings),
+    )
 
 
 def report_profile(context: TrainingContext, path: Path) -> None:

@@ -47,10 +47,13 @@ class SparseEmbedding(nn.Module):
         for name, size in (("rows", rows), ("width", width), ("block", block)):
             if size < 1:
                 raise InputError(f"paceline.SparseEmbedding({name}={size}) needs at least 1.")
-        self.rows, self.width = rows, width
+        self.rows: int = rows
+        self.width: int = width
         self._starts = [*range(0, rows, block), rows]
         sizes = [stop - start for start, stop in pairwise(self._starts)]
-        self.blocks = nn.ParameterList(nn.Parameter(torch.empty(size, width).normal_()) for size in sizes)
+        self.blocks: nn.ParameterList = nn.ParameterList(
+            nn.Parameter(torch.empty(size, width).normal_()) for size in sizes
+        )
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows at these indices."""

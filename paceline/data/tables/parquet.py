@@ -66,8 +66,8 @@ class ParquetDataset(Dataset[Any]):
         self._reader = _Reader(found, int(memory_gigabytes * _GIGABYTE))
         self._names = None if columns is not None else found.columns
         self._transform = transform
-        self.columns = found.columns
-        self.fingerprint = found.fingerprint
+        self.columns: tuple[str, ...] = found.columns
+        self.fingerprint: str = found.fingerprint
 
     @classmethod
     def from_ray(
