@@ -1,9 +1,10 @@
 """Step time and bytes of a sparse embedding over those of a dense one, in the same run.
 
 A table of 1,000,000 x 32 and SparseAdam or Adam; a batch touches 4,096 rows. The workers are on this machine, with and
-without shared memory, and train with strategies allreduce and sharded. Bytes are those of all messages of a worker in a
-step. A row needs its values and an index of 4 bytes: with allreduce for each other worker; with sharded for its owner
-and, without shared memory, once more from there for each other worker.
+without shared memory, and train with strategies allreduce, sharded and parameter-server, which has a server at each
+worker. Bytes are those of all messages of a worker in a step. A row needs its values and an index of 4 bytes: with
+allreduce for each other worker; otherwise for its owner and, without shared memory, once more from there for each other
+worker. Asynchronous servers send no messages: workers change the rows in shared memory.
 
     python bench/sparse_rows.py
     python bench/sparse_rows.py --workers 4 --steps 5
@@ -12,12 +13,12 @@ and, without shared memory, once more from there for each other worker.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from paceline.testing import ranks
 
@@ -29,7 +30,7 @@ from torch import nn
 import paceline
 from paceline.comm import world
 
-kind, strategy, steps = os.environ["KIND"], os.environ["STRATEGY"], int(os.environ["STEPS"])
+kind, steps, given = os.environ["KIND"], int(os.environ["STEPS"]), json.loads(os.environ["GIVEN"])
 sent, transfers = [0], world.World.start_transfers
 def counted(self, sends, receives, *more, **named):
     sent[0] += sum(one.tensor.nbytes for one in sends)
@@ -50,26 +51,37 @@ def optimizers(model):
 
 torch.manual_seed(0)
 words = torch.randperm(ROWS)[: BATCH * WORDS * (steps + 3)].view(-1, WORDS)
-session = paceline.start(model=Net(), optimizer=optimizers, loss=nn.functional.mse_loss, exact=True, batch=BATCH,
-                         strategy=strategy, data=torch.utils.data.TensorDataset(words, words[:, 0] / ROWS))
+session = paceline.start(model=Net(), optimizer=optimizers, loss=nn.functional.mse_loss, batch=BATCH,
+                         data=torch.utils.data.TensorDataset(words, words[:, 0] / ROWS), **given)
 seconds, crossed = [], []
 for batch in session.batches(steps=steps + 3):
     begin, before = time.perf_counter(), sent[0]
     session.step(batch)
     seconds.append(time.perf_counter() - begin)
     crossed.append(sent[0] - before)
-print(json.dumps({"seconds": sorted(seconds[3:])[steps // 2], "bytes": sorted(crossed[3:])[steps // 2],
-                  "fingerprint": session.fingerprint()}))
+middle = sorted(seconds[3:])[steps // 2] if given["exact"] else sum(seconds[3:]) / steps  # a worker computes some steps
+print(json.dumps({"seconds": middle, "bytes": sorted(crossed[3:])[steps // 2], "fingerprint": session.fingerprint()}))
 """
 
 
-def measure(kind: str, strategy: str, workers: int, steps: int, one_machine: bool) -> dict[str, float]:
-    """Return the median time of a step, the bytes of a worker in it, and the fingerprint."""
+def ways(workers: int) -> list[tuple[str, dict[str, Any], bool]]:
+    """Return the name of each way to train, its settings, and whether the workers share memory."""
+    servers = {"strategy": "parameter-server", "exact": True, "server": {"count": workers}}
+    waiting = {"allreduce": {"exact": True}, "sharded": {"strategy": "sharded", "exact": True}}
+    waiting |= {"parameter-server": servers}
+    found = [(name, given, shared) for name, given in waiting.items() for shared in (True, False)]
+    return [*found, ("parameter-server, async", servers | {"exact": False, "server": {"mode": "async"}}, True)]
+
+
+def measure(kind: str, given: dict[str, Any], workers: int, steps: int, one_machine: bool) -> dict[str, float]:
+    """Return the time of a step, the bytes of a worker in it, and the fingerprint."""
     script = SCRIPT.replace("ROWS", str(ROWS)).replace("WIDTH", str(WIDTH))
     script = script.replace("BATCH", str(BATCH)).replace("WORDS", str(WORDS))
-    environment = {"KIND": kind, "STRATEGY": strategy, "STEPS": str(steps), "OMP_NUM_THREADS": "1"}
+    environment = {"KIND": kind, "GIVEN": json.dumps(given), "STEPS": str(steps), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        everyone = ranks.run(script, workers, Path(folder), environment=environment, one_machine=one_machine)
+        everyone = ranks.run(
+            script, workers, Path(folder), environment=environment, one_machine=one_machine, deadline=300
+        )
     if any(one.code for one in everyone):
         raise SystemExit("\n".join(one.err for one in everyone))
     return json.loads(everyone[0].out.splitlines()[-1])
@@ -81,21 +93,25 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="ways whose name begins so")
     options = parser.parse_args()
     workers, steps = options.workers, options.steps
-    alone = measure("sparse", "allreduce", 1, steps, True)
+    alone = measure("sparse", {"exact": True}, 1, steps, True)
     own = BATCH * WORDS / workers * (4 * WIDTH + 4) * (workers - 1)
-    for strategy, one_machine in itertools.product(("allreduce", "sharded"), (True, False)):
+    for name, given, one_machine in ways(workers):
+        if not name.startswith(options.only):
+            continue
         ratios, found = [], {}
         for _ in range(options.rounds):
-            found = {kind: measure(kind, strategy, workers, steps, one_machine) for kind in ("dense", "sparse")}
+            found = {kind: measure(kind, given, workers, steps, one_machine) for kind in ("dense", "sparse")}
             ratios.append(found["sparse"]["seconds"] / found["dense"]["seconds"])
-        needed = own if strategy == "allreduce" else own / workers + own * (not one_machine)
+        needed = own if name == "allreduce" else own / workers + own * (not one_machine)
+        same = f"; same bits as one worker: {found['sparse']['fingerprint'] == alone['fingerprint']}"
         print(
-            f"{strategy}, {workers} workers, {'shared memory' if one_machine else 'sockets'}: step "
+            f"{name}, {workers} workers, {'shared memory' if one_machine else 'sockets'}: step "
             f"{statistics.median(ratios):.2f} of dense ({found['sparse']['seconds']:.3f} s); bytes "
-            f"{found['sparse']['bytes'] / needed:.2f} of what the rows need, {found['dense']['bytes']:,} with dense; "
-            f"same bits as one worker: {found['sparse']['fingerprint'] == alone['fingerprint']}",
+            f"{found['sparse']['bytes'] / needed:.2f} of what the rows need, {found['dense']['bytes']:,} with dense"
+            f"{same if given['exact'] else ''}",
             flush=True,
         )
 

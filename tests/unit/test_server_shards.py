@@ -190,7 +190,7 @@ class Rows:
         self.optimizer = torch.optim.Adagrad(self.table.parameters(), lr=0.5)
         part = dict(self.table.named_parameters())
         self.shard = Shard(blocks[0], self.table, part, [], self.optimizer, None, part)
-        self.journal = RowJournal(blocks[1], self.shard.parameters, self.optimizer.state)
+        self.journal = RowJournal(blocks[1], self.shard.parameters, self.optimizer)
 
     def update(self, version: int, rows: list[int]) -> None:
         self.shard.share_tables()

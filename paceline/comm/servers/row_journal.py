@@ -12,11 +12,11 @@ The journal lies in shared memory. Workers use it in turn, with the lock of the 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.comm.servers.shard import Blocks
 from paceline.comm.shm.futex import fence
@@ -34,13 +34,11 @@ class RowJournal:
     Args:
         memory: memory that the workers share. All workers construct the journal together.
         tables: the tables, whose gradients are sparse.
-        states: optimizer state of each parameter.
+        optimizer: optimizer of the tables.
     """
 
-    def __init__(
-        self, memory: Blocks, tables: Sequence[nn.Parameter], states: Mapping[torch.Tensor, dict[str, Any]]
-    ) -> None:
-        self._tables, self._states = tables, states
+    def __init__(self, memory: Blocks, tables: Sequence[nn.Parameter], optimizer: Optimizer) -> None:
+        self._tables, self._optimizer = tables, optimizer
         self._rows_at = _WORDS_AT + _WORDS_EACH * max(1, len(tables))
         rows = sum(8 * len(one) + (1 + _MOST_KEYS) * one.nbytes + 64 * (2 + _MOST_KEYS) for one in tables)
         self._block = memory.share(self._rows_at + rows)[0]
@@ -59,7 +57,7 @@ class RowJournal:
                 continue
             rows = table.grad.coalesce().indices()[0]
             kept = [rows]
-            state = {key: one for key, one in self._states.get(table, {}).items() if _is_rows(one, table)}
+            state = {key: one for key, one in self._optimizer.state.get(table, {}).items() if _is_rows(one, table)}
             kept += [one.detach()[rows] for one in (table, *state.values())]
             words.append((index, len(rows), [(key, one.dtype) for key, one in state.items()], place))
             for one in kept:
@@ -83,7 +81,7 @@ class RowJournal:
             for key, dtype in [(None, table.dtype), *keys]:
                 values = view_of(self._block, place, dtype, (count, *table.shape[1:]))
                 place += aligned(values.nbytes)
-                held = table.detach() if key is None else self._states.get(table, {}).get(key)
+                held = table.detach() if key is None else self._optimizer.state.get(table, {}).get(key)
                 if held is not None:
                     held[rows] = values
 

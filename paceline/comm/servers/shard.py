@@ -98,7 +98,7 @@ class Shard:
     ) -> None:
         self.parameters = list(parameters.values())
         self._names = list(parameters)
-        self.tables = [place for place, name in enumerate(parameters) if name in tables]
+        self._tables = [place for place, name in enumerate(parameters) if name in tables]
         self._model = model
         self._buffers = list(buffers)
         self._optimizer = optimizer
@@ -108,9 +108,10 @@ class Shard:
         self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
         places = list(accumulate((_STATES * (aligned(value.nbytes) + 64) for value in self.parameters), initial=0))
         self._ends = self._states_at + places[-1]
-        self._tables_at = {place: self._ends + places[place] for place in self.tables}
+        self._tables_at = {place: self._ends + places[place] for place in self._tables}
         self._size = (
-            -(-(self._ends + places[-1] * bool(self.tables)) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            -(-(self._ends + places[-1] * bool(self._tables)) // mmap.ALLOCATIONGRANULARITY)
+            * mmap.ALLOCATIONGRANULARITY
         )
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
@@ -118,6 +119,11 @@ class Shard:
         self._entries: tuple[bytes, list[_Entry]] = encode([]), []  # encoded once, as entries rarely change
         self._taken = -1
         self.check_states()
+
+    @property
+    def tables(self) -> list[nn.Parameter]:
+        """Parameters that have one copy."""
+        return [self.parameters[place] for place in self._tables]
 
     def views(self, copy: int) -> list[torch.Tensor]:
         return self._fixed[copy][: len(self.parameters)]
@@ -135,12 +141,12 @@ class Shard:
 
     def share_tables(self) -> None:
         """Move the tables into the memory of the shard. They stay the same objects."""
-        for place in self.tables:
+        for place in self._tables:
             self.parameters[place].data = self._fixed[0][place]
 
     def take_tables(self) -> None:
         """Move the tables and their optimizer states into this worker's own memory, after :meth:`read`."""
-        for place in self.tables:
+        for place in self._tables:
             parameter = self.parameters[place]
             parameter.data = self._fixed[0][place].clone()
             state = self._optimizer.state.get(parameter, {})
@@ -177,7 +183,7 @@ class Shard:
         self._taken = -1
 
     def _copy(self, to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-        if self.tables:  # which may lie in the shard
+        if self._tables:  # which may lie in the shard
             pairs = [pair for pair in zip(to, values, strict=True) if pair[0].data_ptr() != pair[1].data_ptr()]
             to, values = [one for one, _ in pairs], [one for _, one in pairs]
         if to:
@@ -191,7 +197,7 @@ class Shard:
     def _fixed_views(self, copy: int, examples: list[torch.Tensor]) -> list[torch.Tensor]:
         views, place = [], _NOTES_AT + self._notes_room
         for index, example in enumerate(examples):
-            start = place + (0 if index in self.tables else copy * self._size)
+            start = place + (0 if index in self._tables else copy * self._size)
             views.append(view_of(self._block, start, example.dtype, tuple(example.shape)))
             place += aligned(example.nbytes)
         return views

@@ -44,17 +44,9 @@ class ShardedServer(Server):
             for place, part in enumerate(cut(context.update.parameters, count))
         ]
         context.warnings.extend(warnings_of_servers(context))
+        tabled, optimizer = [one for one in self._shards if one.tables], context.update.optimizer
         # shards of which some parameters are tables with sparse gradients, and their journals
-        self._tabled = [
-            (
-                one,
-                RowJournal(
-                    self._memory, [one.parameters[place] for place in one.tables], context.update.optimizer.state
-                ),
-            )
-            for one in self._shards
-            if one.tables
-        ]
+        self._tabled = [(one, RowJournal(self._memory, one.tables, optimizer)) for one in tabled]
         self._version: int | None = None  # version that this worker's weights and buffers still equal
         self._version_of_states = 0
         self._pulled = self._rounds_behind = 0
