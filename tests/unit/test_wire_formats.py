@@ -143,6 +143,40 @@ def test_noise_raises_the_bits() -> None:
     assert [value.dtype for value in codec_of(one).examples()] == [torch.int8, torch.int64, torch.int32]
 
 
+def test_all_workers_raise_the_bits_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker alone has too much noise, and the other one does not."""
+    chance = torch.Generator().manual_seed(0)
+    alike, noisy = torch.randn(128, 128, generator=chance), torch.randn(128, 128, generator=chance)
+    noisy[:-1] *= 0.02
+    gradients, rows = [0.7 * alike, *[noisy] * 5], list[torch.Tensor]()
+
+    class Gathered:
+        """Gathers what all workers have sent before one of them waits."""
+
+        def __init__(self, *of: Any) -> None:
+            """Nothing to prepare."""
+
+        def start(self, own: torch.Tensor) -> Any:
+            rows.append(own)
+            return SimpleNamespace(wait=lambda: torch.stack(rows))
+
+    monkeypatch.setattr("paceline.step.gradients.codec.AllGather", Gathered)
+    found = []
+    for shares in [[range(6)], [range(1), range(1, 6)], [range(3), range(3, 6)], [range(6), range(0)]]:
+        rows.clear()
+        workers = [codec({"a": alike}, "int-auto", microbatches=16) for _ in shares]
+        for one, share in zip(workers, shares, strict=True):
+            one._context.strategy_state["codes"] = {"a": 4.0}
+            for number in share:
+                one.encode([gradients[number].clone()], thermostat.EVERY, number)
+            one.send()
+        for one in workers:
+            assert one.fits()
+            one.accept()
+        found += [one._context.strategy_state.get("bits") for one in workers]
+    assert found == [{"a": "int8"}] * 7
+
+
 def test_random_numbers_belong_to_seed_step_microbatch_and_parameter() -> None:
     both = {"a": torch.zeros(9, 50), "b": torch.zeros(9, 50)}
     one = codec(both, "int8")
