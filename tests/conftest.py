@@ -8,6 +8,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -93,8 +94,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what ``sampled`` and ``crossed`` make slow.
 
-    Where ``TESTS_TURN`` is set to a number, take a third of the slow tests of each file in turn, or as few as their
-    marks tell, and a third of those of engines.
+    Where ``TESTS_TURN`` is set to a number, take a third of the slow tests and of those of engines in turn, or as few
+    as their marks tell.
     """
     for item in _slow_by_sample(items):
         sampled = item.get_closest_marker("sampled")
@@ -136,20 +137,12 @@ def _slow_by_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             yield item
 
 
-def _not_in_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
-    """The slow tests and those of engines whose turn it is not; at least one of each kind is left in a file."""
-    found: dict[tuple[Path, str, int], list[pytest.Item]] = {}
+def _not_in_turn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
+    """The slow tests, and those of engines, whose turn it is not. A test keeps its turn when others are added."""
     for item in items:
-        for name in ("place", "slow"):
-            if mark := item.get_closest_marker(name):
-                found.setdefault((item.path, name, mark.kwargs.get("turns", _TURNS)), []).append(item)
-                break
-    return [
-        item
-        for (_, _, turns), together in found.items()
-        for number, item in enumerate(together)
-        if (number - turn) % min(turns, len(together))
-    ]
+        if mark := item.get_closest_marker("place") or item.get_closest_marker("slow"):
+            if (zlib.crc32(item.nodeid.encode()) - turn) % mark.kwargs.get("turns", _TURNS):
+                yield item
 
 
 def _values(item: pytest.Function, mark: pytest.Mark) -> str:

@@ -300,7 +300,7 @@ tell(tokens=train("barlow twins", microbatch_order=paceline.by_tokens(lambda sam
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_batches_of_a_batch_sampler_are_the_same_on_any_number(printed: Printed, tmp_path: Path) -> None:
     found = []
     for workers, strategy in ((1, "allreduce"), (2, "stealing"), (3, "allreduce"), (4, "sharded")):

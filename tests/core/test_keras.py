@@ -54,7 +54,7 @@ tell(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_one_hash_on_any_number_of_workers_also_resumed(printed: Printed, tmp_path: Path) -> None:
     def trained(workers: int, **more: str) -> list[dict[str, Any]]:
         variables = {"TO": str(tmp_path / f"of {workers}"), **more}

@@ -80,7 +80,7 @@ tell(most=most, fingerprint=found)
 PARAMETERS = 16 * (1024 * 1024 + 1024)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=9)
 def test_no_phase_holds_more_than_a_share(printed: Printed, tmp_path: Path) -> None:
     share = 20 * PARAMETERS / 4 / 1e6  # with averages
     sums, process = 16, 50  # three buckets, and what a process needs for more layers and for rounds of a save
@@ -148,7 +148,7 @@ tell(most=most[0], fingerprint=session.fingerprint())
 """
 
 
-@pytest.mark.slow(turns=2)
+@pytest.mark.slow(turns=9)
 @pytest.mark.parametrize("strategy", ["sharded", "parameter-server"])
 def test_a_table_of_twice_the_memory_of_a_worker_trains(printed: Printed, tmp_path: Path, strategy: str) -> None:
     table = 1_000_000 * 32 * 4 / 1e6

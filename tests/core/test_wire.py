@@ -53,7 +53,7 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return of
 
 
-@pytest.mark.slow(turns=13)
+@pytest.mark.slow(turns=18)
 @pytest.mark.parametrize(
     ("wire", "way"),
     [

@@ -72,7 +72,7 @@ def test_plain_script(name: str, arguments: dict[str, list[object]], output_of: 
     assert re.search(r"test accuracy|validation loss", output)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "convnet" else []) for name in NAMES]
 )

@@ -170,7 +170,7 @@ def start_by_variables(name: str, runs: Runs) -> list[ranks.Ended]:
     return ranks.run(start, 2, runs.folder, environment=variables, start=runs.server.start_workers)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_torchrun(runs: Runs) -> None:
     name = "vae"
     alone = runs.output_of(*runs.words(name, "alone.pt"), PACELINE_EXACT="true")

@@ -100,7 +100,7 @@ def falter(mark: Path) -> str:
     return session.fingerprint()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_a_failed_call_is_resumed_as_its_message_says(tmp_path: Path) -> None:
     call = partial(paceline.launch, falter, tmp_path / "mark", workers=2, runs_dir=tmp_path / "runs")
     with pytest.raises(RunFailed) as caught:

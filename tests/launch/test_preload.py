@@ -226,7 +226,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_loaders_of_the_script(both: Callable[..., list[tuple[int, str, str]]]) -> None:
     assert both(LOADS) == [(0, "[0, 1, 4, 9]\n[0, 1, 4, 9]\n", "")] * 2
 
@@ -498,7 +498,7 @@ def parents_of(launcher: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_without_its_parent_a_run_goes_on(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
     process, run = run_elastic(), tmp_path / "it"
     workers = [int(await_file(run / f"started-{number}")) for number in (0, 1)]
