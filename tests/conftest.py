@@ -140,9 +140,9 @@ def _slow_by_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 def _not_in_turn(items: list[pytest.Item], turn: int) -> Iterator[pytest.Item]:
     """The slow tests, and those of engines, whose turn it is not. A test keeps its turn when others are added."""
     for item in items:
-        if mark := item.get_closest_marker("place") or item.get_closest_marker("slow"):
-            if (zlib.crc32(item.nodeid.encode()) - turn) % mark.kwargs.get("turns", _TURNS):
-                yield item
+        mark = item.get_closest_marker("place") or item.get_closest_marker("slow")
+        if mark and (zlib.crc32(item.nodeid.encode()) - turn) % mark.kwargs.get("turns", _TURNS):
+            yield item
 
 
 def _values(item: pytest.Function, mark: pytest.Mark) -> str:

@@ -368,7 +368,7 @@ REFUSED = {
     **{
         f"{name}, {number}": Bad(
             f"import os\nos.environ |= {{'GIVEN': {json.dumps(given)!r}, 'CASE': {name!r}}}\n{AT_START}",
-            *("InputError", 2, words, 3),
+            *("InputError", words, 3),
         )
         for number, given in enumerate([*ASYNCHRONOUS, {"strategy": "parameter-server"}])
         for name, words in (
@@ -381,7 +381,7 @@ REFUSED = {
         f"{server}": Bad(
             f"import sample_counts\nfrom subjects import CASES\n"
             f"sample_counts.start({more}strategy='parameter-server', server={server})",
-            *("ConfigError", 2, words),
+            *("ConfigError", words),
         )
         for more, server, words in [
             ("", {"count": 2}, ["server.count = 2 servers cannot share 1 parameter:"]),

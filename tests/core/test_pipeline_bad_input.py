@@ -42,17 +42,16 @@ def small(model, **changes):
 TEN = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
 REFUSED = {
     "more stages than layers": Bad(
-        "small(layers())", "ConfigError", 2, ["3 stages", "has 2: 0, 1", "pipeline.stages"], workers=3
+        "small(layers())", "ConfigError", ["3 stages", "has 2: 0, 1", "pipeline.stages"], workers=3
     ),
     "more stages than layers, cut": Bad(
-        "small(layers(), pipeline={'cut': ['1', '2']})", "ConfigError", 2, ["3 stages", "has 2: 0, 1"], workers=3
+        "small(layers(), pipeline={'cut': ['1', '2']})", "ConfigError", ["3 stages", "has 2: 0, 1"], workers=3
     ),
     "a layer that returns no tensor": Bad(
         "class Length(nn.Module):\n    def forward(self, values): return len(values)\n"
         "class Back(nn.Module):\n    def forward(self, values): return torch.ones(values, 12)\n"
         "small(layers(Length(), Back()))",
         "InputError",
-        2,
         ["'1' (Length)", "no tensor but int"],
     ),
     "a loss that reads what a layer keeps": Bad(
@@ -62,7 +61,6 @@ REFUSED = {
         "model = layers(Keeps(12, 12), nn.Tanh())\n"
         "small(model, loss=lambda out, target: functional.cross_entropy(out, target) + model[1].penalty)",
         "InputError",
-        2,
         ["The loss reads model.1.penalty", "would read an old value", "Let the model return it"],
     ),
     "a loss that counts its calls": Bad(
@@ -70,7 +68,6 @@ REFUSED = {
         "def loss(out, target):\n    calls.append(0); return functional.cross_entropy(out, target) / len(calls)\n"
         "small(layers(nn.Tanh()), loss=loss, exact=True)",
         "InputError",
-        2,
         ["The same microbatch computed twice does not give the same"],
     ),
     "a loss that reads a buffer": Bad(
@@ -79,7 +76,6 @@ REFUSED = {
         "hot = Heats(12, 12); hot.register_buffer('heat', torch.ones(()))\n"
         "small(layers(hot), loss=lambda out, target: functional.cross_entropy(out, target) / hot.heat)",
         "InputError",
-        2,
         ["The loss reads the buffer '1.heat'"],
     ),
     "a layer that uses what another one keeps": Bad(
@@ -89,79 +85,64 @@ REFUSED = {
         "model = layers(Keeps(12, 12), nn.Tanh(), Adds())\n"
         "small(model)",
         "InputError",
-        2,
         ["trains in one piece, but not layer by layer", "A layer may use what another one keeps"],
     ),
-    "an unknown layer": Bad("go(pipeline={'cut': ['5b']})", "ConfigError", 2, ["'5b'", "closest: '5'", TEN]),
+    "an unknown layer": Bad("go(pipeline={'cut': ['5b']})", "ConfigError", ["'5b'", "closest: '5'", TEN]),
     "layers in the wrong order": Bad(
-        "go(pipeline={'cut': ['5', '2']})", "ConfigError", 2, ["Stage 2", "'2' is not after '5'"], workers=3
+        "go(pipeline={'cut': ['5', '2']})", "ConfigError", ["Stage 2", "'2' is not after '5'"], workers=3
     ),
-    "a cut at the first layer": Bad(
-        "go(pipeline={'cut': ['0']})", "ConfigError", 2, ["Stage 1", "'0' is not after '0'"]
-    ),
+    "a cut at the first layer": Bad("go(pipeline={'cut': ['0']})", "ConfigError", ["Stage 1", "'0' is not after '0'"]),
     "another number in the cut": Bad(
-        "go(pipeline={'cut': ['2', '5'], 'stages': 2})",
-        "ConfigError",
-        2,
-        ["pipeline.stages (2)", "pipeline.cut", "(3)"],
+        "go(pipeline={'cut': ['2', '5'], 'stages': 2})", "ConfigError", ["pipeline.stages (2)", "pipeline.cut", "(3)"]
     ),
     "stages that the workers cannot hold": Bad(
         "go(pipeline={'stages': 2, 'schedule': 'zb-h1'})",
         "ConfigError",
-        2,
         ["3 workers", "2 stages", "multiple of 2"],
         workers=3,
     ),
-    "more stages than workers": Bad("go(pipeline={'stages': 3})", "ConfigError", 2, ["2 workers", "3 stages"]),
+    "more stages than workers": Bad("go(pipeline={'stages': 3})", "ConfigError", ["2 workers", "3 stages"]),
     "replicas of other workers": Bad(
-        "go(pipeline={'replicas': [1, 2]})", "ConfigError", 2, ["[1, 2]", "3 workers", "there are 2"]
+        "go(pipeline={'replicas': [1, 2]})", "ConfigError", ["[1, 2]", "3 workers", "there are 2"]
     ),
-    "no replica of a stage": Bad("go(pipeline={'replicas': [0, 2]})", "ConfigError", 2, ["pipeline.replicas", "0"]),
+    "no replica of a stage": Bad("go(pipeline={'replicas': [0, 2]})", "ConfigError", ["pipeline.replicas", "0"]),
     "uneven replicas of a zero bubble": Bad(
-        "go(pipeline={'replicas': [1, 2], 'schedule': 'zb-h1'})", "ConfigError", 2, ["[1, 2]", "'zb-h1'"], workers=3
+        "go(pipeline={'replicas': [1, 2], 'schedule': 'zb-h1'})", "ConfigError", ["[1, 2]", "'zb-h1'"], workers=3
     ),
     "microbatches that replicas do not share evenly": Bad(
         "go(pipeline={'stages': 1, 'schedule': 'pipedream'}, microbatches=2)",
         "ConfigError",
-        2,
         ["[3]", "2 microbatches", "microbatches to a multiple of 3"],
         workers=3,
     ),
     "too few microbatches for PipeDream-2BW": Bad(
         "go(pipeline={'schedule': '2bw'}, microbatches=2)",
         "ConfigError",
-        2,
         ["3 workers", "not 2", "pipeline.update_every, by default the microbatches of a batch"],
         workers=3,
     ),
-    "an unknown schedule": Bad(
-        "go(pipeline={'schedule': 'zb'})", "ConfigError", 2, ["pipeline.schedule = 'zb'", "zb-h1"]
-    ),
+    "an unknown schedule": Bad("go(pipeline={'schedule': 'zb'})", "ConfigError", ["pipeline.schedule = 'zb'", "zb-h1"]),
     "a forward pass that uses a layer": Bad(
         "del given['loss']\ngo(forward=lambda model, data: functional.cross_entropy(model[0](data[0]), data[1]))",
         "InputError",
-        2,
         ["uses '__getitem__' of the model", "is called once for each microbatch, with one value"],
     ),
     "a state from batch to batch": Bad(
         "del given['loss']\ngo(data=classes(96), forward=lambda model, data, state: (model(data[0]).mean(), state))",
         "ConfigError",
-        2,
         ["a state from batch to batch", "'pipeline' cannot carry"],
     ),
-    "compiling": Bad("go(compile=True)", "ConfigError", 2, ["compile=True", "'pipeline'"]),
+    "compiling": Bad("go(compile=True)", "ConfigError", ["compile=True", "'pipeline'"]),
     "a loss that uses weights": Bad(
         "model = layers(nn.Linear(12, 12))\n"
         "small(model, loss=lambda output, target: functional.cross_entropy(output, target) + model[0].weight.norm())",
         "InputError",
-        2,
         ["parameter '0.weight'", "weight_decay"],
     ),
     "a loss that uses frozen weights": Bad(
         "model = layers(nn.Linear(12, 12).requires_grad_(False))\n"
         "small(model, loss=lambda output, target: functional.cross_entropy(output + model[1].bias.mean(), target))",
         "InputError",
-        2,
         ["parameter '1.bias'", "another strategy"],
     ),
     "a backward hook on the model itself": Bad(
@@ -169,7 +150,6 @@ REFUSED = {
         "given['model'].register_full_backward_hook(lambda module, given, made: (2 * given[0],))\n"
         "go(data=classes(96), loss=functional.cross_entropy)",
         "InputError",
-        2,
         ["'Skips' has a backward hook", "a layer of it"],
     ),
     "a hook on the sequence itself": Bad(
@@ -177,7 +157,6 @@ REFUSED = {
         "model.register_forward_hook(lambda module, given, made: made + made.detach())\n"
         "small(model)",
         "InputError",
-        2,
         ["trains otherwise when it is cut", "the loss is"],
     ),
     "a hook that counts": Bad(
@@ -188,35 +167,32 @@ REFUSED = {
         "model[0].register_forward_hook(hook)\n"
         "small(model)",
         "InputError",
-        2,
         ["The same microbatch computed twice does not give the same: the loss differs: it changes past['calls']."],
     ),
     "classes to recompute": Bad(
-        "go(recompute=['Conv2d'])", "ConfigError", 2, ["recompute = ['Conv2d']", "pipeline.recompute = true"]
+        "go(recompute=['Conv2d'])", "ConfigError", ["recompute = ['Conv2d']", "pipeline.recompute = true"]
     ),
     "exact bits with PipeDream": Bad(
-        "go(pipeline={'schedule': 'pipedream'}, exact=True)", "ConfigError", 2, ["'pipeline'", "exact=True"]
+        "go(pipeline={'schedule': 'pipedream'}, exact=True)", "ConfigError", ["'pipeline'", "exact=True"]
     ),
     "too few microbatches between updates": Bad(
-        "go(pipeline={'schedule': '2bw', 'update_every': 2})", "ConfigError", 2, ["3 workers", "not 2"], workers=3
+        "go(pipeline={'schedule': '2bw', 'update_every': 2})", "ConfigError", ["3 workers", "not 2"], workers=3
     ),
     "too little memory": Bad(
-        "go(memory_gigabytes=1e-6)", "ConfigError", 2, ["does not fit into 2 stages", "stage", "1,000"]
+        "go(memory_gigabytes=1e-6)", "ConfigError", ["does not fit into 2 stages", "stage", "1,000"]
     ),
     "too little memory for a cut": Bad(
-        "go(memory_gigabytes=2e-6, pipeline={'cut': ['9']})", "ConfigError", 2, ["Stage 0", "'0' to '8'", "2,000"]
+        "go(memory_gigabytes=2e-6, pipeline={'cut': ['9']})", "ConfigError", ["Stage 0", "'0' to '8'", "2,000"]
     ),
     "tied weights in a stage of two workers": Bad(
         "go(**CUT['tied weights'](), pipeline={'schedule': 'pipedream', 'replicas': [2, 1]})",
         "ConfigError",
-        2,
         ["'embedding.weight'", "stages 0, 1", "2 workers", "'1f1b'"],
         workers=3,
     ),
     "a buffer that two stages change": Bad(
         "norm = nn.BatchNorm1d(12)\nsmall(layers(norm, nn.Tanh(), norm), pipeline={'cut': ['2']})",
         "InputError",
-        2,
         ["Stages 0 and 1", "both change the buffer '1.", "pipeline.cut"],
     ),
 }

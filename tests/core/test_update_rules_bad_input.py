@@ -16,31 +16,28 @@ BOTH = pytest.mark.parametrize("strategy", ["backup", "local-sgd"])
 
 REFUSED = {
     "as many backup workers as workers": Bad(
-        "go(strategy='backup', backup={'workers': 2})", "ConfigError", 2, ["backup.workers = 2", "2 workers"]
+        "go(strategy='backup', backup={'workers': 2})", "ConfigError", ["backup.workers = 2", "2 workers"]
     ),
     "more backup workers than workers": Bad(
-        "go(strategy='backup', backup={'workers': 5})", "ConfigError", 2, ["backup.workers = 5", "3 workers"], workers=3
+        "go(strategy='backup', backup={'workers': 5})", "ConfigError", ["backup.workers = 5", "3 workers"], workers=3
     ),
     "less than no backup workers": Bad(
-        "go(strategy='backup', backup={'workers': -1})", "ConfigError", 2, ["backup.workers = -1"]
+        "go(strategy='backup', backup={'workers': -1})", "ConfigError", ["backup.workers = -1"]
     ),
     "exact bits with backup workers": Bad(
         "go(strategy='backup', exact=True)",
         "ConfigError",
-        2,
         ["'backup'", "exact=True", "backup.workers = 0", "'stealing'"],
     ),
     "exact bits with gradients that come late": Bad(
         "go(strategy='parameter-server', exact=True, server={'mode': 'async'})",
         "ConfigError",
-        2,
         ["'parameter-server'", "exact=True", "server.mode = 'sync'"],
     ),
     **{
         f"a comparison with one process of {strategy}": Bad(
             f"os.environ.update(PACELINE_TRACE='.', PACELINE_TRACE_STEPS='2')\ngo(strategy={strategy!r}, {more})",
             "ConfigError",
-            2,
             ["paceline verify is for strategies that compute the same function", repr(strategy), *cures],
         )
         for strategy, more, cures in (
@@ -50,44 +47,35 @@ REFUSED = {
         )
     },
     "outer steps after no step": Bad(
-        "go(strategy='local-sgd', local={'every': 0})",
-        "ConfigError",
-        2,
-        ["local.every = 0", "greater than or equal to 1"],
+        "go(strategy='local-sgd', local={'every': 0})", "ConfigError", ["local.every = 0", "greater than or equal to 1"]
     ),
     "a negative start of replicas": Bad(
-        "go(strategy='local-sgd', local={'after': -3})", "ConfigError", 2, ["local.after = -3"]
+        "go(strategy='local-sgd', local={'after': -3})", "ConfigError", ["local.after = -3"]
     ),
     "replicas that do not divide a batch": Bad(
         "go(strategy='diloco', microbatches=8, local={'replicas': 3})",
         "ConfigError",
-        2,
         ["local.replicas = 3", "8 microbatches", "1, 2, 4, 8"],
     ),
     "more workers than replicas": Bad(
         "go(strategy='diloco', microbatches=8, local={'replicas': 2})",
         "ConfigError",
-        2,
         ["3 workers", "local.replicas = 2"],
         workers=3,
     ),
     "momentum that does not fade": Bad(
-        "go(strategy='diloco', local={'outer_momentum': 1.0})", "ConfigError", 2, ["local.outer_momentum = 1.0"]
+        "go(strategy='diloco', local={'outer_momentum': 1.0})", "ConfigError", ["local.outer_momentum = 1.0"]
     ),
     "checkpoints at any step with replicas": Bad(
         "go(strategy='local-sgd', checkpoint={'directory': 'kept', 'every': 'auto'})",
         "ConfigError",
-        2,
         ["checkpoint.every = 'auto'", "'local-sgd'", "checkpoint.every = 100"],
     ),
     "an optimizer with closures": Bad(
-        "go(strategy='backup', optimizer=torch.optim.LBFGS)", "ConfigError", 2, ["LBFGS", "'backup'", "'allreduce'"]
+        "go(strategy='backup', optimizer=torch.optim.LBFGS)", "ConfigError", ["LBFGS", "'backup'", "'allreduce'"]
     ),
     "an optimizer with closures and replicas": Bad(
-        "go(strategy='local-sgd', optimizer=torch.optim.LBFGS)",
-        "ConfigError",
-        2,
-        ["LBFGS", "'local-sgd'", "'allreduce'"],
+        "go(strategy='local-sgd', optimizer=torch.optim.LBFGS)", "ConfigError", ["LBFGS", "'local-sgd'", "'allreduce'"]
     ),
 }
 
