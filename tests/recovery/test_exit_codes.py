@@ -249,7 +249,7 @@ main([*sys.argv[1:], "train.py"])
 """
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(9, turns=6)
 @pytest.mark.parametrize("case", _cases())
 def test_ways_to_end(codes: Codes, case: Case, tmp_path: Path) -> None:
     (tmp_path / "torchrun.py").write_text(TORCHRUN)

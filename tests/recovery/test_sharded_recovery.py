@@ -20,6 +20,13 @@ def went_back(ran: Ran) -> list[int]:
     return [one["step"] for one in ran.events() if one["event"] == "went back"]
 
 
+def checked(ran: Ran, wanted: dict[str, Any]) -> list[int]:
+    """The steps to which the workers of a run went back, which has ended with the state of an undisturbed one."""
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {wanted["fingerprint"]}, ran.report()
+    return went_back(ran)
+
+
 EPOCHS = """
 import scripted
 
@@ -35,9 +42,7 @@ scripted.end(session)
 def test_a_joiner_gets_a_checkpoint_of_an_earlier_epoch(run: Run, undisturbed: Any) -> None:
     """The others have compared their states at the end of that epoch and do not wait for it there."""
     ran = run(EPOCHS, *TWO, "--standby", 1, *EVERY_3, faults=faults.kill(rank=1, step=4), GIVEN=SHARDED)
-    assert ran.code == 0, ran.report()
-    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(EPOCHS)["fingerprint"]}, ran.report()
-    assert set(went_back(ran)) == {3}, ran.report()
+    assert set(checked(ran, undisturbed(EPOCHS))) == {3}, ran.report()
 
 
 # Each strategy tells whether its worker shares the weights with the others.
@@ -74,9 +79,7 @@ def test_a_lost_shard_comes_from_the_checkpoint(run: Run, undisturbed: Any, path
 def test_a_worker_is_lost_inside_a_step(run: Run, undisturbed: Any, point: Any) -> None:
     """Some workers may have made the update, and others not."""
     ran = run(PLAIN, *ELASTIC, *EVERY_3, faults=faults.kill(rank=2, step=5, point=point), GIVEN=SHARDED)
-    assert ran.code == 0, ran.report()
-    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
-    assert went_back(ran) == [3, 3], ran.report()
+    assert checked(ran, undisturbed(PLAIN)) == [3, 3], ran.report()
 
 
 # Worker 1 is killed when it is to send its slices for the second time.
@@ -112,18 +115,14 @@ def test_a_worker_is_lost_while_the_state_is_sent_for_a_save(run: Run, undisturb
     """The save is given up: it begins again after the workers have gone back to the earlier one."""
     every = "--set", "checkpoint.every=3", "--set", f"checkpoint.background={way}"
     ran = run(KILLED + PLAIN, *ELASTIC, *every, GIVEN=SHARDED)
-    assert ran.code == 0, ran.report()
-    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
-    assert went_back(ran) == [3, 3], ran.report()
+    assert checked(ran, undisturbed(PLAIN)) == [3, 3], ran.report()
 
 
 @pytest.mark.slow
 def test_a_worker_is_lost_while_another_one_hands_over_its_slices(run: Run, undisturbed: Any) -> None:
     script = PLAIN.replace("    scripted.say", "    scripted.leave(session, batch, 2, 4)\n    scripted.say")
     ran = run(KILLED_MOVING + script, *ELASTIC, *EVERY_3, GIVEN=SHARDED)
-    assert ran.code == 0, ran.report()
-    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
-    assert set(went_back(ran)) == {3}, ran.report()
+    assert set(checked(ran, undisturbed(PLAIN))) == {3}, ran.report()
 
 
 EVALUATED = PLAIN.replace(
@@ -174,7 +173,7 @@ strategy.consolidate_state_dict = state_shards.consolidate_state_dict = refused
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, turns=6)
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("point", POINTS)
@@ -347,7 +346,7 @@ GlobalNorm.of = norm
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, turns=6)
 @PATHS
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("heard", [(0,), (1,), (), (0, 1)], ids=str)
@@ -361,9 +360,7 @@ def test_some_do_not_know_whether_a_step_was_done(run: Run, undisturbed: Any, pa
 
 
 def resumes(run: Run, undisturbed: Any) -> None:
-    again = run(PLAIN, "-n", 2, "--resume", "auto", GIVEN=SHARDED)
-    assert again.code == 0, again.report()
-    assert {one["fingerprint"] for one in again.printed()} == {undisturbed(PLAIN)["fingerprint"]}, again.report()
+    checked(run(PLAIN, "-n", 2, "--resume", "auto", GIVEN=SHARDED), undisturbed(PLAIN))
 
 
 @pytest.mark.slow
