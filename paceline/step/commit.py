@@ -145,9 +145,12 @@ def _locate(context: TrainingContext, step: int, groups: list[MicrobatchGroup], 
 
 
 def locate_here(context: TrainingContext, step: int, groups: list[MicrobatchGroup], bad: MicrobatchResult) -> range:
-    """Find the microbatch of a local group whose loss is not finite. Returns the whole group if no single loss is."""
-    (group,) = (group for group in groups if group.microbatches == bad.microbatches)
-    for part in split_group(group, context.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
-        if not context.compute.loss_only(part)[:2].isfinite().all():
+    """Find the microbatch of a local group whose loss is not finite. Returns the whole group if no single loss is.
+
+    In an audited step the group may be a part of the one that was loaded.
+    """
+    parts = context.order.parts_of(step)
+    for part in (part for group in groups for part in split_group(group, parts)) if len(bad.microbatches) > 1 else ():
+        if part.microbatches.start in bad.microbatches and not context.compute.loss_only(part)[:2].isfinite().all():
             return part.microbatches
     return bad.microbatches

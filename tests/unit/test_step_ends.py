@@ -85,6 +85,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_microbatch() -> N
     with pytest.raises(NonFiniteLoss, match="inf at step 5, microbatch 2, computed by rank 1"):
         commit(scene.context, 5, PIECES, BAD, [])
     assert scene.reset == 1 and scene.applied == []
+    with pytest.raises(NonFiniteLoss, match="microbatch 2, computed by rank 1"):  # an audit has cut the group
+        commit(scene.context, 5, PIECES, [part(range(2, 4), math.inf)], [])
     scene.losses[2] = 1.0
     with pytest.raises(NonFiniteLoss, match="microbatches 1 to 3"):
         commit(scene.context, 5, PIECES, BAD, [])
