@@ -6,8 +6,7 @@
               ▲                              │ WorkerLost                                               │
               └───────────── re-form ◄───────┴──────────────────────────────────────────────────────────┘
 
-With a coordinator, a lost worker does not end training. The interrupted operation is dropped, the workers re-form
-(``training.recovery``), and the operation is repeated with new shares.
+With a coordinator, the workers re-form after a loss (``training.recovery``) and repeat the interrupted operation.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from paceline.training.records import Records
 from paceline.training.recovery.activity import RE_FORMING, Activity
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.recovery import Recovery
+from paceline.training.recovery.state_shards import hash_shares
 from paceline.training.script_state import ScriptState
 
 _log = logging.getLogger("paceline")
@@ -199,13 +199,13 @@ class TrainingLoop:
             if step not in self.progress.left_out:
                 self.activity.begin("repeating lost steps")
                 begin = time.perf_counter()
-                groups = self.context.feed.load(step, self.strategy.groups(step))
-                result = self._run_step(step, groups)
+                result = self._run_step(step, self.context.feed.load(step, self.strategy.groups(step)))
                 self.progress.result, notice = result, result.notice
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
             self.progress.steps = step + 1
             self._settle(step + 1)  # after a loss, others go on from here or from an earlier step, and save nothing
+            hash_shares(self.strategy, self.progress)
             if self._checkpointer.due(step + 1) and not self._script.is_ahead(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()
@@ -263,11 +263,10 @@ class TrainingLoop:
         self._meet("synchronizing")
         if self.progress.compared >= steps:  # the other workers have passed this position already
             return
-        if (divided := self.strategy.divided) is not None and divided.hashes is None:
-            divided.hash()
         if self.context.settings.exact:
             compare(self.context, "synchronizing")
         self.progress.compared = steps
+        hash_shares(self.strategy, self.progress)
 
     def _meet(self, doing: str) -> None:
         """Bring this worker to the position of its script and synchronize with all others. Run in :meth:`_together`."""
@@ -371,6 +370,7 @@ class TrainingLoop:
             self._take_over(self._recovery.re_form(self._progress, planned, ended))
             try:
                 self._set_up_strategy()
+                hash_shares(self.strategy, self.progress)
                 able = self.progress.steps >= self.progress.repeat_until and not self.context.loop.lacks_copies
                 self._checkpointer.repeat_save(self._state, self.progress.steps, lost is not None, able)
                 return

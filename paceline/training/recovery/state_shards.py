@@ -13,6 +13,7 @@ from paceline.schedule.slices import not_owned
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import consolidate_state_dict
 from paceline.strategies import registry
+from paceline.strategies.base import Strategy
 from paceline.strategies.sharded.shards import unite
 from paceline.training.progress import Progress, furthest_of
 from paceline.training.recovery.activity import RE_FORMING
@@ -75,6 +76,16 @@ def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Share
     has_newest = own is not None and own.steps + own.ahead == most.steps
     shares.move(own.owned if own is not None and has_newest else frozenset(), RE_FORMING)
     return shares
+
+
+def hash_shares(strategy: Strategy, progress: Progress) -> None:
+    """Hash a divided state at a position at which the workers compare, or compared before they divided it anew.
+
+    All workers call this together.
+    """
+    divided = strategy.divided
+    if divided is not None and divided.hashes is None and progress.steps == progress.compared:
+        divided.hash()
 
 
 def is_replaced(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
