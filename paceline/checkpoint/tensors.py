@@ -175,7 +175,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iter
         device = value.device if on_host else parameters[name].device
         existing = optimizer.state.get(parameters[name], {}).get(key)
         own = existing.copy_(value) if _fits(existing, value, device) else value.to(device, copy=True)
-        put_entry(loaded[parameters[name]], key, own)
+        put_entry(loaded[parameters[name]], key, laid_out(own, parameters[name]))
     optimizer.state.clear()
     optimizer.state.update(loaded)
 
@@ -184,6 +184,13 @@ def _fits(existing: Any, value: torch.Tensor, device: torch.device) -> bool:
     """Return whether a value can be copied into an existing tensor, which is faster than allocating a new tensor."""
     same = isinstance(existing, torch.Tensor) and existing.dtype == value.dtype and existing.shape == value.shape
     return same and existing.device == device and existing.is_contiguous()
+
+
+def laid_out(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the optimizer's state with the strides of its parameter, which fused updates rely on."""
+    if value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 class StreamedTensors(Mapping[str, torch.Tensor]):

@@ -73,3 +73,20 @@ def test_numbers_stay_numbers() -> None:
     found = optimizer.state[model.weight]
     assert found.keys() == state.keys() and torch.equal(found["mean"], torch.ones(3, 4))
     assert all(type(found[key]) is type(value) and found[key] == value for key, value in state.items() if key != "mean")
+
+
+def test_the_strides_are_those_of_the_parameter() -> None:
+    """A fused update goes through the memory of both in order: with other strides each weight gets another's moment."""
+    model = torch.nn.Linear(4, 3)
+    model.weight = torch.nn.Parameter(torch.ones(4, 3).t())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"optimizer/weight/momentum_buffer": torch.arange(12.0).view(3, 4)}
+    load_optimizer_state(model, optimizer, state)
+    found = [optimizer.state[model.weight]["momentum_buffer"]]
+    update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
+    context: Any = SimpleNamespace(update=update)
+    shard = OptimizerShard(context, [Slice(0, 0, 12, 0), Slice(1, 0, 3, 0)], [0, 1])
+    shard.load(state)
+    found.append(optimizer.state[shard.own[0]]["momentum_buffer"])
+    for value in found:
+        assert value.stride() == model.weight.stride() and torch.equal(value, *state.values())

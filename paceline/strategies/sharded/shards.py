@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.checkpoint.tensors import entries_of, put_entry
+from paceline.checkpoint.tensors import entries_of, laid_out, put_entry
 from paceline.comm.reduction.buckets import split
 from paceline.schedule import slices
 from paceline.schedule.link_shares import full
@@ -205,7 +205,8 @@ class OptimizerShard:
                     optimizer, group = group_of[parameter]
                     on_host = key == "step" and not entry.ndim and not (group.get("fused") or group.get("capturable"))
                     own = _cut(entry, parameter, one) if part is None else entry.view(value.shape)
-                    put_entry(optimizer.state[value], key, own if on_host else own.to(value.device))
+                    own = own if on_host else laid_out(own.to(value.device), value)
+                    put_entry(optimizer.state[value], key, own)
 
     def release(self) -> dict[str, torch.Tensor]:
         """Remove the state of the held slices from the optimizer, and return it as :meth:`tensors` does."""
