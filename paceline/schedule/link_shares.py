@@ -56,3 +56,22 @@ def full(chunks: int) -> int:
     5 MB would be cut into many small messages.
     """
     return min(max(SMALLEST_BUCKET, chunks * _MESSAGE_BYTES), LARGEST_BUCKET)
+
+
+def windows(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
+    """Place blocks in a memory that is used again and again, each behind the one before it.
+
+    Returns:
+        for each block, its offset, and the index of the last block before it in the same place, or -1.
+
+    >>> windows([40, 40, 40, 10], 100)
+    [(0, -1), (40, -1), (0, 0), (40, 1)]
+    """
+    placed: list[tuple[int, int]] = []
+    for index, size in enumerate(sizes):
+        start = placed[-1][0] + sizes[index - 1] if placed else 0
+        start = start if start + size <= capacity else 0
+        earlier = range(index - 1, -1, -1)
+        before = (one for one in earlier if placed[one][0] < start + size and start < placed[one][0] + sizes[one])
+        placed.append((start, next(before, -1)))
+    return placed

@@ -415,6 +415,37 @@ def test_sums_of_half_types_are_divided_in_float32() -> None:
     assert values[0].tolist() == [1.5, 1.5]
 
 
+def test_receives_of_all_homes_are_posted_before_the_first_send() -> None:
+    """Gloo tells a sender of a receive behind the bytes that are on their way to it."""
+
+    def act(world: ThreadWorld) -> tuple[list[tuple[str, int]], list[torch.Tensor]]:
+        tensors, homes = [torch.zeros(64) for _ in range(2)], [0, 1]
+        exchange = DirectExchange(world, TAGS, homes=homes, copies={0: [], 1: []})
+        exchange.layout = exchange.layout._replace(ahead=2)  # as over gloo
+        reduction = Reduction(world, exchange, tensors, Facts(), "pushes", 512)
+        posted, start = list[tuple[str, int]](), world.start_transfers
+
+        def recorded(sends: Any, receives: Any) -> Any:
+            posted.extend([("receive", one.peer) for one in receives] + [("send", one.peer) for one in sends])
+            return start(sends, receives)
+
+        world.start_transfers = recorded  # type: ignore[method-assign, assignment]
+        reduction.begin([[Node(0, 0)], [Node(0, 1)]], 2.0)
+        for member in range(2):
+            reduction.slots(member)[0].fill_(member + world.rank)
+            reduction.written(member)
+        reduction.finish()
+        reduction.mean(world.rank).mul_(10)
+        taken: dict[int, torch.Tensor] = {}
+        reduction.spread(lambda member, value: taken.setdefault(member, value.clone()))
+        return posted, [taken[member] if member in taken else reduction.mean(member) for member in range(2)]
+
+    for rank, (posted, values) in enumerate(run(2, act)):
+        other = 1 - rank
+        assert posted == [("receive", other), ("send", other)] * 2
+        assert [float(value[0]) for value in values] == [10 * (member + 0.5) for member in range(2)]
+
+
 def test_an_ordered_transport_gets_messages_in_the_same_order_from_every_worker() -> None:
     """A worker may ask for the memory of a bucket before the one ahead of it is written."""
 

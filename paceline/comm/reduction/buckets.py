@@ -19,7 +19,7 @@ import torch
 
 from paceline.comm.shm.tensors import CACHE_LINE, aligned
 from paceline.comm.waiting import Transfer
-from paceline.schedule.link_shares import WINDOW_BUCKETS
+from paceline.schedule.link_shares import WINDOW_BUCKETS, windows
 
 _LINE = CACHE_LINE // 4  # number of float32 elements in a cache line
 
@@ -127,24 +127,6 @@ def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list
     for bucket, place in zip(buckets, windows(sizes, most), strict=True):
         bucket.start, bucket.after = place
     return buckets
-
-
-def windows(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
-    """Place blocks in a memory that is used again and again, each behind the one before it.
-
-    Returns:
-        for each block, its offset, and the index of the last block before it in the same place, or -1.
-
-    >>> windows([40, 40, 40, 10], 100)
-    [(0, -1), (40, -1), (0, 0), (40, 1)]
-    """
-    placed: list[tuple[int, int]] = []
-    for index, size in enumerate(sizes):
-        start = placed[-1][0] + sizes[index - 1] if placed else 0
-        start = start if start + size <= capacity else 0
-        before = [one for one in range(index) if placed[one][0] < start + size and start < placed[one][0] + sizes[one]]
-        placed.append((start, max(before, default=-1)))
-    return placed
 
 
 def split(tensors: list[torch.Tensor], most: int, first: int | None = None, neighbors: bool = True) -> list[list[int]]:

@@ -100,18 +100,22 @@ class DirectExchange:
         while len(bucket.inbox) < count * self._size:
             bucket.inbox.append(torch.empty_like(bucket.flats[0][bucket.chunk(self._rank)]))
 
-    def _scatter(self, bucket: Bucket) -> Iterable[Messages]:
-        """Send each worker its chunk of this worker's nodes."""
+    def expect(self, bucket: Bucket) -> list[Message]:
         if self.layout.windowed:
             self._open_inbox(bucket, max(map(len, self._nodes)))
+        nodes = [(peer, index) for peer in self._peers for index in range(len(self._nodes[peer]))]
+        tag = self._tags + bucket.index * TAGS
+        return [Message(self._received(bucket, peer, index), peer, tag + index) for peer, index in nodes]
+
+    def _scatter(self, bucket: Bucket) -> Iterable[Messages]:
+        """Send each worker its chunk of this worker's nodes."""
         tag, own = self._tags + bucket.index * TAGS, bucket.flats[: len(self._nodes[self._rank])]
-        sends, receives = [], []
-        for peer in self._peers:
-            chunk = bucket.chunk(peer)
-            sends += [Message(flat[chunk], peer, tag + index) for index, flat in enumerate(own)]
-            for index in range(len(self._nodes[peer])):
-                receives.append(Message(self._received(bucket, peer, index), peer, tag + index))
-        return [(sends, receives)]
+        sends = [
+            Message(flat[bucket.chunk(peer)], peer, tag + index)
+            for peer in self._peers
+            for index, flat in enumerate(own)
+        ]
+        return [(sends, [] if self.layout.ahead > 1 else self.expect(bucket))]
 
     def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
         if bucket.home in (None, self._rank):

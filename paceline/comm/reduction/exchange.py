@@ -69,6 +69,10 @@ class Exchange(Protocol):
 class OwnerExchange(Exchange, Protocol):
     """Exchange whose buckets have servers, which keep the means and later spread other values of the same shapes."""
 
+    def expect(self, bucket: Bucket) -> list[Message]:
+        """Return the receives of the parts of a bucket."""
+        ...
+
     def spread(self, bucket: Bucket) -> Iterable[Messages] | None:
         """Send a bucket from its server to all other workers, after the means of all buckets have been reduced."""
         ...

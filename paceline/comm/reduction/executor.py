@@ -73,6 +73,7 @@ class Reduction:
         exchange.open(self._buckets)
         self._at = {member: (bucket, at) for bucket in self._buckets for at, member in enumerate(bucket.members)}
         self._sums = len(exchange.before)
+        self._owner = exchange if isinstance(exchange, OwnerExchange) else None
         self._turned = False  # whether the receives of the last bucket were awaited in reverse
         self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
         """None stands for :meth:`_reduce`. A bound method would be a reference cycle and delay freeing memory."""
@@ -98,6 +99,7 @@ class Reduction:
         self.divisor, self.needs_divisor = divisor, False
         self._done = [0] * len(self._phases)
         """Number of buckets that have started each phase."""
+        self._expected = 0  # number of buckets whose parts can arrive
         self._exchange.begin(nodes)
         for bucket in self._buckets:
             bucket.waiting, bucket.sent = len(bucket.members), 0
@@ -192,18 +194,27 @@ class Reduction:
         Raises:
             WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
-        begin, exchange = perf_counter(), self._exchange
-        assert isinstance(exchange, OwnerExchange)
-        done = 0
+        begin, exchange, ahead = perf_counter(), self._owner, self._exchange.layout.ahead
+        assert exchange is not None
+        done, unsent = 0, list[tuple[Bucket, list[Message]]]()  # receives are posted first, see _expect
         with self._world.awaiting(f"for the {self._name} of the others"):
             for bucket in self._buckets:
+                if len(unsent) == ahead or bucket.after >= done:
+                    self._start_unsent(unsent)
                 self._await_spread(exchange, self._buckets[done : bucket.after + 1], arrived)
                 done, bucket.sent = max(done, bucket.after + 1), 0
                 for sends, receives in exchange.spread(bucket) or ():
-                    self._start(bucket, sends, receives)
+                    self._start(bucket, [], receives)
+                    unsent.append((bucket, sends))
+            self._start_unsent(unsent)
             self._await_spread(exchange, self._buckets[done:], arrived)
         sent = sum(bucket.sent for bucket in self._buckets)
         self._events.mark("spread", what=self._name, bytes=sent, seconds=perf_counter() - begin)
+
+    def _start_unsent(self, unsent: list[tuple[Bucket, list[Message]]]) -> None:
+        for bucket, sends in unsent:
+            self._start(bucket, sends, [])
+        unsent.clear()
 
     def _await_spread(
         self, exchange: OwnerExchange, buckets: Sequence[Bucket], arrived: Callable[[int, torch.Tensor], None]
@@ -222,9 +233,22 @@ class Reduction:
             if bucket.waiting:
                 return
             bucket.started = perf_counter()
+            self._expect(bucket.index)
             self._advance(0)
             if not self._held:
                 self._advance_others()
+
+    def _expect(self, first: int) -> None:
+        """Post the receives of ``layout.ahead`` buckets, if several, before this worker sends the first of them.
+
+        A sender of gloo waits until it hears of the receive, behind all that the receiver is sending to it. If servers
+        posted a receive with its bucket, a link would often carry bytes in one direction only.
+        """
+        if self._owner is None or (ahead := self._exchange.layout.ahead) == 1:
+            return
+        for bucket in self._buckets[self._expected : first + ahead]:
+            self._start(bucket, [], self._owner.expect(bucket))
+            self._expected += 1
 
     def _advance_others(self) -> None:
         """Advance a bucket in each phase between the first and the last, except buckets that have just advanced.

@@ -10,6 +10,7 @@ from paceline.comm.reduction.buckets import Bucket, Layout
 from paceline.comm.reduction.exchange import Parts, Phase, in_order
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned
+from paceline.comm.transport.base import Message
 from paceline.schedule.link_shares import SMALLEST_BUCKET
 from paceline.schedule.tree import Node
 
@@ -108,6 +109,10 @@ class SharedMemoryExchange:
         self._shared, self._windowed = SharedBuckets(memory, windowed), windowed
         self.open = self._shared.open
         self.layout = Layout(SMALLEST_BUCKET, [1 / self._size] * self._size, homes=homes, windowed=windowed)
+
+    def expect(self, bucket: Bucket) -> list[Message]:
+        """Return nothing, because parts stay where they were written."""
+        return []
 
     @property
     def before(self) -> tuple[Phase, ...]:
