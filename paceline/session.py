@@ -329,7 +329,7 @@ class Session:
         self._evaluations.extend(samples)
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on rank 0 only, and only once: a resumed script does not repeat output from before the checkpoint."""
+        """Print ``values`` on rank 0, with ``sep`` and ``end`` as in Python. A resumed script repeats no output."""
         if self.is_main and self._loop.position.asked >= self._loop.progress.received:
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - the script's own output
 
@@ -337,6 +337,7 @@ class Session:
         """Write a checkpoint of the current state and return its directory or URL. Every worker must call it.
 
         Rank 0 writes the checkpoint, which is durable when the call returns on rank 0. Other ranks do not wait for it.
+        A complete checkpoint of this step is left as it is.
 
         Raises:
             CheckpointError: no checkpoint directory is set, or this save or an earlier background save failed.

@@ -26,21 +26,22 @@ class CheckpointSettings(_Group):
     """Checkpoint settings: directory, interval and retention."""
 
     directory: Path | str | None = Field(
-        None, description="directory of the checkpoints, or a URL; none: that of the run, else checkpoints/<script>"
+        None, description="directory of the checkpoints, or a URL; none: the run's, otherwise checkpoints/<script>"
     )
     every: PositiveInt | Literal["auto"] | None = Field(
         None, description="steps between saves; auto: the interval that costs least; none: only session.save()"
     )
-    keep: PositiveInt = Field(2, description="how many checkpoints to keep")
+    keep: PositiveInt = Field(2, description="number of checkpoints to keep")
     keep_hours: PositiveFloat | None = Field(
         None, description="remove checkpoints older than this, except the newest; none: keep them at any age"
     )
     background: bool | None = Field(
-        None, description="save in the background; false: training waits; none: unless workers have shares of the state"
+        None,
+        description="save while training goes on; false: training waits; none: it waits if workers divide the state",
     )
-    retry_seconds: Seconds = Field(300.0, description="how long to try again while the disk or object store fails")
+    retry_seconds: Seconds = Field(300.0, description="timeout for retries while the disk or object store fails")
     key_file: Path | None = Field(
-        None, description="file with a secret that signs checkpoints: those that are not signed with it are refused"
+        None, description="file with a secret that signs checkpoints; other checkpoints are refused"
     )
     mtbf_hours: PositiveFloat = Field(24.0, description="expected hours between two failures of the run, for auto")
 
@@ -60,12 +61,12 @@ class WeightsSettings(_Group):
     path: Path | str | None = Field(
         None, description="weights to start from: a .safetensors or .pt file, a folder of them, a checkpoint, or a URL"
     )
-    strict: bool = Field(True, description="refuse weights that do not have all names of the model, or have others")
+    strict: bool = Field(True, description="refuse weights that lack names of the model or have other names")
     rename: tuple[str, ...] = Field(
-        (), description="beginnings of names in the file and in the model, as encoder.=backbone.; the longest counts"
+        (), description="name prefixes in the file and in the model: encoder.=backbone.; the longest counts"
     )
-    skip: tuple[str, ...] = Field((), description="beginnings of names in the model that keep their initial values")
-    key: str | None = Field(None, description="the key of the state_dict in a .pt file that holds more than that")
+    skip: tuple[str, ...] = Field((), description="name prefixes of parameters that keep their initial values")
+    key: str | None = Field(None, description="key of the state_dict in a .pt file that holds more")
 
     @field_validator("path", mode="before")
     @classmethod
@@ -92,18 +93,18 @@ class AverageSettings(_Group):
     """Averaging of the weights over steps: exponential (EMA) or uniform (SWA)."""
 
     kind: Literal["ema", "swa"] | None = Field(
-        None, description="keep an average of the weights: exponential (ema), or of equal parts (swa); none: keep none"
+        None, description="keep an average of the weights: exponential (ema), or with equal weights (swa)"
     )
-    decay: Part = Field(0.999, description="ema: the part of the old average in the new one")
-    after: NonNegativeInt = Field(0, description="steps before those that are averaged")
-    every: PositiveInt = Field(1, description="steps from one to the next that is averaged")
+    decay: Part = Field(0.999, description="ema: weight of the old average in the new one")
+    after: NonNegativeInt = Field(0, description="steps before averaging starts")
+    every: PositiveInt = Field(1, description="steps between two averaged steps")
 
 
 class BackupSettings(_Group):
     """Settings of strategy ``backup``, whose steps do not wait for the slowest workers."""
 
     workers: NonNegativeInt | None = Field(
-        None, description="how many workers a step does not wait for; none: 1 with strategy backup, else 0"
+        None, description="number of workers that a step does not wait for; none: 1 with strategy backup"
     )
 
 
@@ -111,42 +112,40 @@ class ServerSettings(_Group):
     """Settings of strategy ``parameter-server``."""
 
     mode: Literal["sync", "async", "bounded"] = Field(
-        "sync", description="wait for all workers in each step; for none; or for those that are too far behind"
+        "sync", description="wait for all workers (sync), for none (async), or for workers too far behind (bounded)"
     )
     count: PositiveInt = Field(1, description="number of servers that share the parameters")
-    dedicated: bool = Field(False, description="the first workers only serve; false: they also compute")
+    dedicated: bool = Field(False, description="the first workers only serve; false: they compute as well")
     copies: Literal[1, 2] = Field(
-        2, description="on several machines: how many workers hold each server's part, so that one may be lost"
+        2, description="on several machines: workers that hold each server's shard; with 2, one may be lost"
     )
-    staleness: NonNegativeInt = Field(
-        1, description="bounded: how many rounds (a step of each worker) the weights may be behind"
-    )
+    staleness: NonNegativeInt = Field(1, description="bounded: number of rounds by which the weights may lag behind")
     scale_lr: bool = Field(
-        False, description="divide the learning rate of an update by 1 + the updates made since its weights were pulled"
+        False, description="divide the learning rate of an update by 1 + the updates since its weights were pulled"
     )
     drop_after: NonNegativeInt | None = Field(
-        None, description="drop a gradient after more updates than this since its weights were pulled; none: never"
+        None, description="drop a gradient if more than this many updates came since its pull; none: never"
     )
 
 
 class LocalSettings(_Group):
     """Settings of strategies ``diloco`` and ``local-sgd``, whose replicas of the model train independently."""
 
-    every: PositiveInt = Field(8, description="steps between two outer steps")
-    after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
+    every: PositiveInt = Field(8, description="inner steps between two outer steps")
+    after: NonNegativeInt = Field(0, description="steps of synchronous training before local training")
     replicas: PositiveInt = Field(4, description="replicas of the model, a divisor of microbatches")
     outer_lr: PositiveFloat = Field(0.7, description="diloco: learning rate of the outer steps")
     outer_momentum: Fraction = Field(0.9, description="diloco: Nesterov momentum of the outer steps")
-    fragments: PositiveInt = Field(1, description="parts of the model, each with its own outer step in a period")
-    delay: NonNegativeInt = Field(0, description="steps that go on while a fragment's outer step is on its way")
-    mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps in an outer step")
+    fragments: PositiveInt = Field(1, description="fragments of the model, each with its own outer step in a period")
+    delay: NonNegativeInt = Field(0, description="steps that go on while a fragment is on its way")
+    mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps when a fragment lands")
     sites: bool = Field(False, description="a replica for each shard of Located data, from which only updates leave")
     sampled: PositiveFloat | None = Field(None, description="sites in a round: a number, or a part below 1; none: all")
-    masked: bool = Field(False, description="sites: add updates up by secure aggregation, so that nobody sees one")
-    threshold: PositiveInt | None = Field(None, description="masked: fewest sites in a sum; none: over two thirds")
-    clip: PositiveFloat | None = Field(None, description="masked: largest norm of the update of a site; none: any")
-    noise: PositiveFloat | None = Field(None, description="masked: deviation of noise in a sum, in multiples of clip")
-    delta: Fraction = Field(1e-5, description="noise: delta of the privacy budget that the rounds have spent")
+    masked: bool = Field(False, description="add up updates by secure aggregation, so that nobody sees one")
+    threshold: PositiveInt | None = Field(None, description="fewest sites in a masked sum; none: over two thirds")
+    clip: PositiveFloat | None = Field(None, description="largest norm of an update in a masked sum; none: any")
+    noise: PositiveFloat | None = Field(None, description="deviation of noise in a masked sum, in multiples of clip")
+    delta: Fraction = Field(1e-5, description="delta of the privacy budget that the rounds have spent")
 
 
 class PipelineSettings(BaseModel):
@@ -155,23 +154,23 @@ class PipelineSettings(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     schedule: Literal["layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"] = Field(
-        "1f1b", description="in which order the stages compute the microbatches"
+        "1f1b", description="order in which the stages compute the microbatches"
     )
     stages: PositiveInt | None = Field(None, description="number of stages; none: as many as the workers can hold")
-    chunks: PositiveInt = Field(2, description="interleaved: how many stages each worker holds")
+    chunks: PositiveInt = Field(2, description="interleaved: number of stages on each worker")
     cut: tuple[str, ...] | None = Field(
-        None, description="the layers at which stages begin, except the first; none: balanced by measured times"
+        None, description="layers at which stages begin, except the first; none: where measured times are balanced"
     )
     replicas: tuple[PositiveInt, ...] | None = Field(
-        None, description="workers of each stage; none: the same for each, with one more for the first ones if needed"
+        None, description="workers of each stage; none: the same number, and one more for the first stages if needed"
     )
     recompute: bool = Field(False, description="recompute the activations of a stage in its backward pass")
     update_every: PositiveInt | None = Field(
-        None, description="pipedream, 2bw: microbatches per update; none: those of a batch"
+        None, description="pipedream, 2bw: microbatches per update; none: as many as a batch has"
     )
-    vertical_sync: bool = Field(False, description="pipedream: a microbatch uses the same weight version in all stages")
+    vertical_sync: bool = Field(False, description="pipedream: a microbatch uses weights of one age in all stages")
     flush_every: PositiveInt | None = Field(
-        None, description="pipedream, 2bw: steps between flushes of the pipeline; none: only when needed"
+        None, description="pipedream, 2bw: steps between drains of the pipeline; none: only when needed"
     )
 
     @field_validator("cut", "replicas", mode="before")
@@ -192,10 +191,10 @@ class TrackingSettings(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     directory: Path | None = Field(
-        None, description="directory of the trackers' files; none: trackers in that of the run, else in the present one"
+        None, description="directory of the trackers' files; none: trackers in the run's, or in the current one"
     )
-    project: str = Field("paceline", min_length=1, description="the project, or experiment, to which the run belongs")
-    name: str | None = Field(None, description="name of the run; none: that of its directory, else of the script")
+    project: str = Field("paceline", min_length=1, description="project, or experiment, of the run")
+    name: str | None = Field(None, description="name of the run; none: that of its directory or of the script")
 
     @field_validator("name")
     @classmethod
@@ -217,25 +216,25 @@ class Settings(BaseModel):
         None, description="microbatches per batch; none: 8, or fewer for a small batch"
     )
     shares: Literal["speed", "even"] = Field(
-        "speed", description="how strategy stealing divides a batch among workers: by speed, or evenly"
+        "speed", description="how stealing first divides a batch among the workers: by their speed, or evenly"
     )
     reduction: Literal["auto", "tree", "collective"] = Field(
-        "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
+        "auto", description="how gradients are added up: along a tree, or by the all-reduce of the back end"
     )
     wire: Annotated[str, BeforeValidator(text_of)] = Field(
         "float32", description="format of gradients on the wire, also by module class: Embedding=bfloat16,default=int8"
     )
     transport: Literal["auto", "mpi"] = Field(
-        "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
+        "auto", description="what moves tensors: MPI, under mpiexec; auto: shared memory and gloo, or NCCL"
     )
     shard: Literal["optimizer", "gradients", "parameters"] = Field(
-        "parameters", description="what strategy sharded divides: the optimizer's state, gradients too, parameters too"
+        "parameters", description="what sharded divides: the optimizer's state, also gradients, or also parameters"
     )
     shard_copy: bool | None = Field(
-        None, description="for strategy sharded: a second worker holds a copy of each slice; none: if elastic"
+        None, description="sharded: a second worker keeps a copy of each slice; none: only in a run with --elastic"
     )
     shard_within: Literal["machine"] | None = Field(
-        None, description="for strategy sharded: divide the state within each machine; none: among all workers"
+        None, description="sharded: divide the state among the workers of each machine; none: among all"
     )
     bucket_megabytes: PositiveFloat | None = Field(
         None,
@@ -255,10 +254,10 @@ class Settings(BaseModel):
     )
     wire_rank: PositiveInt = Field(4, description="powersgd: rank of the matrices that a step sends")
     seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)] = Field(
-        0, description="seed of the order of samples and of all random numbers in a step"
+        0, description="seed of the sample order and of all random numbers in a step, but not of initial weights"
     )
     exact: Exact = Field(
-        False, description="the same bits for any number of workers; fixed-point: by whole numbers, added in any order"
+        False, description="the same bits for any number of workers; fixed-point: by sums of whole numbers"
     )
     drop_last: bool = Field(False, description="drop the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(
@@ -266,7 +265,7 @@ class Settings(BaseModel):
     )
     warmup_steps: NonNegativeInt = Field(0, description="steps from the base learning rate up to the scaled one")
     clip_norm: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
-        None, description="clip gradients to this global norm"
+        None, description="clip the mean gradient to this norm over all parameters"
     )
     autocast: Literal["bfloat16", "float16"] | None = Field(
         None, description="run the forward pass in this dtype; float16: with dynamic loss scaling"
@@ -274,19 +273,19 @@ class Settings(BaseModel):
     recompute: tuple[str, ...] | Literal["auto"] = Field(
         (), description="module classes to recompute in the backward pass; auto: only what memory_gigabytes demands"
     )
-    memory_gigabytes: PositiveFloat | None = Field(None, description="memory of each worker; none: not checked")
+    memory_gigabytes: PositiveFloat | None = Field(None, description="memory of a worker, in 10⁹ bytes; none: any")
     compile: bool = Field(False, description="compile the model with torch.compile")
     workers_per_loader: Annotated[NonNegativeInt, Field(le=256)] = Field(
-        0, description="loader processes per worker; 0: the worker loads itself"
+        0, description="loader processes per worker; 0: the worker itself loads"
     )
     checkpoint: CheckpointSettings = CheckpointSettings()
     weights: WeightsSettings = WeightsSettings()
     average: AverageSettings = AverageSettings()
     resume: str | None = Field(
-        None, description="auto: from the newest complete checkpoint, if any; or the path of a checkpoint"
+        None, description="auto: from the newest complete checkpoint if there is one; or the path of a checkpoint"
     )
     trackers: tuple[str, ...] = Field(
-        (), description="who records metrics: comet, csv, mlflow, tensorboard, trackio, wandb; with commas for several"
+        (), description="what records metrics: comet, csv, mlflow, tensorboard, trackio, wandb; with commas between"
     )
     tracking: TrackingSettings = TrackingSettings()
     nonfinite: Literal["stop", "skip"] = Field(
@@ -296,22 +295,22 @@ class Settings(BaseModel):
         "stop", description="if only some microbatches use a parameter: stop, or count its gradient as zero"
     )
     audit: PositiveInt | Literal["auto", "off"] = Field(
-        "auto", description="steps that compute a microbatch twice and compare: auto, off, or also each of so many"
+        "auto", description="audited steps, which compute a microbatch twice; a number adds every N-th step"
     )
     audit_action: Literal["stop", "warn"] | None = Field(
-        None, description="what follows if the two differ; none: stop with exact, else warn"
+        None, description="if the two results of an audit differ; none: stop with exact, otherwise warn"
     )
     threads: Annotated[PositiveInt, Field(le=1024)] | None = Field(
-        None, description="threads per worker; none: 1 with exact, else cores / workers on this machine"
+        None, description="threads per worker; none: 1 with exact, otherwise the cores divided by the machine's workers"
     )
     events: Literal["minimal", "steps", "operations"] = Field(
-        "steps", description="what is recorded: progress and failures, each step too, each transfer and wait too"
+        "steps", description="what is recorded: progress and failures, also each step, or also each transfer and wait"
     )
     profile_steps: Steps | None = Field(None, description="steps that torch's profiler records, such as 100 or 100:103")
-    timeout_seconds: Seconds = Field(600.0, description="how long a worker waits for another")
+    timeout_seconds: Seconds = Field(600.0, description="longest time that a worker waits for another")
     hang_seconds: Seconds | None = Field(
         None,
-        description="after how long a worker that the others wait for is named, and dropped if the run is elastic; "
+        description="time after which a worker that others wait for is named, and dropped if elastic; "
         "none: 30 seconds or ten steps, whichever is longer",
     )
 

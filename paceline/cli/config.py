@@ -16,7 +16,10 @@ from paceline.environments import env
 from paceline.launchers.base import Launch, Request
 
 CONTEXT = BEFORE_SCRIPT
-MORE_HELP = " The script runs up to paceline.start and no further."
+MORE_HELP = """ The script runs up to paceline.start and no further.
+
+Exit code: 1 if the script ends without calling paceline.start, 2 for a wrong setting.
+"""
 
 
 def command(script: Script, arguments: Arguments = None, set_: Set = None, plan: Plan = None) -> None:

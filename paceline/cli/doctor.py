@@ -36,12 +36,14 @@ class DoctorOptions(MachineOptions):
     script: Annotated[
         Path | None, typer.Argument(help="The script that will train.", metavar="[SCRIPT]", show_default=False)
     ] = None
-    data: Annotated[Path | None, typer.Option(help="The file or folder of the data set: is it alike on all?")] = None
-    checkpoints: Annotated[Path | None, typer.Option(help="The folder for checkpoints: do all machines share it?")] = (
+    data: Annotated[Path | None, typer.Option(help="File or folder of the data set, to compare on all machines.")] = (
+        None
+    )
+    checkpoints: Annotated[Path | None, typer.Option(help="Folder for checkpoints, which all machines must share.")] = (
         None
     )
     patience: Annotated[float, typer.Option(help="Seconds to wait for the other machines.")] = 60.0
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all checks, not only what is wrong.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all checks, not only problems.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False
 
 

@@ -11,6 +11,8 @@ CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Needs neither the script nor its workers.
 
 The file is the same as one by session.export() after the step of the checkpoint.
+
+Exit code: 2 if the format of FILE is not available, 4 if no complete checkpoint can be read.
 """
 
 

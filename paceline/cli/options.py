@@ -34,7 +34,7 @@ Set = Annotated[
 ]
 Plan = Annotated[
     Path | None,
-    typer.Option("--plan", help="A file (TOML) with settings, or a plan saved by paceline plan.", metavar="FILE"),
+    typer.Option("--plan", help="A TOML file with settings, or a plan saved by paceline plan.", metavar="FILE"),
 ]
 
 
@@ -56,7 +56,7 @@ class MachineOptions:
             "-n",
             "-np",
             "--nproc-per-node",
-            help="How many workers train on each machine.",
+            help="Number of workers on each machine.",
             parser=_whole_number,
             metavar="INTEGER",
             show_default="1, or those of a saved plan",
@@ -64,22 +64,30 @@ class MachineOptions:
     ] = None
     nodes: Annotated[
         str | None,
-        typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
+        typer.Option(
+            "--nodes",
+            "--nnodes",
+            help="Machines, or fewest and most, as in 1:3; with --rendezvous or --on.",
+            metavar="[MIN:]MAX",
+        ),
     ] = None
     rendezvous: Annotated[
-        str | None, typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(
+            help="Where machines meet: a name of the first machine, and a free port on it.", metavar="HOST:PORT"
+        ),
     ] = None
     secret_file: Annotated[
-        Path | None, typer.Option(help="The secret of the machines' runs, the same on all; made if it is not there.")
+        Path | None, typer.Option(help="File with the secret of all machines; the first machine creates it.")
     ] = None
-    runs_dir: Annotated[Path, typer.Option(help="Where the run directories are.")] = Path("runs")
+    runs_dir: Annotated[Path, typer.Option(help="Folder of the run directories.")] = Path("runs")
     on: Annotated[
         str | None,
         typer.Option(
-            help="Where: local, or a place of docs/places.", metavar="PLACE", show_default="where this process is"
+            help="Where to start: local, or a place such as ssh.", metavar="PLACE", show_default="where this process is"
         ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started or submitted.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False
     hosts: Annotated[
         str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")
     ] = None

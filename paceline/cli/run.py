@@ -55,30 +55,31 @@ class RunOptions(MachineOptions):
     arguments: Arguments = None
     set_: Set = None
     resume: Annotated[
-        str | None, typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint.")
+        str | None, typer.Option(help="auto: from the newest checkpoint if there is one; or the path of a checkpoint.")
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None
     plan: Plan = None
-    port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None
+    port: Annotated[int | None, typer.Option(help="Port where the workers meet.", show_default="a free one")] = None
     elastic: Annotated[
         str | None,
         typer.Option(
-            help="Fewest and most workers, as in 2:8: the run goes on when a worker is lost.", metavar="MIN:MAX"
+            help="Fewest and most workers, as in 2:8; the run goes on when a worker is lost.", metavar="MIN:MAX"
         ),
     ] = None
-    standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost ones.")] = 0
+    standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost workers.")] = 0
     patience: Annotated[float, typer.Option(help="Seconds to wait for workers, or machines, below the fewest.")] = 600.0
     grace: Annotated[float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")] = (
         25.0
     )
     alert: Annotated[
         list[str] | None,
-        typer.Option(help="Tell when this holds, such as 'stalled > 60s'; may be repeated.", metavar="CONDITION"),
+        typer.Option(help="Tell when a condition such as 'stalled > 60s' holds; may be repeated.", metavar="CONDITION"),
     ] = None
     notify: Annotated[
-        str | None, typer.Option(help="Tell it to this program, or by a POST to this URL.", metavar="COMMAND|URL")
+        str | None,
+        typer.Option(help="Program that gets each alert, or URL that gets it by a POST.", metavar="COMMAND|URL"),
     ] = None
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress, but alerts.")] = False
     time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None
     partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None
     account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None
@@ -90,7 +91,8 @@ class RunOptions(MachineOptions):
     ] = None
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False
     host_discovery_script: Annotated[
-        Path | None, typer.Option(help="Prints HOST:WORKERS, asked once a second: workers are added.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Program that prints HOST:WORKERS, run once a second; workers are added.", metavar="FILE"),
     ] = None
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")

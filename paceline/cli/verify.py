@@ -27,7 +27,8 @@ MORE_HELP = """ Or find where two runs begin to differ: paceline verify RUN RUN.
 
 Options may also follow the script; what follows -- is passed to the script.
 
-Exit code: 0 if all sizes train the same (up to rounding, unless exact is set), or both runs have the same bits; else 1.
+Exit code: 0 if all sizes train the same (up to rounding, unless exact is set), or both runs have the same bits;
+otherwise 1.
 """
 
 

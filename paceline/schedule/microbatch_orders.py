@@ -21,8 +21,9 @@ Values: TypeAlias = Callable[[int], Any] | Sequence[Any] | Mapping[int, Any]
 def in_turn(samples: list[int], count: int) -> list[list[int]]:
     """Deal the samples of a batch to its microbatches in turn. Pass this function to ``start(microbatch_order=...)``.
 
-    >>> in_turn([7, 3, 5, 1, 9], 2)
-    [[7, 5, 9], [3, 1]]
+    Examples:
+        >>> in_turn([7, 3, 5, 1, 9], 2)
+        [[7, 5, 9], [3, 1]]
     """
     return [samples[first::count] for first in range(count)]
 
@@ -33,8 +34,9 @@ def by_length(lengths: Values) -> MicrobatchOrder:
     Args:
         lengths: length of each sample: a list or tensor of all samples, or a function of the sample number.
 
-    >>> by_length([5, 2, 9, 1, 5])([0, 1, 2, 3, 4], 2)
-    [[3, 1, 0], [4, 2]]
+    Examples:
+        >>> by_length([5, 2, 9, 1, 5])([0, 1, 2, 3, 4], 2)
+        [[3, 1, 0], [4, 2]]
     """
 
     def order(samples: list[int], count: int) -> list[list[int]]:
@@ -47,8 +49,9 @@ def by_length(lengths: Values) -> MicrobatchOrder:
 def by_tokens(lengths: Values) -> MicrobatchOrder:
     """Return a microbatch order that gives all microbatches about the same sum of lengths, such as tokens.
 
-    >>> by_tokens([5, 2, 9, 1, 5])([0, 1, 2, 3, 4], 2)
-    [[1, 2], [0, 3, 4]]
+    Examples:
+        >>> by_tokens([5, 2, 9, 1, 5])([0, 1, 2, 3, 4], 2)
+        [[1, 2], [0, 3, 4]]
     """
 
     def order(samples: list[int], count: int) -> list[list[int]]:
@@ -65,8 +68,9 @@ def by_class(labels: Values) -> MicrobatchOrder:
     Args:
         labels: class of each sample: a list or tensor of all samples, or a function of the sample number.
 
-    >>> by_class(["b", "a", "b", "c", "a"])([0, 1, 2, 3, 4], 2)
-    [[0, 2, 3], [1, 4]]
+    Examples:
+        >>> by_class(["b", "a", "b", "c", "a"])([0, 1, 2, 3, 4], 2)
+        [[0, 2, 3], [1, 4]]
     """
 
     def order(samples: list[int], count: int) -> list[list[int]]:

@@ -130,15 +130,25 @@ _NO_VALUES = (
 
 @dataclass(frozen=True)
 class Batch:
-    """This worker's microbatch groups in the batch of one step."""
+    """This worker's microbatch groups in the batch of one step.
 
-    step: int  # step number, from 0
-    epoch: int  # epoch of the step, from 0
-    samples: int  # number of samples in the whole batch, over all workers
-    last: bool  # whether it is the last batch of its epoch
-    groups: list[MicrobatchGroup]  # microbatch groups that this worker computes
-    waited: float  # seconds spent loading them
-    generation: int  # membership generation for which they were loaded
+    Attributes:
+        step: step number, from 0.
+        epoch: epoch of the step, from 0.
+        samples: number of samples in the whole batch, over all workers; also ``len(batch)``.
+        last: whether it is the last batch of its epoch.
+        groups: groups that this worker computes, each with ``microbatches`` (a range), ``samples`` and ``data``.
+        waited: seconds spent loading them.
+        generation: membership generation for which they were loaded. If it changes before the step, others are loaded.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    last: bool
+    groups: list[MicrobatchGroup]
+    waited: float
+    generation: int
 
     def __len__(self) -> int:
         return self.samples

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from fork_server import PACELINE, Command, ForkServer
+from fork_server import Command, ForkServer
 
 import paceline
 from paceline import config, errors
@@ -23,7 +23,6 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
 
 def _name_of(page: Path) -> str:
@@ -55,8 +54,10 @@ def clean_environment() -> dict[str, str]:
 
 def anchors(page: Path) -> set[str]:
     """The names of a page's headings, as the documentation and code hosts make them."""
-    titles = re.findall(r"^#+ +(.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.strip().lower())) for title in titles}
+    text = FENCE.sub("", page.read_text())
+    titles = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    generated = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.strip().lower())) for title in titles} | {*generated}
 
 
 WITH_SNIPPETS = [page.name for page in PAGES if snippets(page)]
@@ -144,49 +145,50 @@ def test_pages_are_short() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    headings = re.findall(r"^#+ .*$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    classes = re.findall(r"^\| `(\w+)` \| \d+ \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
-    for name in set(paceline.__all__) - set(classes):
-        assert any(f"`{name}" in heading or f".{name}" in heading for heading in headings), name
+    directives = re.findall(r"^::: paceline\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}  # in their own table
+    assert sorted(directives) == sorted(set(paceline.__all__) - kinds)
 
 
-def test_every_argument_method_and_field_is_in_the_reference() -> None:
-    text = (ROOT / "docs/api.md").read_text()
-    methods = {name: value for name, value in vars(paceline.Session).items() if not name.startswith("_")}
-    wanted = {*methods, *inspect.signature(paceline.start).parameters}
-    for value in methods.values():
-        if inspect.isfunction(value):
-            wanted |= inspect.signature(value).parameters.keys() - {"self"}
-    for record in (paceline.Batch, paceline.Report):
-        wanted |= {field.name for field in fields(record)}
-    missing = {name for name in wanted if not re.search(rf"`(Session\.)?{name}\b", text)}
-    assert not missing
+def test_every_argument_is_described() -> None:
+    methods = [value for name, value in vars(paceline.Session).items() if name[0] != "_" and inspect.isfunction(value)]
+    for called in (paceline.start, paceline.launch, paceline.plan, *methods):
+        words = set(re.findall(r"\w+", called.__doc__ or ""))
+        missing = inspect.signature(called).parameters.keys() - words - {"self"}
+        assert not missing, f"{called.__qualname__}: {missing}"
 
 
-def test_every_setting_is_described_with_its_default() -> None:
-    rows = re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \| .+ \|$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    written = {"None": "none", "False": "false", "True": "true"}
-    defaults = {key: written.get(str(value), str(value)) for key, value in config.flat_keys().items()}
-    assert dict(rows) == defaults
+def _marks(page: str, kind: str) -> list[str]:
+    """Return what the generated tables of a page are of."""
+    found = re.findall(rf"^<!-- {kind}: ([^>]+) -->$", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    return " ".join(found).split()
 
 
-def test_every_error_is_described_with_its_exit_code() -> None:
-    text = (ROOT / "docs/errors.md").read_text()
-    for name, kind in vars(errors).items():
-        if isinstance(kind, type) and issubclass(kind, errors.PacelineError):
-            assert f"| `{name}` | {kind.exit_code} |" in text, name
+def test_every_setting_and_every_command_has_its_row_and_its_section() -> None:
+    assert sorted(_marks("settings.md", "settings")) == sorted(config.flat_keys())
+    assert _marks("cli.md", "command") == re.findall(r"^## paceline (\w+)$", (ROOT / "docs/cli.md").read_text(), re.M)
+    assert sorted(_marks("cli.md", "command")) == sorted(COMMANDS)
 
 
-def test_the_size_of_buckets_is_described_alike_in_the_settings_and_the_reference() -> None:
-    text = (ROOT / "docs/api.md").read_text()
-    (row,) = re.findall(r"^\| `bucket_megabytes` \| `none` \| (.+) \|$", text, re.MULTILINE)
-    assert row.replace("`", "") == config.describe("bucket_megabytes")
+def test_generated_tables() -> None:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = hooks.on_page_markdown(
+        "<!-- settings: wire_ratio\n     server.mode threads -->\n\n<!-- command: export -->\n"
+    )
+    rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in page.splitlines() if line.startswith("| ")]
+    assert ["`wire_ratio`", "number >\u00a00, ≤\u00a01", "`0.05`", config.describe("wire_ratio")] in rows
+    assert ["`server.mode`", "`sync`, `async`, `bounded`", "`sync`", config.describe("server.mode")] in rows
+    assert ["`threads`", "integer ≥\u00a01, ≤\u00a01,024", "`none`", config.describe("threads")] in rows
+    assert "paceline export [OPTIONS] CHECKPOINT FILE\n" in page and "Exit code: 2 if" in page
+    assert ["`--dtype <float32\\|bfloat16\\|float16>`", "as it is", "Convert floating-point tensors."] in rows
+    assert "| `WorkerSilent` | 124 | " in hooks.on_page_markdown("<!-- errors -->")
 
 
-@pytest.mark.parametrize("text", [(ROOT / "docs/errors.md").read_text(), errors.__doc__ or ""], ids=["page", "module"])
-def test_the_tree_of_errors_has_every_class_below_its_base(text: str) -> None:
-    """Only indentation differs between the page and the docstring."""
-    (tree,) = re.findall(r"^ *PacelineError\n(?:.*[├└]── .*\n)+", text, re.MULTILINE)
+def test_the_tree_of_errors_has_every_class_below_its_base() -> None:
+    (tree,) = re.findall(r"^ *PacelineError\n(?:.*[├└]── .*\n)+", errors.__doc__ or "", re.MULTILINE)
     above, found = {}, {"PacelineError": "Exception"}
     for line in tree.splitlines():
         depth, name = re.search(r"\w", line).start(), re.search(r"\w+", line)[0]  # type: ignore[union-attr, index]
@@ -194,16 +196,3 @@ def test_the_tree_of_errors_has_every_class_below_its_base(text: str) -> None:
         found[name] = above[max(place for place in above if place < depth)] if len(above) > 1 else "Exception"
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)]
     assert found == {kind.__name__: kind.__bases__[0].__name__ for kind in kinds}
-
-
-@pytest.mark.parametrize("command", [one for one in COMMANDS if one != "horovodrun"])  # its options are Horovod's
-def test_every_option_is_on_the_page_of_the_command_line(command: str, fork_server: ForkServer, tmp_path: Path) -> None:
-    output = tmp_path / "output"
-    asked = Command((*PACELINE, command, "--help"), clean_environment(), output, output, tmp_path)
-    assert fork_server.run(asked, 60) == 0, output.read_text()
-    section = re.search(rf"^## paceline {command}\n(.*?)(?=^## |\Z)", (ROOT / "docs/cli.md").read_text(), re.M | re.S)
-    assert section is not None
-    options = set(OPTION.findall(output.read_text().partition("Options:")[2])) - {"--help"}
-    assert options
-    missing = {option for option in options if f"`{option}" not in section[1]}
-    assert not missing

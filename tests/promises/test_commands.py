@@ -112,7 +112,9 @@ def test_config_starts_no_training(configured: str) -> None:
     assert "fingerprint" not in configured
 
 
-@pytest.mark.promise("docs/cli.md", "It is what [`session.export`](weights.md#take-them-out) writes after that step.")
+@pytest.mark.promise(
+    "paceline/cli/export.py", "The file is the same as one by session.export() after the step of the checkpoint."
+)
 def test_export(paceline: Paceline, folder: Path) -> None:
     import torch
 

@@ -89,7 +89,7 @@ def test_each_worker_prints_into_a_file(good: Ran) -> None:
     assert all(f"begun by {rank}" in good.logs[f"rank-{rank}"] for rank in range(3)), good.report()
 
 
-@pytest.mark.promise("docs/api.md", "Prints `values` on rank 0 with `sep` between them and `end` behind them")
+@pytest.mark.promise("paceline/session.py", "Print ``values`` on rank 0, with ``sep`` and ``end`` as in Python.")
 def test_what_the_session_prints(good: Ran) -> None:
     printed = [line for text in good.logs.values() for line in text.splitlines() if line.startswith("printed once")]
     assert printed == ["printed once by 0"], good.report()

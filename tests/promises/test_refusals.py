@@ -459,9 +459,7 @@ def test_once(found: Any) -> None:
     assert [one["once"] for one in found] == [["done", [{"classes": 3}, 1, 0]], ["done", [{"classes": 3}, 0, 1]]]
 
 
-@pytest.mark.promise(
-    "docs/api.md", "If it raises, rank 0 raises that error, and the others an `InputError` that quotes it"
-)
+@pytest.mark.promise("paceline/session.py", "the function raised (rank 0 raises the error itself)")
 def test_once_that_fails(found: Any) -> None:
     assert found[0]["once_fails"][0] == "LookupError"
     assert found[1]["once_fails"][0] == "InputError" and "no such file" in found[1]["once_fails"][1]

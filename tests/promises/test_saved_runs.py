@@ -319,6 +319,6 @@ def test_weights_in_and_out(after: Any, before: Any) -> None:
     assert all(one["weights"] and all(one["weights"]) and one["names"] for one in after)
 
 
-@pytest.mark.promise("docs/api.md", "A checkpoint of this step that is there already is left as it is.")
+@pytest.mark.promise("paceline/session.py", "A complete checkpoint of this step is left as it is.")
 def test_a_save_behind_an_evaluation(before: Any) -> None:
     assert [one["again"] for one in before] == ["step-000008"] * 2

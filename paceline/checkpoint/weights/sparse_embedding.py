@@ -31,7 +31,7 @@ class SparseEmbedding(nn.Module):
         block: number of rows in a block. Defaults to blocks of 4,194,304 elements. Another number gives other initial
             values, and other names in checkpoints.
 
-    Example:
+    Examples:
         >>> import paceline, torch
         >>> table = paceline.SparseEmbedding(1_000, 4, block=300)
         >>> table(torch.tensor([[0, 999, 0]])).shape, len(table.blocks)

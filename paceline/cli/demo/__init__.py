@@ -15,13 +15,13 @@ from paceline.errors import ConfigError, counted
 from paceline.launchers.base import Request
 
 CONTEXT: dict[str, Any] = {}
-MORE_HELP = ""
+MORE_HELP = " Exit code: 0 if the bits are the same, otherwise 1."
 
 SCRIPT = Path(__file__).with_name("digits.py")
 _BAR = 24
 
 
-def command(workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers train.")] = 4) -> None:
+def command(workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")] = 4) -> None:
     """Train on handwritten digits, and show that the result does not depend on the number of workers."""
     if importlib.util.find_spec("sklearn") is None:
         raise ConfigError('The demo reads its digits from scikit-learn: pip install "paceline[demo]"')

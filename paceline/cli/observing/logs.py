@@ -35,7 +35,7 @@ CONTEXT: dict[str, object] = {}
 MORE_HELP = """ The run may still train, or have died.
 
 Each record is an event of a worker, or of the launcher: a step, an exchange of data, a loss, a checkpoint. All given
-conditions must hold.
+conditions must hold. The exit code is 0 also if no record is found.
 """
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _COMMON = ("time", "event", "rank", "generation", "step")

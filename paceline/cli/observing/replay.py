@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ It starts from the nearest checkpoint, and writes none.
 
-Exit code: 0 if the replayed steps have the recorded bits, else 1; or that of the script, if it fails.
+Exit code: 0 if the replayed steps have the recorded bits, otherwise 1; 2 if the step cannot be replayed.
 """
 
 

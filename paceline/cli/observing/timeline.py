@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Reads the events of a run with strategy pipeline, which may still be running.
 
-The drawing is one self-contained HTML file.
+The drawing is one self-contained HTML file. Exit code: 2 if the run was no pipeline on several workers.
 """
 
 

@@ -14,6 +14,8 @@ CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Open the file at https://ui.perfetto.dev; it stays in the browser.
 
 Each worker has tracks of its steps, operations and exchanges, and counters such as the loss.
+
+Exit code: 2 if there is no such run or step, paceline[trace] or paceline[otel] is missing, or the collector fails.
 """
 
 

@@ -14,13 +14,15 @@ from paceline.errors import InputError
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Names the rank, the stage or the part of a step that takes more time than it has to.
 
-The run may still train.
+The run may still train. Exit code: 2 without a complete step.
 """
 
 
 def command(
     run: Run = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an object with culprits, advice and noise as JSON.")
+    ] = False,
     collect: Collect = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:

@@ -29,6 +29,8 @@ CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ The script trains for a few steps with 1 worker, 2 workers and more, up to the cores of this machine.
 
 Options may also follow the script; what follows -- is passed to the script.
+
+Exit code: 1 if the script ends without training, 2 if an option cannot be used or nothing fits.
 """
 
 
@@ -36,7 +38,10 @@ def command(  # noqa: PLR0913 - each argument is an option
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Largest number.", show_default="cores here, or 8 machines to rent")
+        int,
+        typer.Option(
+            "--workers", "-n", help="Largest number of workers.", show_default="cores here, or 8 machines to rent"
+        ),
     ] = 0,
     link: Annotated[
         float | None, typer.Option(help="Each worker on a machine of its own, with a link of so many Mbit/s.")

@@ -29,6 +29,8 @@ CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ The script runs up to paceline.start and no further.
 
 Options may also follow the script; what follows -- is passed to the script.
+
+Exit code: 1 if the script ends without calling paceline.start, 2 if the model cannot be cut in this way.
 """
 _TRIED = (2, 3, 4)
 _WHOLE = {"strategy": "allreduce", "compile": "false"}  # measure the whole model, without stages

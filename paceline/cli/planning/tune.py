@@ -28,6 +28,8 @@ CONTEXT = BEFORE_SCRIPT
 MORE_HELP = """ It changes no run: the advice is yours to take.
 
 Options go before the script; all that follows it is passed to the script.
+
+Exit code: 1 if the branches show no recommendation, 2 if the script cannot be tuned.
 """
 _EVENTS = ("branch", "step", "branch-end", "microbatch-norm")
 _AUDIT = "4"  # steps from one sample of the gradient noise scale to the next

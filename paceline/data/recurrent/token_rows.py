@@ -30,11 +30,12 @@ class TokenRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Raises:
         InputError: ``tokens`` is not 1-dimensional or has fewer than two per row, or ``rows`` or ``length`` is below 1.
 
-    >>> rows = TokenRows(torch.arange(20), rows=2, length=3)
-    >>> [rows[sample][0].tolist() for sample in (0, 1, 2)]
-    [[0, 1, 2], [10, 11, 12], [3, 4, 5]]
-    >>> rows[2][1].tolist()
-    [4, 5, 6]
+    Examples:
+        >>> rows = TokenRows(torch.arange(20), rows=2, length=3)
+        >>> [rows[sample][0].tolist() for sample in (0, 1, 2)]
+        [[0, 1, 2], [10, 11, 12], [3, 4, 5]]
+        >>> rows[2][1].tolist()
+        [4, 5, 6]
     """
 
     def __init__(self, tokens: torch.Tensor, rows: int, length: int) -> None:

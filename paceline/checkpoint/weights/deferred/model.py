@@ -31,7 +31,7 @@ def deferred() -> Iterator[None]:
     used and random numbers are drawn as usual. Values from NumPy, files or other libraries, and tensors that
     a module holds as plain attributes, stay in memory.
 
-    Example:
+    Examples:
         >>> import paceline, torch
         >>> with paceline.deferred():
         ...     model = torch.nn.Linear(1000, 1000)
