@@ -67,7 +67,7 @@ class MachineOptions:
         typer.Option(
             "--nodes",
             "--nnodes",
-            help="Machines, or fewest and most, as in 1:3; with --rendezvous or --on.",
+            help="With --on or --rendezvous: machines, or fewest and most, as in 1:3.",
             metavar="[MIN:]MAX",
         ),
     ] = None

@@ -21,9 +21,9 @@ def test_each_setting_with_its_source(paceline: Paceline, script: Script) -> Non
     assert result.out.splitlines() == [
         "setting    value  from          what it is",
         "batch      64     command line  samples per step over all workers",
-        "exact      true   script        the same bits for any number of workers; fixed-point: by whole numbers, "
-        "added in any order",
-        "clip_norm  none   default       clip gradients to this global norm",
+        "exact      true   script        the same bits for any number of workers; fixed-point: by sums of whole "
+        "numbers",
+        "clip_norm  none   default       clip the mean gradient to this norm over all parameters",
     ]
 
 
