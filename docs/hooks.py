@@ -18,6 +18,7 @@ from paceline.cli.main import _application
 from paceline.settings import STRATEGIES, Settings
 
 MARK = re.compile(r"^<!-- (settings|command|errors)(?:: ([^>]+?))? -->$", re.MULTILINE)
+_NAME = re.compile(r"(?<![\w`./-])(?:--[a-z][a-z-]*[a-z]|[a-z]+_[a-z_]+[a-z])(?![\w`])")
 _ROLE = re.compile(r":\w+:<code>~?([\w.]+)</code>")
 
 
@@ -42,7 +43,7 @@ def settings(*keys: str) -> str:
     """Return the table of some settings."""
     schema, defaults = Settings.model_json_schema(), config.flat_keys()
     rows = [
-        (_code(key), _values(key, schema), _code(_written(defaults[key])), _plain(config.describe(key))) for key in keys
+        (_code(key), _values(key, schema), _code(_written(defaults[key])), _shown(config.describe(key))) for key in keys
     ]
     return _table(("setting", "values", "default", "meaning"), rows)
 
@@ -89,7 +90,7 @@ def command(name: str) -> str:
     options = [_option(one, *record) for one, record in records if record and one.param_type_name == "option"]
     usage = " ".join(["paceline", name, *(["[OPTIONS]"] if options else []), *words])
     table = _table(("option", "default", "meaning"), options) if options else ""
-    return f"```\n{usage}\n```\n\n{cleandoc(found.help)}\n\n{table}"
+    return f"```\n{usage}\n```\n\n{_shown(cleandoc(found.help))}\n\n{table}"
 
 
 def _option(parameter: Any, names: str, text: str) -> tuple[str, str, str]:
@@ -97,7 +98,7 @@ def _option(parameter: Any, names: str, text: str) -> tuple[str, str, str]:
     meaning, _, default = text.partition("  [default: ")
     value = names.split(", ")[-1].partition(" ")[2]
     written = [_code(f"{one} {value}".strip()) for one in spellings]
-    return ", ".join(written), _plain(default.removesuffix("]").strip("()")), _plain(meaning)
+    return ", ".join(written), _shown(default.removesuffix("]").strip("()")), _shown(meaning)
 
 
 def error_classes() -> str:
@@ -108,8 +109,9 @@ def error_classes() -> str:
     return f"```\n{cleandoc(tree)}\n```\n\n{_table(('class', 'exit code', 'meaning'), rows)}"
 
 
-def _plain(text: str) -> str:
-    return text.replace("<", "&lt;")
+def _shown(text: str) -> str:
+    """Return a text of the command line for a page, with options and names of settings as code."""
+    return _NAME.sub(r"`\g<0>`", text.replace("<", "&lt;"))
 
 
 def _code(value: object) -> str:

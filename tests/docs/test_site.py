@@ -86,14 +86,14 @@ PALE = """(() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement, style = getComputedStyle(element);
-    if (!walker.currentNode.textContent.trim() || !element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
-    if (element.closest("svg, script, style, noscript")) continue;
+    const text = walker.currentNode.textContent.trim(), seen = {opacityProperty: true, visibilityProperty: true};
+    if (!text || !element.checkVisibility(seen) || element.closest("svg, script, style, noscript")) continue;
     const below = ground(element), above = over(rgba(style.color), below);
     const [high, low] = [light(above), light(below)].sort((a, b) => b - a);
     const size = parseFloat(style.fontSize), large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
     const ratio = (high + 0.05) / (low + 0.05);
     const name = element.tagName + "." + element.className + " in " + element.parentElement.className;
-    if (ratio < (large ? 3 : 4.5)) bad[name] = ratio.toFixed(2) + " " + walker.currentNode.textContent.trim().slice(0, 40);
+    if (ratio < (large ? 3 : 4.5)) bad[name] = ratio.toFixed(2) + " " + text.slice(0, 40);
   }
   return bad;
 })()"""

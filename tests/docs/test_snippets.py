@@ -144,6 +144,33 @@ def test_pages_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
+def _prose(text: str) -> str:
+    """Return the text of a page without code, tables and headings. Each paragraph and each item of a list ends."""
+    text = FENCE.sub("", re.sub(r"\A---\n.*?\n---\n|<!--.*?-->", "", text, flags=re.DOTALL))
+    text = re.sub(r"^ *(\||#|!|<).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "it", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    return re.sub(r"\n\s*\n|\n *(?=[-*] |\d+\. )", ".\n", text)
+
+
+def _syllables(word: str) -> int:
+    """Return the number of groups of vowels, less a silent ending."""
+    silent = re.search(r"[^aeiouyl]e$|[^aeiouydt]ed$|[^aeioulsxzc]es$", word) is not None
+    return max(1, len(re.findall(r"[aeiouy]+", word)) - silent)
+
+
+def _grade(text: str) -> float:
+    """Return the school grade of a text: Kincaid et al. 1975."""
+    words = re.findall(r"[a-z][a-z']*", text.lower())
+    sentences = [one for one in re.split(r"[.!?]+(?=\s|$)", text) if re.search(r"[A-Za-z]{2}", one)]
+    return 0.39 * len(words) / len(sentences) + 11.8 * sum(map(_syllables, words)) / len(words) - 15.59
+
+
+def test_pages_are_easy_to_read() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("  - Explanation:")[0]
+    grades = {page: _grade(_prose((ROOT / "docs" / page).read_text())) for page in re.findall(r"\S+\.md", navigation)}
+    assert not {page: round(grade, 1) for page, grade in grades.items() if grade > 9}
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     directives = re.findall(r"^::: paceline\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type)}  # in their own table
@@ -179,7 +206,12 @@ def test_generated_tables() -> None:
         "<!-- settings: wire_ratio\n     server.mode threads -->\n\n<!-- command: export -->\n"
     )
     rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in page.splitlines() if line.startswith("| ")]
-    assert ["`wire_ratio`", "number >\u00a00, ≤\u00a01", "`0.05`", config.describe("wire_ratio")] in rows
+    assert [
+        "`wire_ratio`",
+        "number >\u00a00, ≤\u00a01",
+        "`0.05`",
+        "randomk, topk: part of the gradients that a step sends, at most half",
+    ] in rows
     assert ["`server.mode`", "`sync`, `async`, `bounded`", "`sync`", config.describe("server.mode")] in rows
     assert ["`threads`", "integer ≥\u00a01, ≤\u00a01,024", "`none`", config.describe("threads")] in rows
     assert "paceline export [OPTIONS] CHECKPOINT FILE\n" in page and "Exit code: 2 if" in page
