@@ -336,7 +336,7 @@ ABOUT_TENSORS = {
     "comm/transport/through_host.py": "copies to pinned memory",
     "data/feed.py": "loads ahead of a device",
     "data/objects/values.py": "compares without a wait of the host",
-    "data/prefetch.py": "copies to the device",
+    "data/loading/prefetch.py": "copies to the device",
     "horovod/torch/gradients.py": "plans sums of what is on the CPU",
     "planning/budget.py": "adds what is kept in the memory of the host",
     "step/gradients/codec.py": "computes norms where it is quick",

@@ -1,42 +1,38 @@
 """Loading of microbatches, from sample numbers to tensors on the device.
 
 Loading uses torch's DataLoader. Each of its items is a *group*: a group of neighboring microbatches computed in one
-pass, in most cases a single microbatch. Random numbers that a data set draws for a sample (augmentation) are keyed by
-(seed, epoch, sample), so they do not depend on the worker or loader process that draws them.
+pass, in most cases a single microbatch. Of located data, a worker may also load microbatches for others, and get some
+from others (``located.exchange``).
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler
 
-from paceline.data.growing.samples import Growing
-from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
+from paceline.data.loading.prefetch import Upload, upload_stream
+from paceline.data.loading.samples import KeyedDataset, LoadRequest, StreamSamples, collated, fixed_part
+from paceline.data.located.exchange import SampleExchange
+from paceline.data.located.order import LocatedOrder
 from paceline.data.located.shards import Located
-from paceline.data.nested import CollatedSizes, default_collate, rows
-from paceline.data.objects.attributes import Attributes, same
+from paceline.data.nested import CollatedSizes, default_collate, map_tensors, rows
 from paceline.data.objects.values import PlainValues, Values
 from paceline.data.order import BatchOrder
-from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
-from paceline.errors import InputError, name_microbatches
+from paceline.errors import InputError, WorkerLost, name_microbatches
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.local.kernel import is_ending
-from paceline.system import fault_points
 from paceline.system.user_code import in_user_call
-
-_log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
@@ -63,23 +59,26 @@ def split_group(group: MicrobatchGroup, parts: Sequence[range], at: int | None =
     return found
 
 
+_AWAITED = object()
+"""Data of a microbatch that another worker sends, until :meth:`Feed.receive`."""
+
+
 class _Loaded(NamedTuple):
-    """Microbatch group whose data may still be in transfer to the device."""
+    """Microbatch group whose data may still be in transfer to the device, or from another worker."""
 
     microbatches: range
     samples: int
-    upload: Upload
+    upload: Upload | None
 
     def group(self) -> MicrobatchGroup:
-        return MicrobatchGroup(self.microbatches, self.samples, self.upload.wait())
+        return MicrobatchGroup(self.microbatches, self.samples, self.upload.wait() if self.upload else _AWAITED)
 
 
-class LoadRequest(NamedTuple):
-    """Request to a loader for samples of an epoch, and the step that needs them, if any."""
+class _Asked(NamedTuple):
+    """Microbatch groups of a step that this worker computes, and the microbatches that it sends to others."""
 
-    epoch: int
-    samples: list[int]
-    step: int | None = None
+    computed: list[range]
+    sent: list[range]
 
 
 class Feed:
@@ -131,33 +130,78 @@ class Feed:
     def steps(self, start: int, stop: int, groups_of: Callable[[int], list[range]]) -> Iterator[list[MicrobatchGroup]]:
         """Yield the microbatch groups ``groups_of(step)`` of this worker for each step from ``start`` to ``stop``.
 
-        On a device other than the CPU, the groups of the next step are copied to the device during a step.
+        On a device other than the CPU, the groups of the next step are copied to the device during a step. So are
+        samples to other workers. Groups with samples from others have no data before :meth:`receive`.
         """
-        asked: dict[int, list[range]] = {}  # groups_of may return other groups after the loader got its requests
+        asked: dict[int, _Asked] = {}  # groups_of may return other groups after the loader got its requests
         oldest = start  # of the steps in ``asked``
 
-        def groups_asked(step: int) -> list[range]:
+        def groups_asked(step: int) -> _Asked:
             if step < oldest:  # it had no groups, so the loader comes to it only with the next request
-                return []
-            return asked.setdefault(step, groups_of(step))
+                return _Asked([], [])
+            if step not in asked:
+                asked[step] = _Asked(groups_of(step), [] if self._exchange is None else self._exchange.sent(step))
+            return asked[step]
 
-        self._requests.make = lambda: self._requests_of(start, stop, groups_asked)
+        def groups_read(step: int) -> list[range]:
+            computed, sent = groups_asked(step)
+            return sent + [group for group in computed if not self._awaits(step, group)]
+
+        self._requests.make = lambda: self._requests_of(start, stop, groups_read)
         if threading.current_thread() is threading.main_thread():  # PR_SET_PDEATHSIG follows the thread that forks
             self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
         items = iter(self._loader)
-        ahead = 0 if self._device.type == "cpu" else 1
+        ahead = 0 if self._device.type == "cpu" and self._exchange is None else 1
         loaded: deque[list[_Loaded]] = deque()
         for step in range(start, stop + ahead):
             if step < stop:
                 self._check_length(step)
                 self._remember(step)
-                loaded.append(
-                    [self._loaded(step, group, self._next(items, step, group)) for group in groups_asked(step)]
-                )
+                loaded.append(self._load_ahead(step, groups_asked(step), items))
             if step >= start + ahead:
                 yield [one.group() for one in loaded.popleft()]
                 del asked[step - ahead]
                 oldest += 1
+
+    def _load_ahead(self, step: int, asked: _Asked, items: Iterator[Any]) -> list[_Loaded]:
+        sent = {group.start: self._next(items, step, group) for group in asked.sent}
+        if self._exchange is not None and not self._exchange.is_begun(step):
+            with suppress(WorkerLost):  # which the step raises again, where the workers can re-form
+                self._exchange.begin(step, sent)
+        return [
+            self._loaded(step, group, _AWAITED if self._awaits(step, group) else self._next(items, step, group))
+            for group in asked.computed
+        ]
+
+    @property
+    def _exchange(self) -> SampleExchange | None:
+        return self._order.exchange if isinstance(self._order, LocatedOrder) else None
+
+    def _awaits(self, step: int, group: range) -> bool:
+        return self._exchange is not None and self._exchange.awaits(step, group)
+
+    def receive(self, step: int, groups: list[MicrobatchGroup]) -> list[MicrobatchGroup]:
+        """Return the groups of a step with the samples from other workers, and send samples to others.
+
+        All workers call this at the beginning of a step.
+
+        Raises:
+            WorkerLost: another worker was lost.
+        """
+        if self._exchange is None:
+            return groups
+        arrived = self._arrived(step, self._exchange)
+        return [self._received(step, one.microbatches, arrived) if one.data is _AWAITED else one for one in groups]
+
+    def _arrived(self, step: int, exchange: SampleExchange) -> Mapping[int, Any]:
+        if not exchange.is_begun(step):
+            sent = exchange.sent(step)
+            exchange.begin(step, {group.start: data for group, data in zip(sent, self._read(step, sent), strict=True)})
+        return exchange.take(step)
+
+    def _received(self, step: int, group: range, arrived: Mapping[int, Any]) -> MicrobatchGroup:
+        data = map_tensors(torch.clone, arrived[group.start])  # which the forward pass may change
+        return self._loaded(step, group, data).group()
 
     def _check_length(self, step: int) -> None:
         if isinstance(self._given, Located):
@@ -188,13 +232,22 @@ class Feed:
 
     def load(self, step: int, groups: list[range]) -> list[MicrobatchGroup]:
         """Load microbatch groups of a step in this process, with the plain values with which its batch was read."""
+        read = iter(self._read(step, [group for group in groups if not self._awaits(step, group)]))
+        if self._exchange is None:
+            return [self._loaded(step, group, next(read)).group() for group in groups]
+        arrived = self._arrived(step, self._exchange)
+        return [
+            self._received(step, group, arrived)
+            if self._awaits(step, group)
+            else self._loaded(step, group, next(read)).group()
+            for group in groups
+        ]
+
+    def _read(self, step: int, groups: list[range]) -> list[Any]:
         requests = self._requests_of(step, step + 1, lambda _: groups)
         values = self._values.get(step)
         with nullcontext() if self._plain is None or values is None else self._plain.set_to(values):
-            return [
-                self._loaded(step, group, self._collate(self._data.__getitems__(request))).group()
-                for group, request in zip(groups, requests, strict=True)
-            ]
+            return [self._collate(self._data.__getitems__(request)) for request in requests]
 
     def _remember(self, step: int) -> None:
         """Record the plain values with which the batch of a step is read. Loader processes keep their first values."""
@@ -206,6 +259,8 @@ class Feed:
     def _loaded(self, step: int, group: range, data: Any) -> _Loaded:
         parts = self._order.parts_of(step)
         samples = parts[group[-1]].stop - parts[group[0]].start
+        if data is _AWAITED:
+            return _Loaded(group, samples, None)
         if self.sizes is not None:
             self.sizes.add(samples, data)
         return _Loaded(group, samples, Upload(data, self._device, self._stream))
@@ -232,22 +287,6 @@ def has_ended(error: Exception) -> bool:
     return isinstance(error, EOFError | ConnectionError) or "exited unexpectedly" in str(error)
 
 
-class TensorRows(NamedTuple):
-    """Collated samples of a ``TensorDataset``: a tensor for each tensor of the data set."""
-
-    tensors: list[torch.Tensor]
-
-
-def collated(items: list[Any] | TensorRows, collate: Callable[[list[Any]], Any]) -> Any:
-    """Collate the items of :class:`KeyedDataset`. The rows of a ``TensorDataset`` are already collated."""
-    return items.tensors if isinstance(items, TensorRows) else collate(items)
-
-
-def fixed_part(data: Any) -> Any:
-    """Return the samples that a data set has before training: all, or those before the first that was added."""
-    return data.initial if isinstance(data, Growing) else data
-
-
 class _Requests(Sampler[Any]):
     """Batch sampler of load requests. ``make`` returns those of a pass, ``made`` are those whose data is not there."""
 
@@ -258,142 +297,3 @@ class _Requests(Sampler[Any]):
         for request in self.make():
             self.made.append(request)
             yield request
-
-
-class KeyedDataset(Dataset[Any]):
-    """Map-style data set whose random draws are keyed by (seed, epoch, sample).
-
-    Requests are read without keys until a request uses a global generator of torch, Python or NumPy. From that request
-    on, samples are read with a key each. A data set without random draws has no overhead.
-
-    Args:
-        collates: whether a function of the user collates.
-        stops: whether a sample that differs when it is read again raises InputError (True) or logs a warning (False).
-            With None, no sample is read again.
-    """
-
-    def __init__(self, data: Any, seed: int, collates: bool, stops: bool | None = None) -> None:
-        self._data = data
-        self._seed = seed
-        self._collates = collates
-        self._fixed = fixed_part(data)
-        parts = data.shards.values() if isinstance(data, Located) else (self._fixed,)
-        self.is_plain = all(type(part) in (TensorDataset, list, tuple) for part in parts)
-        self._tensors: tuple[torch.Tensor, ...] = ()
-        if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of single reads
-            self._tensors = data.tensors
-        self._draws = False
-        self._stops = stops
-
-    def __getitems__(self, request: LoadRequest) -> list[Any] | TensorRows:
-        if request.step is not None:
-            fault_points.reach("in the loader", request.step)
-        if self._tensors:
-            samples = torch.tensor(request.samples)
-            return TensorRows([rows_of(tensor, samples) for tensor in self._tensors])
-        first = self._stops is not None and not self.is_plain
-        sizes = self._attributes().sizes if first else {}
-        items = self._items(request)
-        if first:
-            self._read_again(request, items[0], sizes)
-        if self._collates:  # the collate function may draw, too
-            seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
-        return items
-
-    def _items(self, request: LoadRequest) -> list[Any]:
-        if self.is_plain:
-            return self._read(request.samples)
-        if not self._draws:
-            seed_untouched()
-            items = self._read(request.samples)
-            if not was_drawn():
-                return items
-            self._draws = True
-        return [self._read_keyed(request.epoch, sample) for sample in request.samples]
-
-    def _read(self, samples: list[int]) -> list[Any]:
-        if hasattr(self._data, "__getitems__"):
-            items = list(self._data.__getitems__(samples))
-            if len(items) != len(samples):
-                raise InputError(
-                    f"{type(self._data).__name__}.__getitems__ returned {len(items)} samples when it was asked for "
-                    f"{len(samples)}. The shares of a batch in its mean are those of the samples asked for: return one "
-                    f"for each, in the same order."
-                )
-            return items
-        return [self._read_one(sample) for sample in samples]
-
-    def _read_keyed(self, epoch: int, sample: int) -> Any:
-        seed_all(seed_of(SAMPLE, self._seed, epoch, sample))
-        return self._read_one(sample)
-
-    def _read_one(self, sample: int) -> Any:
-        try:
-            return self._data[sample]
-        except Exception as error:
-            in_user_call(error, f"The data set was asked for sample {sample}.")
-            raise
-
-    def _attributes(self) -> Attributes:
-        return Attributes({"data": self._fixed}, set(), copies=False)
-
-    def _read_again(self, request: LoadRequest, item: Any, sizes: dict[str, int]) -> None:
-        """Read samples of the first request again, and check that they repeat and draw anew. Undo all side effects.
-
-        Args:
-            sizes: sizes of the containers in the data set before the first read.
-        """
-        stops, self._stops = self._stops, None
-        sample, keeps = request.samples[0], False
-        before = self._attributes()
-        try:
-            with preserve_generators():
-                again = self._read_keyed(request.epoch, sample)
-                after = self._attributes().values
-                if self._draws:
-                    seed_untouched()
-                    self._read(request.samples)
-                    keeps = not was_drawn()
-        finally:
-            before.put_back()
-        drawn = [name for name, value in before.generators() if not same(value, after.get(name, value))]
-        if drawn or not same(item, again):
-            because = f"it draws from {drawn[0]}" if drawn else "it depends on what was read before"
-            text = (
-                f"The data set gives another sample {sample} when it is read again: {because}. Each worker reads other "
-                f"samples, so the result depends on the number of workers. Draw from the global generators of torch, "
-                f"random or numpy, which are keyed by (seed, epoch, sample), and do not change samples in place."
-            )
-        elif keeps:
-            grown = [name for name, size in before.sizes.items() if size > sizes.get(name, 0)]
-            text = (
-                f"The data set keeps what it drew for a sample{f', in {grown[0]}' if grown else ''}: when a sample is "
-                f"read again, nothing is drawn. The draw is keyed by the epoch in which a worker first reads the "
-                f"sample, so the result depends on the number of workers. Draw each time a sample is read, or for all "
-                f"samples in __init__."
-            )
-        else:
-            return
-        if stops:
-            raise InputError(f"{text} With audit_action='warn' training goes on.")
-        _log.warning(text)
-
-
-class StreamSamples(Dataset[Any]):
-    """Samples of a stream, read by requests for samples of a batch.
-
-    Args:
-        collates: whether a function of the user collates.
-    """
-
-    def __init__(self, order: StreamOrder, collates: bool) -> None:
-        self._order = order
-        self._collates = collates
-
-    def __getitems__(self, request: LoadRequest) -> list[Any]:
-        if request.step is not None:
-            fault_points.reach("in the loader", request.step)
-        items = self._order.read(request.epoch, request.samples)
-        if self._collates:
-            seed_all(seed_of(COLLATE, self._order.seed, request.epoch, request.samples[0]))
-        return items

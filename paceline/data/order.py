@@ -108,6 +108,7 @@ class BatchOrder(ABC):
     drop_last: bool  # whether a short last batch of an epoch is left out
     grows = False  # whether an epoch that has not begun may become longer
     located = False  # whether a worker can read some of the samples only
+    moves = False  # whether workers may send samples to others
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
     def cut_by(self, function: MicrobatchOrder) -> None:

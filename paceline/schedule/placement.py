@@ -25,6 +25,14 @@ class Pool(NamedTuple):
     holders: Sequence[int]  # ranks of the workers that can compute them, the owner included
 
 
+class Move(NamedTuple):
+    """Microbatch whose samples a worker that holds them reads for a worker that computes it."""
+
+    microbatch: int
+    reader: int
+    worker: int
+
+
 @lru_cache(maxsize=64)
 def place(
     holders: tuple[tuple[int, ...], ...], workers: int, speeds: tuple[int, ...] = ()
@@ -101,6 +109,25 @@ def pools(holders: tuple[tuple[int, ...], ...], workers: int, speeds: tuple[int,
         for microbatch in own:
             found.setdefault((owner, holders[microbatch]), []).append(microbatch)
     return sorted((Pool(owner, own, ranks) for (owner, ranks), own in found.items()), key=lambda one: len(one.holders))
+
+
+@lru_cache(maxsize=64)
+def moves(holders: tuple[tuple[int, ...], ...], workers: int) -> tuple[Move, ...]:
+    """Return the microbatches to send, such that no worker has more than an even share. It sends no others.
+
+    >>> moves(((0,), (0,), (0,), (1,)), 2)
+    (Move(microbatch=2, reader=0, worker=1),)
+    """
+    owned = [[*own] for own in place(holders, workers)]
+    even, found = -(-len(holders) // workers), list[Move]()
+    while len(most := max(owned, key=len)) > even:
+        least = min(owned, key=len)
+        microbatch = most.pop()
+        least.append(microbatch)
+        reader, worker = owned.index(most), owned.index(least)
+        if worker not in holders[microbatch]:
+            found.append(Move(microbatch, reader, worker))
+    return tuple(found)
 
 
 def spread(sizes: Sequence[int], holders: Sequence[Sequence[int]], workers: int) -> list[list[int]]:

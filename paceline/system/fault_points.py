@@ -4,6 +4,7 @@
 
     step t     before forward        the strategy's step is about to begin
                in the loader         a worker or loader process is about to read samples of step t
+               sending samples       a microbatch of step t is on its way to another worker, others may follow
                inside the collective all gradients are sent; the last bucket's mean is not delivered yet
                between reduction and update
                after update          the model is that of step t + 1; no other worker has been notified
@@ -32,6 +33,7 @@ Point = Literal[
     "after update",
     "inside a save",
     "in the loader",
+    "sending samples",
     "keeping replicas",
     "in evaluate",
     "during recovery",

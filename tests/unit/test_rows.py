@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from paceline.data.feed import KeyedDataset, LoadRequest, TensorRows, collated
+from paceline.data.loading.samples import KeyedDataset, LoadRequest, TensorRows, collated
 
 TENSORS = {
     "one tensor": [torch.randn(20, 3)],

@@ -34,6 +34,8 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
         DisagreementError: workers have different shards of the same name.
         InputError: the workers do not have the shards of the run, or two names stand for the same samples.
     """
+    if not any(own for _, own, _ in everyone):
+        raise InputError("No worker has a shard of the Located data: give the shards to the workers that have them.")
     run = next((run for *_, run in everyone if run.shards), Holding({}, {}))
     ranks: dict[str, list[int]] = {}
     for rank, (_, own, _) in enumerate(everyone):

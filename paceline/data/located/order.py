@@ -29,11 +29,13 @@ import torch
 from paceline.comm.world import World
 from paceline.data.keys import ORDER, seed_of
 from paceline.data.located.agreement import Holding, agree
+from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.shards import Located, ShardFacts, firsts_of
 from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InputError
 from paceline.schedule import feistel
 from paceline.schedule.microbatch_orders import MicrobatchOrder
+from paceline.schedule.placement import Move, moves
 
 Numbers = npt.NDArray[np.int64]
 
@@ -54,12 +56,14 @@ class LocatedOrder(BatchOrder):
 
     located = True
     drop_last = False
+    exchange: SampleExchange | None = None  # of the current membership. None if no samples are sent
 
     def __init__(
         self, data: Located, batch: int, microbatches: int, seed: int, *, exact: bool, all_present: bool = True
     ) -> None:
         self.batch, self.microbatches, self.seed, self._all_present = batch, microbatches, seed, all_present
         self._data, self._own = data, data.facts(seed, exact=exact)
+        self.moves = data.move == "samples"
         self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._set_shards(self._own)
@@ -87,7 +91,7 @@ class LocatedOrder(BatchOrder):
         return {"located": 1, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
-        return {"data in shards": "located", **super().agreed()}
+        return {"data in shards": "located", "setting move of Located": self._data.move, **super().agreed()}
 
     def place_of(self, step: int) -> tuple[int, int]:
         return divmod(step, self._steps)
@@ -115,7 +119,17 @@ class LocatedOrder(BatchOrder):
         return tuple(range(start, stop) for start, stop in pairwise(stops))
 
     def holders_of(self, step: int) -> tuple[tuple[int, ...], ...] | None:
-        return tuple(self.holders[part.shard] for part in self._parts(step)) if self._ranks else None
+        if not self._ranks:
+            return None
+        sent = {move.microbatch: (move.worker,) for move in self._moves(step)}
+        return tuple(ranks + sent.get(index, ()) for index, ranks in enumerate(self._readers(step)))
+
+    def _readers(self, step: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks that have the shard of each microbatch."""
+        return tuple(self.holders[part.shard] for part in self._parts(step))
+
+    def _moves(self, step: int) -> tuple[Move, ...]:
+        return () if self.exchange is None else moves(self._readers(step), self.exchange.world.size)
 
     @property
     def names(self) -> list[str]:
@@ -132,6 +146,8 @@ class LocatedOrder(BatchOrder):
         return [part.shard for part in self._parts(step)]
 
     def example(self, step: int) -> tuple[int, list[range]]:
+        if not self._own:
+            raise InputError("This worker has no shard, so it cannot read a sample before others have sent some.")
         own = {self._names.index(name) for name in self._own}
         found = (
             (one, place) for one in count(step) for place, part in enumerate(self._parts(one)) if part.shard in own
@@ -202,6 +218,13 @@ class LocatedOrder(BatchOrder):
         given = world.gather((platform.node(), self._own, self._run), doing)
         self._run, self._ranks = agree(given, all_present=self._all_present)
         self._set_shards(self._run.shards)
+        if self.moves and world.size > 1:
+            self.exchange = SampleExchange(world, self._moves, self._bytes_of)
+
+    def _bytes_of(self, step: int, microbatch: int) -> int:
+        """Return the expected size of a microbatch."""
+        part = self._parts(step)[microbatch]
+        return len(self._slice(part)) * self._run.shards[self._names[part.shard]].bytes
 
     def state(self, step: int) -> dict[str, Any]:
         return {"shards": {name: list(one) for name, one in self._run.shards.items()}, "holders": self._run.holders}

@@ -5,16 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sized
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.utils.data import Dataset
 
 from paceline.comm.values import sendable
 from paceline.data.comparison import compared, digest_of
 from paceline.data.keys import SAMPLE, preserve_generators, seed_all, seed_of
+from paceline.data.nested import leaves_in
 from paceline.errors import InputError
 from paceline.system.user_code import in_user_call
 
+Move = Literal["never", "samples"]
 
 @sendable
 class ShardFacts(NamedTuple):
@@ -23,30 +25,41 @@ class ShardFacts(NamedTuple):
     length: int
     digest: str  # of the first, the last and up to 6 samples between them (``comparison.digest_of``)
     bits: str  # of every bit of these samples
+    bytes: int = 0  # most bytes of one of these samples
 
 
 class Located(Dataset[Any]):
     """Shards of the training data that this machine has, by name.
 
     The shards of all workers together are the data set. A shard may be on several machines, under one name. A worker
-    computes microbatches whose samples its machine has, so no sample is sent. ``len()`` counts the samples given here.
+    computes microbatches whose samples its machine has. ``len()`` counts the samples given here.
 
     Args:
-        shards: data sets with a length and items by number, by the names of the shards.
+        shards: data sets with a length and items by number, by the names of the shards. With ``move="samples"`` a
+            worker may have none.
+        move: ``"never"`` if no sample may be sent to another worker, or ``"samples"`` to send as many as give all
+            workers an even share of each batch. The same on all workers. Defaults to ``"never"``.
 
     Raises:
-        InputError: there is no shard, or a name is not a text.
+        InputError: there is no shard, a name is not a text, or ``move`` has another value.
     """
 
-    def __init__(self, shards: Mapping[str, Any]) -> None:
+    def __init__(self, shards: Mapping[str, Any], move: Move = "never") -> None:
+        if move not in get_args(Move):
+            raise InputError(
+                f"Located(..., move={move!r}) is unknown: give 'never', or 'samples' to send samples to workers that "
+                f"have too few."
+            )
         known = isinstance(shards, Mapping)
-        if not known or not shards or not all(isinstance(name, str) and name for name in shards):
+        few = not shards and move == "never"
+        if not known or few or not all(isinstance(name, str) and name for name in shards):
             given = f"the names {', '.join(map(repr, shards)) or 'of no shard'}" if known else f"{shards!r:.100}"
             raise InputError(
                 f"Located takes the shards that this machine has by name, such as Located({{'shard-3': data_set}}), "
                 f"but it got {given}. A worker computes only samples of its own shards, so leave machines without "
-                f"shards out of the run."
+                f"shards out of the run, or let others send samples to them by move='samples'."
             )
+        self.move = move
         self.shards = dict(sorted(shards.items()))
         self.number({name: len(shard) for name, shard in self.shards.items() if isinstance(shard, Sized)})
 
@@ -100,7 +113,8 @@ class Located(Dataset[Any]):
                     seed_all(seed_of(SAMPLE, seed, 0, sample))
                     samples.append(self._read(name, sample))
                 bits = digest_of(samples, exact=True)
-                found[name] = ShardFacts(len(shard), bits if exact else digest_of(samples, exact=False), bits)
+                most = max(sum(getattr(leaf, "nbytes", 8) for leaf in leaves_in(sample)) for sample in samples)
+                found[name] = ShardFacts(len(shard), bits if exact else digest_of(samples, exact=False), bits, most)
         return found
 
 

@@ -47,6 +47,7 @@ class Fusion:
             settings.exact or settings.keeps_errors or settings.microbatches is not None or context.collate is not None
         )
         single = single or context.compute.carried is not None or context.compute.batch_loss is not None
+        single = single or context.order.moves  # each microbatch may come from another worker
         self._context = context
         self._together = together
         self._fused = bool(known)

@@ -137,6 +137,9 @@ class Feed:
             samples.check(self._order, step, STEPS)
         return groups
 
+    def receive(self, step: int, groups: list[range]) -> list[range]:
+        return groups
+
     def steps(self, start: int, stop: int, groups: Callable[[int], list[range]]) -> Iterator[list[range]]:
         for step in range(start, stop):
             yield self.load(step, groups(step))

@@ -1,0 +1,1 @@
+"""Reading of samples, and their transfer to a device."""
