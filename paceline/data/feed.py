@@ -180,8 +180,8 @@ class Feed:
     def _awaits(self, step: int, group: range) -> bool:
         return self._exchange is not None and self._exchange.awaits(step, group)
 
-    def receive(self, step: int, groups: list[MicrobatchGroup]) -> list[MicrobatchGroup]:
-        """Return the groups of a step with the samples from other workers, and send samples to others.
+    def receive(self, step: int, groups: list[MicrobatchGroup]) -> tuple[list[MicrobatchGroup], int]:
+        """Return the groups of a step with the samples from other workers, and the bytes of samples sent to others.
 
         All workers call this at the beginning of a step.
 
@@ -189,9 +189,10 @@ class Feed:
             WorkerLost: another worker was lost.
         """
         if self._exchange is None:
-            return groups
+            return groups, 0
         arrived = self._arrived(step, self._exchange)
-        return [self._received(step, one.microbatches, arrived) if one.data is _AWAITED else one for one in groups]
+        whole = [self._received(step, one.microbatches, arrived) if one.data is _AWAITED else one for one in groups]
+        return whole, self._exchange.bytes[step]
 
     def _arrived(self, step: int, exchange: SampleExchange) -> Mapping[int, Any]:
         if not exchange.is_begun(step):
@@ -232,14 +233,15 @@ class Feed:
 
     def load(self, step: int, groups: list[range]) -> list[MicrobatchGroup]:
         """Load microbatch groups of a step in this process, with the plain values with which its batch was read."""
-        read = iter(self._read(step, [group for group in groups if not self._awaits(step, group)]))
-        if self._exchange is None:
-            return [self._loaded(step, group, next(read)).group() for group in groups]
+        own = [group for group in groups if not self._awaits(step, group)]
+        read = {
+            group.start: self._loaded(step, group, data) for group, data in zip(own, self._read(step, own), strict=True)
+        }
+        if len(own) == len(groups) or self._exchange is None:
+            return [one.group() for one in read.values()]
         arrived = self._arrived(step, self._exchange)
         return [
-            self._received(step, group, arrived)
-            if self._awaits(step, group)
-            else self._loaded(step, group, next(read)).group()
+            read[group.start].group() if group.start in read else self._received(step, group, arrived)
             for group in groups
         ]
 

@@ -196,7 +196,7 @@ class BatchOrder(ABC):
         return range(workers) if holders is None else holders[microbatch]
 
     def example(self, step: int) -> tuple[int, list[range]]:
-        """Return a step, from ``step`` on, and a microbatch of it that this worker can read, for a probe."""
+        """Return a step, from ``step`` on, and a microbatch of it that this worker can read, for a probe, if any."""
         return step, [range(1)]
 
     def meet(self, world: World, doing: str) -> None:  # noqa: B027 - of most data, every worker has all

@@ -162,6 +162,11 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
             "The order of Located data follows from the shards, and an epoch has every sample once: leave out "
             "sampler, drop_last, and a forward(model, microbatch, state) that needs an order of its own."
         )
+    if not data.shards and settings.memory_gigabytes is not None:
+        raise ConfigError(
+            "memory_gigabytes measures a microbatch before training, but this worker has no shard of Located: give it "
+            "one, or leave out memory_gigabytes."
+        )
     exact, all_present = bool(settings.exact), not settings.local.sites
     return LocatedOrder(data, batch, parts, settings.seed, exact=exact, all_present=all_present)
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from paceline.data.comparison import facts_of
-from paceline.data.loading.samples import KeyedDataset, LoadRequest, collated
 from paceline.data.keys import COLLATE, seed_all, seed_of
+from paceline.data.loading.prefetch import to_device
+from paceline.data.loading.samples import KeyedDataset, LoadRequest, collated
 from paceline.data.located.shards import Located
 from paceline.data.nested import default_collate
-from paceline.data.loading.prefetch import to_device
 from paceline.data.recurrent.carried import CarriedState
 from paceline.data.recurrent.token_rows import TokenRows
 from paceline.data.source import is_stream, refuse_columns

@@ -17,8 +17,8 @@ from torch import nn
 from paceline.adapters.keras import loss as keras_loss
 from paceline.adapters.keras.kinds import is_keras
 from paceline.comm.values import encode
-from paceline.data.nested import CollatedSizes, map_tensors
 from paceline.data.loading.prefetch import to_device
+from paceline.data.nested import CollatedSizes, map_tensors
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.loss import Forward, described, is_counted, pair_of, sum_and_count

@@ -182,7 +182,9 @@ class TrainingLoop:
 
     def _run_step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self.context
-        groups = context.feed.receive(step, groups)
+        groups, sent = context.feed.receive(step, groups)
+        if sent:
+            context.events.mark("samples-sent", step=step, bytes=sent)
         if not (context.phases or context.compute.batch_loss is not None):
             try_forward_pass(context, groups, step)
         context.events.step = step

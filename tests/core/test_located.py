@@ -39,6 +39,7 @@ held = {
     "in a row": lambda shard: shard * workers // 8 == rank,
     "twice": lambda shard: rank in (shard % workers, (shard + 1) % workers),
     "on the first": lambda shard: rank == 0 or shard == rank,
+    "on the last only": lambda shard: rank == workers - 1,
 }
 warned, passed, mean = [], [], torch.zeros(1)
 
@@ -46,10 +47,10 @@ def sums(shard):
     passed[-1].append(shard.number)
     return len(shard), shard.inputs.sum().double(), torch.rand(()).item()
 
-def train(placed, **settings):
+def train(placed, move="never", **settings):
     torch.manual_seed(0)
     sizes = enumerate([7, 130, 40, 3, 64, 22, 90, 11])
-    data = Located({str(shard): Shard(shard, size) for shard, size in sizes if held[placed](shard)})
+    data = Located({str(shard): Shard(shard, size) for shard, size in sizes if held[placed](shard)}, move=move)
     mean.zero_()
     session = paceline.start(
         model=torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1)),
@@ -95,7 +96,9 @@ def test_one_result_for_any_workers_and_machines(printed: Printed, tmp_path: Pat
         assert results(printed, tmp_path, workers, [[placed, {}]])[0] == [alone] * workers
     others: list[Any] = [["twice", {"strategy": strategy}] for strategy in ("sharded", "stealing", "auto")]
     others.append(["in a row", {"workers_per_loader": 1}])
-    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 12
+    others += [["apart", {"move": "samples", "strategy": strategy}] for strategy in ("sharded", "stealing", "auto")]
+    others.append(["on the last only", {"move": "samples", "workers_per_loader": 1}])
+    assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 24
 
 
 def rows(count: int, seed: int = 0) -> TensorDataset:

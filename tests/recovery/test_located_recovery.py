@@ -23,7 +23,10 @@ if "HELD" in os.environ:  # by worker, not by rank: one that takes the place of 
     held = json.loads(os.environ["HELD"]).get(str(env.launch_info().worker), "ab")
 sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21)
 every = {name: torch.randn(size, 12, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
-data = Located({name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held})
+data = Located(
+    {name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held},
+    move=os.environ.get("MOVE", "never"),
+)
 torch.manual_seed(0)
 session = paceline.start(
     model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
@@ -55,3 +58,18 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
     resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=json.dumps({"0": "abc", "1": "def"}), name="one")
     assert resumed.code == 0, resumed.report()
     assert {one["fingerprint"] for one in resumed.printed()} == {alone["fingerprint"]}, resumed.report()
+
+
+@pytest.mark.slow
+def test_another_holder_sends_if_one_is_lost_while_it_sends(run: Run, undisturbed: Any) -> None:
+    """A worker without a shard gets the samples of step 5 from one holder, and after its loss from the other."""
+    alone = undisturbed(SCRIPT)
+    held = json.dumps({"0": "abcdef", "1": "abcdef", "2": ""})
+    lost = faults.kill(rank=0, step=5, point="sending samples")
+    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=held, MOVE="samples")
+    assert killed.code == 0, killed.report()
+    recovered = [(one["step"], one["lost"]) for one in killed.events() if one["event"] == "recovered"]
+    assert (4, [0]) in recovered, killed.report()  # step 5 was sent ahead of step 4
+    sent = {one["step"] for one in killed.events() if one["event"] == "samples-sent"}
+    assert sent == {*range(16)}, killed.report()
+    assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.data.feed import Feed
-from paceline.data.order import Order
 from paceline.data.loading.prefetch import Upload, upload_stream
+from paceline.data.order import Order
 
 ORDER = Order(length=12, batch=4, microbatches=2, seed=0)
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

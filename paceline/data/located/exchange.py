@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +32,14 @@ from paceline.schedule.placement import Move
 from paceline.system import fault_points
 
 _LENGTH = struct.Struct("=q")
-_FORM_BYTES = 1024  # room for the encoded structure of a batch
+_FORM_BYTES = 512  # room for the encoded structure of a batch
 _FIRST_TAG, _REST_TAG = 7 << 25, (7 << 25) + 1
+
+
+class _Arrival(NamedTuple):
+    reader: int
+    room: torch.Tensor
+    transfers: list[Transfer]
 
 
 class SampleExchange:
@@ -42,14 +48,18 @@ class SampleExchange:
     Args:
         moves: microbatches that are sent in a step.
         bytes_of: expected bytes of a microbatch of a step. The same on all workers.
+
+    Attributes:
+        bytes: number of bytes sent in the newest steps.
     """
 
     def __init__(
         self, world: World, moves: Callable[[int], Sequence[Move]], bytes_of: Callable[[int, int], int]
     ) -> None:
         self.world, self._moves, self._bytes_of = world, moves, bytes_of
+        self.bytes: dict[int, int] = {}
         self._sends: dict[int, list[Transfer]] = {}  # by step
-        self._rooms: dict[int, dict[int, tuple[int, torch.Tensor, Transfer]]] = {}  # by step and microbatch
+        self._rooms: dict[int, dict[int, _Arrival]] = {}  # by step and microbatch
         self._arrived: dict[int, dict[int, Any]] = {}
 
     def sent(self, step: int) -> list[range]:
@@ -67,8 +77,8 @@ class SampleExchange:
         """Return whether this worker has sent the samples of a step."""
         return step in self._arrived
 
-    def begin(self, step: int, read: Mapping[int, Any]) -> int:
-        """Start sending microbatches and receiving those of others. Returns the number of bytes to send.
+    def begin(self, step: int, read: Mapping[int, Any]) -> None:
+        """Start sending microbatches and receiving those of others.
 
         Args:
             read: data of the microbatches of :meth:`sent`, by their numbers.
@@ -79,14 +89,14 @@ class SampleExchange:
         """
         for old in [one for one in self._arrived if one < step - 1]:
             self.take(old)  # if the script has left out its batch
-            for transfer in self._sends.pop(old):
+            for transfer in self._sends.pop(old, []):
                 transfer.wait()
-            del self._arrived[old]
+            del self._arrived[old], self.bytes[old]
         self.world.await_process_group()
-        rooms, sends = {}, list[Transfer]()
+        rooms, sends = dict[int, _Arrival](), list[Transfer]()
         for one in self._own(step, "worker"):
             room = torch.empty(self._room(step, one.microbatch), dtype=torch.uint8)
-            rooms[one.microbatch] = one.reader, room, *self._receive(step, one.reader, room, _FIRST_TAG)
+            rooms[one.microbatch] = _Arrival(one.reader, room, self._receive(step, one.reader, room, _FIRST_TAG))
         sent = 0
         for one in self._own(step, "reader"):
             first, rest = self._messages(step, one.microbatch, read[one.microbatch])
@@ -95,25 +105,26 @@ class SampleExchange:
                 sends += self.world.start_transfers([message], [], f"while it sent samples of step {step}", host=True)
                 sent += message.tensor.nbytes
                 fault_points.reach("sending samples", step)
-        self._rooms[step], self._sends[step], self._arrived[step] = rooms, sends, {}
-        return sent
+        self._rooms[step], self._sends[step], self._arrived[step], self.bytes[step] = rooms, sends, {}, sent
 
     def take(self, step: int) -> Mapping[int, Any]:
         """Wait for all microbatches that this worker receives in a step, and return their data by their numbers."""
         with self.world.awaiting(f"to send samples of step {step}"):
             for first in sorted(one for one in self._rooms if one <= step):  # the order of the sends
                 for microbatch, arrival in self._rooms.pop(first).items():
-                    self._arrived[first][microbatch] = self._decoded(first, *arrival)
+                    self._arrived[first][microbatch] = self._decoded(first, arrival)
         return self._arrived[step]
 
-    def _decoded(self, step: int, reader: int, room: torch.Tensor, transfer: Transfer) -> Any:
-        transfer.wait()
-        (length,) = _LENGTH.unpack_from(room.numpy())
+    def _decoded(self, step: int, arrival: _Arrival) -> Any:
+        reader, room, transfers = arrival
+        for transfer in transfers:
+            transfer.wait()
+        (length,) = _LENGTH.unpack_from(room.numpy().data)
         rest = torch.empty(max(0, _LENGTH.size + length - len(room)), dtype=torch.uint8)
         for following in self._receive(step, reader, rest, _REST_TAG) if len(rest) else []:
             following.wait()
         whole = torch.cat([room[_LENGTH.size : _LENGTH.size + length], rest])
-        data, strides = decode(memoryview(whole.numpy()))
+        data, strides = decode(whole.numpy().data)
         each = iter(strides)
         return map_tensors(lambda value: _restrided(value, next(each)), data)
 

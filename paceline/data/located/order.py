@@ -32,7 +32,7 @@ from paceline.data.located.agreement import Holding, agree
 from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.shards import Located, ShardFacts, firsts_of
 from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
-from paceline.errors import ConfigError, InputError
+from paceline.errors import ConfigError
 from paceline.schedule import feistel
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.schedule.placement import Move, moves
@@ -77,6 +77,7 @@ class LocatedOrder(BatchOrder):
         self._samples, self._total = sum(self._lengths), int(self._counts.sum())
         self._steps = -(-self._total // self.microbatches)  # in an epoch
         self._parts = lru_cache(maxsize=8)(self._parts_of)  # those of a step are asked for several times
+        self._readers = lru_cache(maxsize=8)(self._readers_of)
         self._slices = lru_cache(maxsize=8)(self._slices_of)
         self._offsets = lru_cache(maxsize=2)(self._offsets_of)
         self._shuffles = lru_cache(maxsize=2)(self._shuffles_of)
@@ -124,9 +125,10 @@ class LocatedOrder(BatchOrder):
         sent = {move.microbatch: (move.worker,) for move in self._moves(step)}
         return tuple(ranks + sent.get(index, ()) for index, ranks in enumerate(self._readers(step)))
 
-    def _readers(self, step: int) -> tuple[tuple[int, ...], ...]:
+    def _readers_of(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that have the shard of each microbatch."""
-        return tuple(self.holders[part.shard] for part in self._parts(step))
+        holders = self.holders
+        return tuple(holders[part.shard] for part in self._parts(step))
 
     def _moves(self, step: int) -> tuple[Move, ...]:
         return () if self.exchange is None else moves(self._readers(step), self.exchange.world.size)
@@ -147,7 +149,7 @@ class LocatedOrder(BatchOrder):
 
     def example(self, step: int) -> tuple[int, list[range]]:
         if not self._own:
-            raise InputError("This worker has no shard, so it cannot read a sample before others have sent some.")
+            return step, []
         own = {self._names.index(name) for name in self._own}
         found = (
             (one, place) for one in count(step) for place, part in enumerate(self._parts(one)) if part.shard in own

@@ -18,6 +18,7 @@ from paceline.system.user_code import in_user_call
 
 Move = Literal["never", "samples"]
 
+
 @sendable
 class ShardFacts(NamedTuple):
     """Values of a shard that are equal on all machines that have it, and in a resumed run."""
@@ -78,13 +79,12 @@ class Located(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         """Return a sample by its number in the whole data set."""
         place = bisect_right(self._firsts, number) - 1
-        name, sample = self._names[place], number - self._firsts[place]
-        if place < 0 or sample >= self._lengths[name]:
+        if place < 0 or number - self._firsts[place] >= self._lengths[self._names[place]]:
             raise InputError(
                 f"Located data have no sample {number} on this worker. Samples are numbered over the shards of all "
                 f"workers, and this worker has {', '.join(map(repr, self._names[:8]))}: read data.shards[name][sample]."
             )
-        return self._read(name, sample)
+        return self._read(self._names[place], number - self._firsts[place])
 
     def check_lengths(self, step: int) -> None:
         """Raise InputError if a shard has another length than at the start."""

@@ -15,7 +15,7 @@ def try_forward_pass(context: TrainingContext, groups: Sequence[MicrobatchGroup]
     """Probe the forward pass and the loss once in a run, unless other workers change the weights meanwhile.
 
     All workers call this together, each with its own groups. A worker without groups probes a microbatch
-    that it can load.
+    that it can load, if any.
 
     Raises:
         InputError: the forward pass depends on earlier computations, or the loss is not a mean, and the run is to
@@ -31,7 +31,7 @@ def try_forward_pass(context: TrainingContext, groups: Sequence[MicrobatchGroup]
 
 def _probe(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> None:
     groups = groups or context.feed.load(*context.order.example(step))
-    if check_repeatable(context, groups[0], step):
+    if groups and check_repeatable(context, groups[0], step):
         check_loss_reduction(context, groups, step)
         if context.compute.batch_loss is None:  # else it is meant to look at several samples
             check_coupling(context, groups, step)

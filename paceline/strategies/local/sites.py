@@ -60,6 +60,11 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder) -> None:
             "local.sites = True trains a replica on each shard of Located data, but data is not Located: give "
             "data=paceline.data.Located({'name of a site': data set}), or leave out local.sites."
         )
+    if order.moves:
+        raise ConfigError(
+            "local.sites = True sends updates only, but Located(..., move='samples') sends samples: leave out one of "
+            "them."
+        )
     for key, value in _WITHOUT.items():
         if (given := getattr(local, key)) != value:
             raise ConfigError(
