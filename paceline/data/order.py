@@ -109,6 +109,8 @@ class BatchOrder(ABC):
     grows = False  # whether an epoch that has not begun may become longer
     located = False  # whether a worker can read some of the samples only
     moves = False  # whether workers may send samples to others
+    wait_seconds = 0.0  # time for which workers wait for samples that none of them has any more
+    goes_on = False  # whether workers then go on without these samples
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
     def cut_by(self, function: MicrobatchOrder) -> None:
@@ -199,8 +201,11 @@ class BatchOrder(ABC):
         """Return a step, from ``step`` on, and a microbatch of it that this worker can read, for a probe, if any."""
         return step, [range(1)]
 
-    def meet(self, world: World, doing: str) -> None:  # noqa: B027 - of most data, every worker has all
+    def meet(self, world: World, doing: str, without: bool = False) -> None:  # noqa: B027 - every worker has all data
         """Tell the other workers which samples this one has. All workers of a membership call this together.
+
+        Args:
+            without: whether to go on without samples of the run that no worker has. Defaults to False.
 
         Raises:
             InputError, DisagreementError: together they do not have the samples of the run.

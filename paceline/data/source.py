@@ -167,6 +167,11 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
             "memory_gigabytes measures a microbatch before training, but this worker has no shard of Located: give it "
             "one, or leave out memory_gigabytes."
         )
+    if data.lost == "leave out" and settings.exact:
+        raise ConfigError(
+            "exact promises the bits of all shards, so Located(..., lost='leave out') cannot go on without a lost one: "
+            "leave out exact or lost."
+        )
     exact, all_present = bool(settings.exact), not settings.local.sites
     return LocatedOrder(data, batch, parts, settings.seed, exact=exact, all_present=all_present)
 

@@ -11,8 +11,9 @@ from launching import Run
 from paceline.testing import faults
 
 SCRIPT = """
-import json, os
+import json, os, time
 from functools import partial
+from pathlib import Path
 import paceline, scripted, torch
 from paceline.data import Located
 from paceline.environments import env
@@ -25,8 +26,12 @@ sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21)
 every = {name: torch.randn(size, 12, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
 data = Located(
     {name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held},
-    move=os.environ.get("MOVE", "never"),
+    move=os.environ.get("MOVE", "never"), wait_seconds=float(os.environ.get("WAIT", 0)),
 )
+if env.launch_info() is not None and env.launch_info().worker == 2 and "WAIT" in os.environ:
+    events = Path(os.environ["PACELINE_RUN"], "events")
+    while sum(one.read_text().count('"membership"') for one in events.glob("launcher*")) < 2:  # met without it
+        time.sleep(0.05)
 torch.manual_seed(0)
 session = paceline.start(
     model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
@@ -72,4 +77,16 @@ def test_another_holder_sends_if_one_is_lost_while_it_sends(run: Run, undisturbe
     assert (4, [0]) in recovered, killed.report()  # step 5 was sent ahead of step 4
     sent = {one["step"] for one in killed.events() if one["event"] == "samples-sent"}
     assert sent == {*range(16)}, killed.report()
+    assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()
+
+
+@pytest.mark.slow
+def test_workers_wait_for_a_worker_that_has_a_lost_shard(run: Run, undisturbed: Any) -> None:
+    alone = undisturbed(SCRIPT)
+    held = {"0": "abcd", "1": "cdef", "2": "ef"}
+    options = "-n", 2, "--elastic", "1:2", "--standby", 1
+    killed = run(SCRIPT, *options, faults=faults.kill(rank=1, step=6), HELD=json.dumps(held), WAIT="60")
+    assert killed.code == 0, killed.report()
+    assert "waiting for a worker with lost shards, at most 60 s" in killed.said, killed.report()
+    assert killed.memberships() == [[0, 1], [0], [0, 2]], killed.report()
     assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()

@@ -12,6 +12,10 @@ from paceline.errors import DisagreementError, InputError
 _LISTED = 8
 
 
+class ShardsLost(InputError):
+    """No worker has some shards of the run any more. A worker that joins may have them."""
+
+
 @sendable
 class Holding(NamedTuple):
     """Shards of a run, by name, and the workers that had each of them when all met last, as text."""
@@ -32,7 +36,8 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
 
     Raises:
         DisagreementError: workers have different shards of the same name.
-        InputError: the workers do not have the shards of the run, or two names stand for the same samples.
+        ShardsLost: the workers do not have all shards of the run.
+        InputError: the workers have shards that are not those of the run, or two names stand for the same samples.
     """
     if not any(own for _, own, _ in everyone):
         raise InputError("No worker has a shard of the Located data: give the shards to the workers that have them.")
@@ -76,10 +81,11 @@ def _difference(left: ShardFacts, right: ShardFacts) -> str:
 def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str], all_present: bool) -> None:
     if all_present and (lost := [name for name in run.shards if name not in found]):
         listed = ", ".join(f"{name!r} of {run.holders[name]}" for name in lost[:_LISTED])
-        raise InputError(
+        raise ShardsLost(
             f"No worker has these shards of the data any more: {listed}{_more(lost)}. An epoch uses each sample once, "
             f"so training cannot go on without them. Resume the run with workers that have them. A run survives the "
-            f"loss of a machine if each of its shards is on another machine, too."
+            f"loss of a machine if each of its shards is on another machine, too, or if Located(..., wait_seconds=...) "
+            f"lets the others wait for a worker that has them."
         )
     for name, one in found.items():
         if name not in run.shards:

@@ -32,7 +32,7 @@ from paceline.data.located.agreement import Holding, agree
 from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.shards import Located, ShardFacts, firsts_of
 from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, InputError
 from paceline.schedule import feistel
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.schedule.placement import Move, moves
@@ -63,9 +63,10 @@ class LocatedOrder(BatchOrder):
     ) -> None:
         self.batch, self.microbatches, self.seed, self._all_present = batch, microbatches, seed, all_present
         self._data, self._own = data, data.facts(seed, exact=exact)
-        self.moves = data.move == "samples"
+        self.moves, self.wait_seconds, self.goes_on = data.move == "samples", data.wait_seconds, data.lost != "stop"
         self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
         self._ranks: dict[str, tuple[int, ...]] = {}
+        self._without = False  # whether the microbatches of shards that no worker has are left out
         self._set_shards(self._own)
 
     def _set_shards(self, shards: Mapping[str, ShardFacts]) -> None:
@@ -92,7 +93,10 @@ class LocatedOrder(BatchOrder):
         return {"located": 1, **super().facts()}
 
     def agreed(self) -> dict[str, object]:
-        return {"data in shards": "located", "setting move of Located": self._data.move, **super().agreed()}
+        settings = {
+            f"setting {name} of Located": getattr(self._data, name) for name in ("move", "wait_seconds", "lost")
+        }
+        return {"data in shards": "located", **settings, **super().agreed()}
 
     def place_of(self, step: int) -> tuple[int, int]:
         return divmod(step, self._steps)
@@ -162,7 +166,12 @@ class LocatedOrder(BatchOrder):
         epoch, index = self.place_of(step)
         start = index * self.microbatches
         _, parts = self._between(epoch, start, min(start + self.microbatches, self._total))
-        return sorted(parts)
+        if not (self._without and self._ranks):
+            return sorted(parts)
+        found = sorted(part for part in parts if self._names[part.shard] in self._ranks)
+        if not found:
+            raise InputError(f"No worker has a sample of step {step} any more: its shards are lost.")
+        return found
 
     def _between(self, epoch: int, start: int, stop: int) -> tuple[Numbers, list[Part]]:
         """Return the number of microbatches of each shard before place ``start`` of an epoch, and those up to ``stop``.
@@ -216,9 +225,10 @@ class LocatedOrder(BatchOrder):
         generators = (torch.Generator().manual_seed(seed) for seed in seeds)
         return [torch.randperm(length, generator=one) for length, one in zip(self._lengths, generators, strict=True)]
 
-    def meet(self, world: World, doing: str) -> None:
+    def meet(self, world: World, doing: str, without: bool = False) -> None:
         given = world.gather((platform.node(), self._own, self._run), doing)
-        self._run, self._ranks = agree(given, all_present=self._all_present)
+        self._without = without
+        self._run, self._ranks = agree(given, all_present=self._all_present and not without)
         self._set_shards(self._run.shards)
         if self.moves and world.size > 1:
             self.exchange = SampleExchange(world, self._moves, self._bytes_of)

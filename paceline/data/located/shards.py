@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sized
 from itertools import accumulate
@@ -17,6 +18,7 @@ from paceline.errors import InputError
 from paceline.system.user_code import in_user_call
 
 Move = Literal["never", "samples"]
+Lost = Literal["stop", "leave out"]
 
 
 @sendable
@@ -40,17 +42,30 @@ class Located(Dataset[Any]):
             worker may have none.
         move: ``"never"`` if no sample may be sent to another worker, or ``"samples"`` to send as many as give all
             workers an even share of each batch. The same on all workers. Defaults to ``"never"``.
+        wait_seconds: time for which a run under ``paceline run`` waits for a worker with a shard that no worker has any
+            more. The same on all workers. Defaults to 0.
+        lost: whether the run then stops, or goes on with ``"leave out"``, without the microbatches of the shard. The
+            same on all workers. Defaults to ``"stop"``.
 
     Raises:
-        InputError: there is no shard, a name is not a text, or ``move`` has another value.
+        InputError: there is no shard, a name is not a text, or another argument has a wrong value.
     """
 
-    def __init__(self, shards: Mapping[str, Any], move: Move = "never") -> None:
+    def __init__(
+        self, shards: Mapping[str, Any], move: Move = "never", wait_seconds: float = 0.0, lost: Lost = "stop"
+    ) -> None:
         if move not in get_args(Move):
             raise InputError(
                 f"Located(..., move={move!r}) is unknown: give 'never', or 'samples' to send samples to workers that "
                 f"have too few."
             )
+        if lost not in get_args(Lost):
+            raise InputError(
+                f"Located(..., lost={lost!r}) is unknown: give 'stop', or 'leave out' to go on without a shard that no "
+                f"worker has any more."
+            )
+        if not isinstance(wait_seconds, int | float) or not 0 <= wait_seconds < math.inf:
+            raise InputError(f"Located(..., wait_seconds={wait_seconds!r}) is no number of seconds from 0.")
         known = isinstance(shards, Mapping)
         few = not shards and move == "never"
         if not known or few or not all(isinstance(name, str) and name for name in shards):
@@ -60,7 +75,7 @@ class Located(Dataset[Any]):
                 f"but it got {given}. A worker computes only samples of its own shards, so leave machines without "
                 f"shards out of the run, or let others send samples to them by move='samples'."
             )
-        self.move = move
+        self.move, self.wait_seconds, self.lost = move, float(wait_seconds), lost
         self.shards = dict(sorted(shards.items()))
         self.number({name: len(shard) for name, shard in self.shards.items() if isinstance(shard, Sized)})
 

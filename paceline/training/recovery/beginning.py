@@ -18,6 +18,7 @@ from paceline.step.context import TrainingContext
 from paceline.strategies.registry import lanes_of, prepare
 from paceline.training.progress import Progress
 from paceline.training.recovery.formation import Formation
+from paceline.training.recovery.lost_shards import meet
 from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
@@ -41,7 +42,7 @@ class Beginning:
         # In a later generation, all workers that had a state are lost: resume from the newest checkpoint.
         again = self.resume is None and self.context.world.generation > 0 and self.checkpointer.enabled
         steps = resume(self.context, self.checkpointer, self.state, "auto" if again else self.resume)
-        self.context.order.meet(self.context.world, "start")
+        meet(self.context, "start")
         if self.context.settings.weights.path is not None and self.checkpointer.last is None:
             load_initial(self.context)
         return Progress.resumed(steps, self.state.loaded_script if steps else {})

@@ -44,6 +44,7 @@ from paceline.training.progress import (
 )
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
+from paceline.training.recovery.lost_shards import WorkersJoin, meet
 from paceline.training.recovery.points import Points
 from paceline.training.recovery.standby import move_to_device, warm_up
 from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares, move
@@ -104,8 +105,7 @@ class Recovery:
         Raises:
             SystemExit: this worker leaves the run, or the run has ended.
         """
-        world, begin = self._context.world, time.perf_counter()
-        lost: list[int] = []
+        world, begin, lost = self._context.world, time.perf_counter(), list[int]()
         while True:
             if progress is not None:
                 fault_points.reach("during recovery", progress.steps)
@@ -133,7 +133,7 @@ class Recovery:
                     progress = self._same_state(progress)
                     self._share_knowledge(answer, progress)
             except WorkerLost as error:
-                planned, ended = False, world.worker_ids(error.ranks)
+                planned, ended = isinstance(error, WorkersJoin), world.worker_ids(error.ranks)
                 continue
             env.set_identity(world.rank, world.size, world.membership.local_rank, len(world.membership.near))
             self._context.events.move(world.rank, answer.number)
@@ -147,7 +147,7 @@ class Recovery:
         self._settle()
         self._share_findings()
         try:
-            self._context.order.meet(self._context.world, RE_FORMING)
+            meet(self._context, RE_FORMING)
         except (InputError, DisagreementError):
             if not loads_shares(self._context):
                 self._save_last(progress)
