@@ -127,7 +127,18 @@ def moves(holders: tuple[tuple[int, ...], ...], workers: int) -> tuple[Move, ...
         reader, worker = owned.index(most), owned.index(least)
         if worker not in holders[microbatch]:
             found.append(Move(microbatch, reader, worker))
-    return tuple(found)
+    while True:  # until place() needs all of them
+        placed = place(after(found, holders), workers)
+        used = [one for one in found if one.microbatch in placed[one.worker]]
+        if used == found:
+            return tuple(used)
+        found = used
+
+
+def after(sent: Sequence[Move], holders: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Return the workers that can compute each microbatch once those of ``sent`` have arrived."""
+    more = {one.microbatch: (one.worker,) for one in sent}
+    return tuple(ranks + more.get(microbatch, ()) for microbatch, ranks in enumerate(holders))
 
 
 def spread(sizes: Sequence[int], holders: Sequence[Sequence[int]], workers: int) -> list[list[int]]:

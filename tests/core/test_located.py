@@ -126,6 +126,7 @@ def carried(model: Any, microbatch: Any, state: Any) -> Any:
     ("shards", "text"),
     [
         ({}, "the names of no shard"),
+        (Located({}, move="samples"), "No worker has a shard"),
         ([rows(8)], r"but it got \[<torch"),
         ({3: rows(8)}, "the names 3"),
         ({"a": []}, "Shard 'a' .* is empty"),
@@ -138,7 +139,34 @@ def carried(model: Any, microbatch: Any, state: Any) -> Any:
 )
 def test_shards_that_cannot_be_used_are_refused(shards: Any, text: str) -> None:
     with pytest.raises(InputError, match=text):
-        start(Located(shards))
+        start(shards if isinstance(shards, Located) else Located(shards))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"move": "always"}, "move='always'.* give 'never', or 'samples'"),
+        ({"lost": "skip"}, "lost='skip'.* give 'stop', or 'leave out'"),
+        ({"wait_seconds": -1}, "wait_seconds=-1"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        Located({"a": rows(8)}, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "text"),
+    [
+        ({"lost": "leave out"}, {"exact": True}, "leave out exact or lost"),
+        ({"move": "samples"}, {"strategy": "diloco", "local": {"sites": True}}, "move='samples'. sends samples"),
+    ],
+)
+def test_options_that_contradict_settings_are_refused(
+    options: dict[str, Any], given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        start(Located({"a": rows(9)}, **options), **given)
 
 
 @pytest.mark.parametrize(

@@ -12,22 +12,27 @@ import pytest
 
 from paceline.data import Located
 from paceline.data.located import order as order_module
-from paceline.data.located.agreement import Holding, agree
+from paceline.data.located.agreement import Holding, ShardsLost, agree
 from paceline.data.located.order import LocatedOrder
 from paceline.data.located.shards import ShardFacts, firsts_of
 from paceline.errors import DisagreementError, InputError
 from paceline.evaluation import mapping
-from paceline.schedule.placement import place
+from paceline.schedule.placement import after, moves, place
 from paceline.testing import threads
+from paceline.training.recovery import lost_shards
+from paceline.training.recovery.lost_shards import WorkersJoin
 
 SIZES = {"a": 7, "b": 130, "c": 40, "d": 3, "e": 64, "f": 1, "g": 90, "h": 11}
 FIRSTS = firsts_of(SIZES)
 BATCH, MICROBATCHES = 32, 8
 
 
-def order_of(names: str = "abcdefgh", **changed: Any) -> LocatedOrder:
-    shards = {name: changed.get(name, [*range(FIRSTS[name], FIRSTS[name] + SIZES[name])]) for name in names}
-    return LocatedOrder(Located(shards), BATCH, MICROBATCHES, seed=3, exact=True)
+def located(names: str = "abcdefgh", **changed: Any) -> dict[str, list[int]]:
+    return {name: changed.get(name, [*range(FIRSTS[name], FIRSTS[name] + SIZES[name])]) for name in names}
+
+
+def order_of(names: str = "abcdefgh", options: Any = {}, **changed: Any) -> LocatedOrder:  # noqa: B006
+    return LocatedOrder(Located(located(names, **changed), **options), BATCH, MICROBATCHES, seed=3, exact=True)
 
 
 def epoch_of(order: LocatedOrder, epoch: int = 0) -> list[list[list[int]]]:
@@ -104,6 +109,66 @@ def test_the_placement_ends_as_early_as_possible() -> None:
     assert place(((0,), (0, 1, 2, 3), (0, 1)), 4) == ((0,), (2,), (1,), ())  # 1 moves on, as 0 has no other holder
     assert place(((0, 1, 2, 3),) * 8, 4) == ((0, 1), (2, 3), (4, 5), (6, 7))  # adjacent sums are sent as one
     assert place(((1,), (0, 1), (0, 1), (0, 1)), 2) == ((2, 3), (0, 1))
+
+
+def test_samples_travel_until_no_worker_has_more_than_an_even_share() -> None:
+    drawn = random.Random(2)
+    for _ in range(300):
+        workers, count = drawn.randint(1, 5), drawn.randint(1, 12)
+        holders = tuple(
+            tuple(sorted(drawn.sample(range(workers), drawn.choice([1, 1, workers])))) for _ in range(count)
+        )
+        sent = {one.microbatch: one for one in moves(holders, workers)}
+        assert all(one.reader in holders[at] and one.worker not in holders[at] for at, one in sent.items())
+        placed = place(after([*sent.values()], holders), workers)
+        assert max(map(len, placed)) == -(-count // workers), (holders, sent)
+        assert all(at in placed[one.worker] for at, one in sent.items()), (holders, sent)
+    assert moves(((0, 1),) * 8, 2) == ()
+
+
+def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> None:
+    whole, marks, options = epoch_of(order_of()), list[str](), {"lost": "leave out"}
+    lost = {*range(FIRSTS["b"], FIRSTS["b"] + SIZES["b"]), *range(FIRSTS["h"], FIRSTS["h"] + SIZES["h"])}
+    left = [[one for one in step if not lost.intersection(one)] for step in whole]
+    orders = order_of("acdefg", options), order_of("bdh", options)
+
+    def met(world: Any) -> list[list[list[int]]]:
+        order, events = orders[world.rank], SimpleNamespace(mark=lambda _, text, **__: marks.append(text))
+        lost_shards.meet(SimpleNamespace(world=world, order=order, events=events), "start")  # type: ignore[arg-type]
+        return epoch_of(order)
+
+    assert threads.run(2, met) == [whole] * 2 and not marks
+    assert threads.run(1, met) == [left]
+    assert "without lost shards" in marks[0] and "'b' of rank 1" in marks[0] and "'h' of rank 1" in marks[0]
+    assert orders[0].samples_of(0) == sum(map(len, left[0])) < sum(map(len, whole[0]))
+    assert threads.run(2, met) == [whole] * 2
+
+    only = order_of("fb", options), order_of("b", options)
+    threads.run(2, lambda world: only[world.rank].meet(world, "start"))
+    only = only[0:1]
+    only[0]._own = {"f": only[0]._own["f"]}
+    threads.run(1, lambda world: only[0].meet(world, "start", without=True))
+    with pytest.raises(InputError, match=r"No worker has a sample of step \d+ any more"):
+        epoch_of(only[0])
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_workers_wait_together_for_lost_shards(joins: bool) -> None:
+    """They re-form if one of them knows of a worker that joins. Else they stop when rank 0 has waited long enough."""
+    orders = [order_of(names, {"wait_seconds": 60 if joins else 0.01}) for names in ("ab", "cd", "e")]
+    threads.run(3, lambda world: orders[world.rank].meet(world, "start"))
+
+    def wait(world: Any) -> None:
+        world.coordinator = SimpleNamespace(
+            pending=world.generation + (joins and world.rank == 1), alarm=-1, generation=0
+        )
+        events = SimpleNamespace(mark=lambda *_, **__: None)
+        with pytest.raises((WorkersJoin, InputError)) as raised:
+            lost_shards.meet(SimpleNamespace(world=world, order=orders[world.rank], events=events), "start")  # type: ignore[arg-type]
+
+        assert raised.type is (WorkersJoin if joins else ShardsLost)
+
+    threads.run(2, wait)
 
 
 A, B, LONGER, OTHER = (ShardFacts(*one) for one in ((5, "x", "x"), (5, "y", "y"), (6, "x", "x"), (5, "z", "z")))

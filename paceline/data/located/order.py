@@ -35,7 +35,7 @@ from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
 from paceline.errors import ConfigError, InputError
 from paceline.schedule import feistel
 from paceline.schedule.microbatch_orders import MicrobatchOrder
-from paceline.schedule.placement import Move, moves
+from paceline.schedule.placement import Move, after, moves
 
 Numbers = npt.NDArray[np.int64]
 
@@ -124,10 +124,7 @@ class LocatedOrder(BatchOrder):
         return tuple(range(start, stop) for start, stop in pairwise(stops))
 
     def holders_of(self, step: int) -> tuple[tuple[int, ...], ...] | None:
-        if not self._ranks:
-            return None
-        sent = {move.microbatch: (move.worker,) for move in self._moves(step)}
-        return tuple(ranks + sent.get(index, ()) for index, ranks in enumerate(self._readers(step)))
+        return after(self._moves(step), self._readers(step)) if self._ranks else None
 
     def _readers_of(self, step: int) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that have the shard of each microbatch."""
