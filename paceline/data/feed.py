@@ -30,6 +30,7 @@ from paceline.data.objects.values import PlainValues, Values
 from paceline.data.order import BatchOrder
 from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError, WorkerLost, name_microbatches
+from paceline.events import EventLog
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.local.kernel import is_ending
 from paceline.system.user_code import in_user_call
@@ -180,8 +181,8 @@ class Feed:
     def _awaits(self, step: int, group: range) -> bool:
         return self._exchange is not None and self._exchange.awaits(step, group)
 
-    def receive(self, step: int, groups: list[MicrobatchGroup]) -> tuple[list[MicrobatchGroup], int]:
-        """Return the groups of a step with the samples from other workers, and the bytes of samples sent to others.
+    def receive(self, step: int, groups: list[MicrobatchGroup], events: EventLog) -> list[MicrobatchGroup]:
+        """Return the groups of a step with the samples from other workers, and send samples to others.
 
         All workers call this at the beginning of a step.
 
@@ -189,10 +190,11 @@ class Feed:
             WorkerLost: another worker was lost.
         """
         if self._exchange is None:
-            return groups, 0
+            return groups
         arrived = self._arrived(step, self._exchange)
-        whole = [self._received(step, one.microbatches, arrived) if one.data is _AWAITED else one for one in groups]
-        return whole, self._exchange.bytes[step]
+        if sent := self._exchange.bytes[step]:
+            events.mark("samples-sent", step=step, bytes=sent)
+        return [self._received(step, one.microbatches, arrived) if one.data is _AWAITED else one for one in groups]
 
     def _arrived(self, step: int, exchange: SampleExchange) -> Mapping[int, Any]:
         if not exchange.is_begun(step):

@@ -182,9 +182,7 @@ class TrainingLoop:
 
     def _run_step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         context = self.context
-        groups, sent = context.feed.receive(step, groups)
-        if sent:
-            context.events.mark("samples-sent", step=step, bytes=sent)
+        groups = context.feed.receive(step, groups, context.events)
         if not (context.phases or context.compute.batch_loss is not None):
             try_forward_pass(context, groups, step)
         context.events.step = step

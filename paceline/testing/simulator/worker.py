@@ -137,8 +137,8 @@ class Feed:
             samples.check(self._order, step, STEPS)
         return groups
 
-    def receive(self, step: int, groups: list[range]) -> tuple[list[range], int]:
-        return groups, 0
+    def receive(self, step: int, groups: list[range], events: Any) -> list[range]:
+        return groups
 
     def steps(self, start: int, stop: int, groups: Callable[[int], list[range]]) -> Iterator[list[range]]:
         for step in range(start, stop):
