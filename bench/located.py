@@ -157,8 +157,8 @@ for seed in range(3):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
         session = paceline.start(
-            model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
-            data=data, batch=64, microbatches=16, seed=seed)
+            model=model, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            loss=torch.nn.functional.cross_entropy, data=data, batch=64, microbatches=16, seed=seed)
         for epoch in range(6):
             for batch in session.batches(epochs=1):
                 session.step(batch)

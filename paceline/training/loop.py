@@ -181,8 +181,7 @@ class TrainingLoop:
         return result
 
     def _run_step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
-        context = self.context
-        groups = context.feed.receive(step, groups, context.events)
+        context, groups = self.context, self.context.feed.receive(step, groups, self.context.events)
         if not (context.phases or context.compute.batch_loss is not None):
             try_forward_pass(context, groups, step)
         context.events.step = step
