@@ -31,7 +31,7 @@ from torch import nn
 from paceline.data import Located
 
 rank, workers, rounds = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["ROUNDS"])
-SIZES, BATCH, SHAPE, BUFFER = [512] * 8, 128, (3, 32, 32), 1000
+SIZES, BATCH, SHAPE, BUFFER = [256] * 8, 128, (3, 64, 64), 500
 
 def write(path, size):
     pictures = torch.randint(0, 256, (size, *SHAPE), dtype=torch.uint8)
@@ -75,11 +75,11 @@ class Streamed(torch.utils.data.IterableDataset):
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(),
-                         nn.Flatten(), nn.Linear(32 * 49, 10))
+    return nn.Sequential(nn.Conv2d(3, 32, 3, stride=2), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2), nn.ReLU(),
+                         nn.Flatten(), nn.Linear(64 * 225, 10))
 
 torch.manual_seed(rank)
-own = [Path(f"{shard}.tar") for shard in range(len(SIZES)) if shard % workers == rank]
+own = [Path(f"{shard}.tar") for shard in range(len(SIZES)) if shard * workers // len(SIZES) == rank]
 for path in own:
     write(path, SIZES[int(path.stem)])
 session = paceline.start(model=net(), optimizer=partial(torch.optim.SGD, lr=0.01), loss=nn.functional.cross_entropy,
