@@ -84,9 +84,10 @@ def results(printed: Printed, folder: Path, workers: int, cases: list[Any], **op
 
 def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:
     (alone,), nothing = results(printed, tmp_path, 1, [["apart", {}]])
-    found, warned = results(printed, tmp_path, 3, [["twice", {}], ["apart", {}], ["twice", {"strategy": "stealing"}]])
-    assert found == [alone] * 9
-    assert nothing == [""] and warned[0] == "" and "the others wait for rank 1" in warned[1], warned
+    cases: list[Any] = [["twice", {}], ["apart", {}], ["twice", {"strategy": "stealing"}]]
+    found, warned = results(printed, tmp_path, 3, [*cases, ["on the last only", {"move": "samples"}]])
+    assert found == [alone] * 12
+    assert nothing == [""] and "the others wait for rank 1" in warned[1] and warned[::3] == ["", ""], warned
 
 
 @pytest.mark.slow
