@@ -87,6 +87,8 @@ def test_workers_wait_for_a_worker_that_has_a_lost_shard(run: Run, undisturbed: 
     options = "-n", 2, "--elastic", "1:2", "--standby", 1
     killed = run(SCRIPT, *options, faults=faults.kill(rank=1, step=6), HELD=json.dumps(held), WAIT="60")
     assert killed.code == 0, killed.report()
-    assert "waiting for a worker with lost shards, at most 60 s" in killed.said, killed.report()
+    assert "waiting at most 60 s (wait_seconds) for shards that no worker has any more: 'e' of" in killed.said, (
+        killed.report()
+    )
     assert killed.memberships() == [[0, 1], [0], [0, 2]], killed.report()
     assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.data import Located
+from paceline.data.feed import Feed
 from paceline.data.located.exchange import SampleExchange
+from paceline.data.located.order import LocatedOrder
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.placement import Move
 from paceline.testing import threads
@@ -70,6 +74,26 @@ def test_the_loss_of_a_sender_ends_the_wait_for_it() -> None:
             exchange.begin(0, {})
             with pytest.raises(WorkerLost, match=r"rank 0.*while it waited for samples of step 0"):
                 exchange.take(0)
+
+    threads.run(2, worker)
+
+
+def test_a_loss_while_samples_are_sent_ahead_is_raised_in_the_step() -> None:
+    """Between steps the workers could not re-form."""
+
+    def worker(world: Any) -> None:
+        own = {"a": [torch.ones(2)] * 16} if world.rank == 0 else {}
+        data = Located(own, move="samples")
+        order = LocatedOrder(data, 8, 2, seed=0, exact=True)
+        order.meet(world, "start")
+        if world.rank == 1:
+            return
+        while 1 not in world.host_transport._wires.ended:
+            time.sleep(0.001)
+        feed = Feed(data, order, world.device)
+        (group,) = next(feed.steps(0, 2, lambda step: [range(1)]))
+        with pytest.raises(WorkerLost, match=r"rank 1.*while it sent samples of step 0"):
+            feed.receive(0, [group], SimpleNamespace())  # type: ignore[arg-type]
 
     threads.run(2, worker)
 

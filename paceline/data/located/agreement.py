@@ -13,7 +13,16 @@ _LISTED = 8
 
 
 class ShardsLost(InputError):
-    """No worker has some shards of the run any more. A worker that joins may have them."""
+    """No worker has some shards of the run any more, named in ``shards``. A worker that joins may have them."""
+
+    def __init__(self, shards: str) -> None:
+        super().__init__(
+            f"No worker has these shards of the data any more: {shards}. An epoch uses each sample once, so training "
+            f"cannot go on without them. Resume the run with workers that have them. A run survives the loss of a "
+            f"machine if each of its shards is on another machine, too, or if Located(..., wait_seconds=...) lets the "
+            f"others wait for a worker that has them."
+        )
+        self.shards = shards
 
 
 @sendable
@@ -81,12 +90,7 @@ def _difference(left: ShardFacts, right: ShardFacts) -> str:
 def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str], all_present: bool) -> None:
     if all_present and (lost := [name for name in run.shards if name not in found]):
         listed = ", ".join(f"{name!r} of {run.holders[name]}" for name in lost[:_LISTED])
-        raise ShardsLost(
-            f"No worker has these shards of the data any more: {listed}{_more(lost)}. An epoch uses each sample once, "
-            f"so training cannot go on without them. Resume the run with workers that have them. A run survives the "
-            f"loss of a machine if each of its shards is on another machine, too, or if Located(..., wait_seconds=...) "
-            f"lets the others wait for a worker that has them."
-        )
+        raise ShardsLost(f"{listed}{_more(lost)}")
     for name, one in found.items():
         if name not in run.shards:
             raise InputError(

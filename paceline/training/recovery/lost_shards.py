@@ -41,14 +41,16 @@ def meet(context: TrainingContext, doing: str) -> None:
         if not order.goes_on:
             raise
         order.meet(world, doing, without=True)
-        _tell(context, f"training goes on without lost shards (lost='leave out'). {lost}")
+        _tell(context, f"training goes on without shards that no worker has any more (lost='leave out'): {lost.shards}")
 
 
 def _wait(context: TrainingContext, doing: str, lost: ShardsLost) -> None:
     world, seconds = context.world, context.order.wait_seconds
     if not seconds or world.coordinator is None:
         return
-    _tell(context, f"waiting for a worker with lost shards, at most {seconds:g} s (wait_seconds). {lost}")
+    _tell(
+        context, f"waiting at most {seconds:g} s (wait_seconds) for shards that no worker has any more: {lost.shards}"
+    )
     end, is_over = time.monotonic() + seconds, False
     while not is_over:
         own = world.coordinator.pending > world.generation, time.monotonic() > end
