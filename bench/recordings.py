@@ -34,7 +34,7 @@ COMMANDS = {
     "plan": ["paceline plan mlp.py"],
     "why": ["paceline run -n 4 slow_worker.py --only allreduce", "paceline why"],
 }
-COLUMNS, ROWS = 100, 44
+COLUMNS, ROWS = 112, 44
 LONGEST_WAIT, HELD_AT_END = 1.0, 5.0
 SHORTEST = 0.25  # seconds that a state of the screen is shown at least
 SECONDS = 600
@@ -125,10 +125,11 @@ def picture(states: list[tuple[float, list[Cells]]]) -> str:
         for text, colour, bold in runs:
             if text.strip():
                 left = len(text) - len(text.lstrip())
-                inner, at = text.strip(), MARGIN + (column + left) * WIDTH
+                shown, at = text.strip(), MARGIN + (column + left) * WIDTH
+                inner = escape(shown.replace(" ", "\N{NO-BREAK SPACE}"))  # viewers join spaces
                 fill = PALETTE.get(colour.removeprefix("bright"), f"#{colour}")
                 look = f' fill="{fill}"' * (colour != "default") + ' font-weight="bold"' * bold
-                spans.append(f'<tspan x="{at:.1f}" textLength="{len(inner) * WIDTH:.1f}"{look}>{escape(inner)}</tspan>')
+                spans.append(f'<tspan x="{at:.1f}" textLength="{len(shown) * WIDTH:.1f}"{look}>{inner}</tspan>')
             column += len(text)
         times = [begin / whole, *([] if end is None else [end / whole])]
         values = ["hidden", "visible", *([] if end is None else ["hidden"])]
@@ -142,7 +143,7 @@ def picture(states: list[tuple[float, list[Cells]]]) -> str:
         texts.append(f'<text y="{MARGIN + (row + 0.8) * HEIGHT:.1f}"{hidden}>{"".join(spans)}{moving}</text>')
     width, height = 2 * MARGIN + COLUMNS * WIDTH, 2 * MARGIN + used * HEIGHT
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" xml:space="preserve" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace" font-size="13" fill="{PALETTE["default"]}">\n'
         f'<rect width="100%" height="100%" rx="8" fill="#0d1117"/>\n' + "\n".join(texts) + "\n</svg>\n"
     )
