@@ -248,6 +248,24 @@ BEFORE_TRAINING = {
         "DisagreementError",
         ["data samples 0, 36, ", "same order", "same seed everywhere"],
     ),
+    **{
+        f"fixed point with {strategy}": Bad(
+            f"go(exact='fixed-point', strategy={strategy!r})", "ConfigError", [reason, "or 'stealing'"]
+        )
+        for strategy, reason in {
+            "pipeline": "strategy 'pipeline' cannot add up gradients in fixed point",
+            "parameter-server": "strategy 'parameter-server' cannot add up gradients in fixed point",
+            "hogwild": "cannot give the same bits",
+            "backup": "cannot give the same bits",
+        }.items()
+    },
+    "complex parameters in fixed point": Bad(
+        "del given['loss']\nmodel = torch.nn.Linear(4, 4, dtype=torch.complex64)\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(64, 4, dtype=torch.complex64))\n"
+        "go(model=model, forward=lambda model, data: model(data[0]).abs().mean(), data=data, exact='fixed-point')",
+        "ConfigError",
+        ["'weight' is of type torch.complex64", "exact=True"],
+    ),
 }
 
 WHILE_TRAINING = {

@@ -1,4 +1,4 @@
-"""``exact="fixed-point"``: steps whose gradients do not fit, checkpoints, and what refuses it."""
+"""``exact="fixed-point"``: steps whose gradients do not fit, and checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -50,55 +50,6 @@ def test_a_step_is_repeated_if_a_gradient_does_not_fit(
         lines = (tmp_path / "run" / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
         assert sum(json.loads(line)["event"] == "repeated" for line in lines) == repeated
     assert ("nan" in alone["losses"]) == ("nan" in value)
-
-
-REFUSED = """
-import os
-import torch
-import paceline
-from functools import partial
-from subjects import classes, mlp
-paceline.start(
-    model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.cross_entropy,
-    data=classes(64), batch=16, exact="fixed-point", **eval(os.environ["GIVEN"])
-)
-"""
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"strategy": "pipeline"}, "strategy 'pipeline' cannot add up gradients in fixed point"),
-        ({"strategy": "parameter-server"}, "strategy 'parameter-server' cannot add up gradients in fixed point"),
-        ({"strategy": "hogwild"}, "cannot give the same bits"),
-        ({"strategy": "backup"}, "cannot give the same bits"),
-    ],
-    ids=lambda value: value["strategy"] if isinstance(value, dict) else "",
-)
-def test_other_strategies_refuse_it(ranks: Any, tmp_path: Path, given: dict[str, Any], said: str) -> None:
-    for one in ranks(REFUSED, 2, tmp_path, environment={"GIVEN": repr(given)}):
-        assert one.code == 2
-        assert said in one.err
-        assert "or 'stealing'" in one.err
-
-
-COMPLEX = """
-import torch
-import paceline
-from functools import partial
-model = torch.nn.Linear(4, 4, dtype=torch.complex64)
-paceline.start(
-    model=model, optimizer=partial(torch.optim.SGD, lr=0.1), forward=lambda model, data: model(data[0]).abs().mean(),
-    data=torch.utils.data.TensorDataset(torch.randn(8, 4, dtype=torch.complex64)), batch=8, exact="fixed-point"
-)
-"""
-
-
-def test_complex_parameters_are_refused(ranks: Any, tmp_path: Path) -> None:
-    (one,) = ranks(COMPLEX, 1, tmp_path)
-    assert one.code == 2
-    assert "'weight' is of type torch.complex64" in one.err
-    assert "exact=True" in one.err
 
 
 RESUMED = """
