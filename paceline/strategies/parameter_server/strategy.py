@@ -14,6 +14,7 @@
 The parameters are cut into ``server.count`` shards of whole tensors. With ``server.dedicated`` the first ranks are the
 servers and compute nothing. Otherwise the worker that pushes a gradient makes the update itself. Other modules:
 ``sync_server`` (sync), ``async_server`` and ``dedicated_server`` (async and bounded), with the loop of ``async_steps``.
+``table_servers`` is for models with sparse embeddings.
 """
 
 from __future__ import annotations
