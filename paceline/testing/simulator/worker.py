@@ -238,7 +238,7 @@ class Worker:
         return SimpleNamespace(
             world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(order), phases={},
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
-            events=EventLog(None, -1), warnings=[], prepared=[], held=HeldShare(), replicas={},
+            events=EventLog(None, -1), warnings=[], prepared=[], sparse=(), held=HeldShare(), replicas={},
             compute=SimpleNamespace(buffers=buffers, model=model, batch_loss=None), state=state,
             sparse=frozenset(), update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
         )  # fmt: skip
