@@ -143,6 +143,7 @@ class TrainingLoop:
         self.strategy.settle()
         if self._recovery is not None and self.progress.steps == steps and not self._script.is_ahead(steps):
             self._recovery.keep(self.progress, self.strategy)
+        hash_shares(self.strategy, self.progress)
 
     def _conclude(self, others_did: bool = False) -> None:
         """Save a checkpoint if one is due and others have not saved it, then act on the notice of the step."""
@@ -205,7 +206,6 @@ class TrainingLoop:
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
             self.progress.steps = step + 1
             self._settle(step + 1)  # after a loss, others go on from here or from an earlier step, and save nothing
-            hash_shares(self.strategy, self.progress)
             if self._checkpointer.due(step + 1) and not self._script.is_ahead(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()
