@@ -125,9 +125,9 @@ def test_a_worker_is_lost_while_another_one_hands_over_its_slices(run: Run, undi
     assert set(checked(ran, undisturbed(PLAIN))) == {3}, ran.report()
 
 
-EVALUATED = PLAIN.replace(
+EVALUATED = PLAIN.replace("import scripted", "import scripted\nfrom subjects import images").replace(
     "scripted.end", "scripted.leave(session, batch, 1, 11)\nsession.evaluate(images(70))\nscripted.end"
-).replace("import scripted", "import scripted\nfrom subjects import images")
+)
 
 
 def test_a_worker_is_told_to_leave_in_an_evaluation(run: Run, undisturbed: Any) -> None:
@@ -135,6 +135,17 @@ def test_a_worker_is_told_to_leave_in_an_evaluation(run: Run, undisturbed: Any) 
     ran = run(EVALUATED, *ELASTIC, GIVEN=SHARDED)
     check(ran, undisturbed(PLAIN), 2)
     assert ran.memberships() == [[0, 1, 2], [0, 2]]
+
+
+@pytest.mark.slow
+def test_a_worker_is_replaced_in_the_last_evaluation(run: Run, undisturbed: Any) -> None:
+    """The new worker repeats lost steps in its loop, the other one before its evaluation: then both hash the shares."""
+    every, script = ("--set", "checkpoint.every=5"), EVALUATED.replace("scripted.leave(session, batch, 1, 11)", "")
+    lost = faults.kill(rank=1, step=12, point="in evaluate")
+    ran = run(script, *TWO, "--standby", 1, *every, faults=lost, GIVEN=SHARDED)
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(PLAIN)["fingerprint"]}, ran.report()
+    assert set(went_back(ran)) == {10}, ran.report()
 
 
 def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
