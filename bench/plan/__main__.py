@@ -86,7 +86,7 @@ def main() -> None:
         found = measure(Request(SCRIPT, (json.dumps(given),)), [1, 2], os.cpu_count() or 1, run_quietly)
         for rate in map(float, options.rates.split(",")):
             for workers in map(int, options.workers.split(",")):
-                layout = layout_of(os.cpu_count() or 1, workers, rate, 0.2, None)
+                layout = layout_of(os.cpu_count() or 1, workers, [rate], 0.2, None)
                 tried = candidates(found, layout, [workers], exact=False, convergent=True)
                 with network(workers, f"{rate:g}mbit") as names:
                     for one in [each for each in tried if each.strategy in wanted]:

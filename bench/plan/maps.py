@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.planning.costs import Profile
+from paceline.planning.costs import Profile, Work
 from paceline.planning.memory import Run
-from paceline.planning.programs import Work
 from paceline.planning.search import Candidate, Layout, Measured, best, candidates
 from paceline.planning.simulate import Machine
 from paceline.schedule.balance import LayerCost

@@ -1,9 +1,10 @@
-"""Profile of a model as a file, and the plan file made from it."""
+"""Measured costs of training a model: as a file, the plan file made from it, and as the simulator takes them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,4 +83,70 @@ def plan_text(profile: Profile, cut: Cut) -> str:
             f"replicas = {json.dumps(list(cut.replicas))}",
             "",
         )
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """Measured costs of training a model.
+
+    Attributes:
+        passes: costs of each layer in a pass over so many microbatches at once, by this number. A backward pass adds
+            its gradients to those before it.
+        microbatches: microbatches of a batch.
+        fused: whether a worker computes its microbatches in one pass.
+        update: seconds of the optimizer's update of all parameters.
+        overhead: seconds of a step besides all these.
+        core_load: cores used while computing; 0 for layers that sleep.
+        add: seconds to add the gradients of all parameters to another sum.
+        message_seconds: seconds to start a transfer and to wait for it.
+    """
+
+    passes: Mapping[int, tuple[LayerCost, ...]]
+    microbatches: int
+    fused: bool = False
+    update: float = 0.0
+    overhead: float = 0.0
+    core_load: float = 1.0
+    add: float = 0.0
+    message_seconds: float = 1e-4
+
+    def layers(self, microbatches: int) -> tuple[LayerCost, ...]:
+        """Return the cost of each layer in a pass over so many microbatches, along a line between measured numbers."""
+        if microbatches in self.passes:
+            return self.passes[microbatches]
+        sizes = sorted(self.passes)
+        if len(sizes) == 1:
+            return _line(self.passes[sizes[0]], self.passes[sizes[0]], microbatches / sizes[0] - 1, scale=True)
+        above = next((place for place, size in enumerate(sizes) if size > microbatches), len(sizes) - 1)
+        low, high = sizes[max(above - 1, 0)], sizes[max(above, 1)]
+        return _line(self.passes[low], self.passes[high], (microbatches - low) / (high - low))
+
+    @property
+    def add_bytes_per_second(self) -> float:
+        """Bytes of a sum that a worker adds to another one in a second."""
+        return self.parameter_bytes / self.add if self.add else math.inf
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(layer.parameter_bytes for layer in self.passes[min(self.passes)])
+
+
+def _line(
+    low: Sequence[LayerCost], high: Sequence[LayerCost], part: float, scale: bool = False
+) -> tuple[LayerCost, ...]:
+    def between(one: float, other: float) -> float:
+        return one * (1 + part) if scale else one + part * (other - one)
+
+    return tuple(
+        LayerCost(
+            one.name,
+            between(one.forward, other.forward),
+            between(one.backward, other.backward),
+            int(between(one.output_bytes, other.output_bytes)),
+            one.parameter_bytes,
+            int(between(one.kept_bytes, other.kept_bytes)),
+        )
+        for one, other in zip(low, high, strict=True)
     )

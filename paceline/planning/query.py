@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,8 @@ class Query:
     """What to plan for. The fields are the arguments of ``paceline.plan``."""
 
     workers: int
-    link: float | None
+    link: Sequence[float]  # of all machines, or of each
+    speeds: Sequence[float]
     latency: float
     memory: float | None
     steps: int | None
@@ -40,10 +42,12 @@ class Query:
     budget: float | None
 
     def __post_init__(self) -> None:
-        for option in ("workers", "link", "memory", "steps", "epochs", "budget"):
-            value = getattr(self, option)
-            if value is not None and not 0 < value < math.inf and (option, value) != ("workers", 0):
-                raise ConfigError(f"--{option} {value}: give a finite number above 0.")
+        given = {name: (getattr(self, name),) for name in ("workers", "memory", "steps", "epochs", "budget")}
+        for option, values in {**given, "link": self.link, "speeds": self.speeds}.items():
+            for value in values:
+                if value is not None and not 0 < value < math.inf and (option, value) != ("workers", 0):
+                    raise ConfigError(f"--{option} {value}: give a finite number above 0.")
+        self._check_each()
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"--latency {self.latency}: give milliseconds, 0 or more.")
         if self.tolerance not in ("bits", "rounding", "convergent"):
@@ -51,6 +55,17 @@ class Query:
         if self.steps is not None and self.epochs is not None:
             raise ConfigError("--steps and --epochs both say how long training takes: give one of them.")
         self._check_machines()
+
+    def _check_each(self) -> None:
+        """Check that what is said of each machine is said of as many machines."""
+        if self.speeds and not self.link:
+            raise ConfigError("--speeds are those of machines with a worker each: give their --link, too.")
+        each = {name: len(values) for name, values in (("link", self.link), ("speeds", self.speeds)) if len(values) > 1}
+        if self.workers and each:
+            each["workers"] = self.workers
+        if len({*each.values()}) > 1:
+            told = ", ".join(f"--{name} of {count}" for name, count in each.items())
+            raise ConfigError(f"The numbers of machines differ: {told}. Give a value for each machine, or one for all.")
 
     def _check_machines(self) -> None:
         """Check what is said about machines to rent, before anything is measured."""
@@ -66,7 +81,7 @@ class Query:
                 "--machines: hours and money depend on the length of the training. Give --steps or --epochs."
             )
         for option in ("link", "memory"):
-            if getattr(self, option) is not None:
+            if getattr(self, option):
                 raise ConfigError(f"--{option} and --machines both say what the machines have: give one of them.")
         _ = self.market, self.hours
 
@@ -108,9 +123,9 @@ class Query:
             base = replace(base, settings={**base.settings, "exact": "true"})
         check(base)
         cores = os.cpu_count() or 1
-        most = self.workers or cores
-        apart = self.link is not None
-        counts = _powers(min(most, 2 if apart else cores))
+        each = max(len(self.link), len(self.speeds))
+        most = self.workers or (each if each > 1 else cores)
+        counts = _powers(min(most, 2 if self.link else cores))
         measured = measure(base, counts, cores, start, self._steps)
         profile = measured[1].profile
         total, convergent = self._steps(profile), self.tolerance == "convergent"
@@ -122,7 +137,7 @@ class Query:
             budget = math.inf if self.budget is None else self.budget
             kept = within([*found], self.hours, budget)
         else:
-            layout = layout_of(cores, most, self.link, self.latency, self.memory)
+            layout = layout_of(cores, most, self.link, self.latency, self.memory, self.speeds)
             kept = [*candidates(measured, layout, _powers(most), profile.exact, convergent)]
         if exact:
             kept = [replace(one, settings={"exact": True, **one.settings}) for one in kept]

@@ -9,29 +9,32 @@ from functools import partial
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.planning.costs import Profile
+from paceline.planning.costs import Profile, Work
 from paceline.planning.memory import Run, need
-from paceline.planning.programs import Place, Work, data_parallel, local, pipeline
+from paceline.planning.programs import asynchronous, data_parallel, local, pipeline
+from paceline.planning.reductions import Owners
 from paceline.planning.renting.money import Bill
-from paceline.planning.simulate import Machine, Program, Simulation
-from paceline.schedule.balance import Cluster, balance
+from paceline.planning.simulate import Machine, Place, Program, Simulation
+from paceline.schedule.balance import Cluster, balance, fit_bounds
 from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.slices import STAGES
-from paceline.settings import LocalSettings, PipelineSettings
+from paceline.schedule.speed_shares import contiguous, fit_counts
+from paceline.settings import LocalSettings, PipelineSettings, ServerSettings
 
 _STEPS = 2, 4
 """Numbers of simulated steps; the time of a step is taken between them."""
 _SIMULATED = 64
 """Largest number of workers that are simulated one by one."""
-_LOCAL = LocalSettings()
+_LOCAL, _SERVERS = LocalSettings(), ServerSettings()
 _SCHEDULES = "1f1b", "zb-h1"
 _WAITS = {
     "header": "for the slowest worker",
     "norms": "for the slowest worker",
     "gradients": "for gradients",
     "sums": "for gradients",
-    "means": "for means or weights",
+    "means": "for means",
+    "weights": "for weights",
     "activations": "for other stages",
 }
 """What a worker waits for, by the first part of a key."""
@@ -56,24 +59,27 @@ class Measured:
 
 @dataclass(frozen=True)
 class Layout:
-    """Workers on machines of one type.
+    """Workers on machines.
 
     Attributes:
         machine: a machine.
         per_machine: workers on each machine.
         memory_bytes: memory of a worker; infinite if unknown.
         name: name of the type.
+        others: the machines after the first, if they are not like it.
     """
 
     machine: Machine
     per_machine: int
     memory_bytes: float = math.inf
     name: str = "this machine"
+    others: tuple[Machine, ...] = ()
 
     def place(self, workers: int) -> Place:
         """Return the machines of so many workers."""
         of_worker = tuple(rank // self.per_machine for rank in range(workers))
-        return Place((self.machine,) * (of_worker[-1] + 1), of_worker)
+        count = of_worker[-1] + 1
+        return Place((self.machine, *(self.others or (self.machine,) * count))[:count], of_worker)
 
 
 @dataclass(frozen=True)
@@ -151,15 +157,25 @@ def candidates(
         yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run())
         holders = known.profile.holders(len(place.machines), workers)
         for shard, stage in STAGES.items():
-            shared = layout.per_machine if stage == STAGES["parameters"] else 1
-            sharing = min(shared, workers)
-            program = partial(data_parallel, work, folded, exact=exact, stage=stage)
+            shared = stage == STAGES["parameters"]
+            sharing = min(layout.per_machine, workers) if shared else 1
+            owners = Owners(workers, holders - 1, shared, windowed=stage >= STAGES["gradients"])
+            program = partial(data_parallel, work, folded, exact=exact, owners=owners)
             window = min(sizes.gradients, WINDOW_BUCKETS * full(workers))
             yield judge(
                 "sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window, holders=holders)
             )
+        if workers > _SIMULATED:
+            continue
         judge = _Judge(layout, place, known.spread)
-        yield from _pipelines(replace(known, work=work), place, judge)
+        if len({*place.speeds}) > 1:
+            shares = contiguous(fit_counts(work.microbatches, [1 / speed for speed in place.speeds]))
+            stolen = run(even_shares=False)
+            yield judge("stealing", {}, partial(data_parallel, work, place, exact=exact, shares=shares), stolen)
+        yield from _servers(work, place, judge, exact, convergent, run())
+        for stages in range(2, workers + 1):
+            if workers % stages == 0:
+                yield from _pipelines(replace(known, work=work), place, judge, stages)
         if convergent and work.microbatches % _LOCAL.replicas == 0 and workers <= _LOCAL.replicas:
             given = {"local": {"every": _LOCAL.every, "replicas": _LOCAL.replicas}}
             program = partial(local, work, place, replicas=_LOCAL.replicas, every=_LOCAL.every, exact=exact)
@@ -178,27 +194,49 @@ def _memory(sizes: Run, work: Work, **changes: Any) -> int:
     return need(replace(sizes, **changes), fused=work.fused).total
 
 
-def _pipelines(known: Measured, place: Place, judge: _Judge) -> Iterator[Candidate]:
-    """Yield pipelines of as many stages as workers, cut where the stages take equally long."""
+def _servers(
+    work: Work, place: Place, judge: _Judge, exact: bool, convergent: bool, memory_bytes: int
+) -> Iterator[Candidate]:
+    """Yield parameter servers: one for synchronous training, and one in each worker for asynchronous training.
+
+    ``memory_bytes`` is that of all-reduce. A holder of a shard keeps two versions of it.
+    """
+    copies = min(_SERVERS.copies, len(place.machines)) - 1
+    owners = Owners(_SERVERS.count, copies, whole=True)
+    program = partial(data_parallel, work, place, exact=exact, owners=owners)
+    yield judge("parameter-server", {}, program, memory_bytes + 2 * work.parameter_bytes)
+    if convergent and not exact:
+        servers = min(place.workers, sum(one.parameter_bytes > 0 for one in work.layers(1)))
+        given = {"server": {"mode": "async", "count": servers}}
+        held = 2 * (1 + copies) * work.parameter_bytes // servers
+        free = partial(asynchronous, work, place, servers=servers)
+        yield judge("parameter-server", given, free, memory_bytes + held, waits=False)
+
+
+def _pipelines(known: Measured, place: Place, judge: _Judge, stages: int) -> Iterator[Candidate]:
+    """Yield pipelines cut where the stages take equally long, with the same number of workers for each stage."""
     work, workers, layers = known.work, place.workers, known.work.layers(1)
-    if workers > len(layers):
+    if stages > len(layers):
         return
-    rate = place.machines[0].bytes_per_second
-    cut = balance(layers, workers, Cluster(rate, None, workers, work.microbatches))
-    if len(cut.bounds) < workers:
-        return
+    each = workers // stages
+    if each == 1 and len({*place.speeds}) > 1:
+        bounds = fit_bounds([one.forward + one.backward for one in layers], [1 / speed for speed in place.speeds])
+    else:
+        rate = min(one.bytes_per_second for one in place.machines)
+        bounds = balance(layers, stages, Cluster(rate, None, stages, -(-work.microbatches // each))).bounds
+    names = [layers[begin].name for begin, _ in bounds[1:]]
     for kind in _SCHEDULES:
-        settings = PipelineSettings(schedule=kind, cut=cut.names)
+        settings = PipelineSettings(schedule=kind, cut=tuple(names))
         schedule = synchronous_schedule(settings, workers, work.microbatches)
-        given = {"pipeline": {"schedule": kind, "cut": list(cut.names)}}
-        program = partial(pipeline, work, place, schedule=schedule, bounds=cut.bounds)
+        given = {"pipeline": {"schedule": kind, "cut": names}}
+        program = partial(pipeline, work, place, schedule=schedule, bounds=bounds)
         sizes = known.profile.sizes
-        of_stage = [sum(layer.parameter_bytes for layer in layers[slice(*bound)]) for bound in cut.bounds]
-        kept = [sum(layer.kept_bytes for layer in layers[slice(*bound)]) for bound in cut.bounds]
+        of_stage = [sum(layer.parameter_bytes for layer in layers[slice(*bound)]) for bound in bounds]
+        kept = [sum(layer.kept_bytes for layer in layers[slice(*bound)]) for bound in bounds]
         share = [one / max(work.parameter_bytes, 1) for one in of_stage]
         states = sizes.weights + sizes.gradients + sizes.optimizer
         needed = max(
-            part * states + bytes_kept * min(workers - stage, work.microbatches)
+            part * states + bytes_kept * min(stages - stage, -(-work.microbatches // each))
             for stage, (part, bytes_kept) in enumerate(zip(share, kept, strict=True))
         )
         yield judge("pipeline", given, program, int(needed))
@@ -219,15 +257,21 @@ class _Judge:
         program: Callable[[int, int], Program],
         memory_bytes: int,
         period: int = 1,
+        waits: bool = True,
     ) -> Candidate:
+        """Simulate a candidate. Without ``waits``, each worker makes steps of its own, which do not wait for others."""
         workers, place = self.place.workers, self.place
-        ends, waits = [], {}
+        ends, waited = [], {}
         for steps in (period * count for count in _STEPS):
             simulation = Simulation(place.machines, place.of_worker)
             outcome = simulation.run({rank: _repeated(program, rank, steps) for rank in place.group})
-            ends.append(outcome.seconds)
-            waits = {name: seconds / steps for name, seconds in outcome.waited[place.group[-1]].items()}
-        seconds = (ends[1] - ends[0]) / (period * (_STEPS[1] - _STEPS[0]))
+            ends.append(outcome.ends)
+            waited = {name: seconds / steps for name, seconds in outcome.waited[place.group[-1]].items()}
+        made = period * (_STEPS[1] - _STEPS[0])
+        if waits:
+            seconds = (max(ends[1].values()) - max(ends[0].values())) / made
+        else:
+            seconds = 1 / sum(made / (ends[1][rank] - ends[0][rank]) for rank in ends[0])
         return Candidate(
             strategy,
             workers,
@@ -237,9 +281,9 @@ class _Judge:
             seconds / (1 + self.spread),
             seconds * (1 + self.spread),
             memory_bytes,
-            waits,
+            waited,
             memory_bytes <= self.layout.memory_bytes,
-            -(-workers // self.layout.per_machine),
+            len(place.machines),
         )
 
 
@@ -305,10 +349,17 @@ def explained(ordered: Sequence[Candidate], word: str = "fastest") -> list[str]:
 
 def named(one: Candidate) -> str:
     """Name a candidate for people."""
-    given = one.settings.get("shard") or one.settings.get("pipeline", {}).get("schedule")
+    given = variant(one.settings)
     waiting = f" + {one.standbys} that waits" if one.standbys else ""
     rented = "" if one.bill is None else f" ({one.machines} {one.machine}{', spot' * one.spot}{waiting})"
     return f"{one.strategy}{f' ({given})' if given else ''} on {one.workers} worker{'s' * (one.workers > 1)}{rented}"
+
+
+def variant(settings: Mapping[str, Any]) -> str:
+    """Return what tells a candidate from others of its strategy."""
+    piped = settings.get("pipeline", {})
+    stages = f"{len(piped['cut']) + 1} stages {piped['schedule']}" if piped else ""
+    return settings.get("shard") or stages or settings.get("server", {}).get("mode", "")
 
 
 def _takes(one: Candidate) -> str:

@@ -15,11 +15,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from paceline.errors import InputError
+from paceline.schedule.shares import even
+from paceline.schedule.tree import whole_nodes
 
 
 class Compute(NamedTuple):
@@ -49,13 +52,23 @@ class Exchange(NamedTuple):
     received: float  # bytes that reach it
 
 
+class Call(NamedTuple):
+    """Start a call that a thread of another worker answers; the caller waits for the key. A server answers in turn."""
+
+    to: int
+    key: Hashable
+    sent: float
+    received: float
+    seconds: float = 0.0  # for which the server is busy
+
+
 class Wait(NamedTuple):
     """Wait until the bytes of this key have arrived."""
 
     key: Hashable
 
 
-Step = Compute | Send | Exchange | Wait
+Step = Compute | Send | Exchange | Call | Wait
 Program = Generator[Step, None, None]
 
 
@@ -74,6 +87,56 @@ class Machine:
     bytes_per_second: float = math.inf
     latency: float = 0.0
     speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Workers of a run.
+
+    Attributes:
+        machines: the machines.
+        of_worker: number of the machine of each worker.
+        simulated: ranks that are simulated, each for all others that do the same. Defaults to all.
+    """
+
+    machines: tuple[Machine, ...]
+    of_worker: tuple[int, ...]
+    simulated: tuple[int, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.of_worker)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Speed of the machine of each worker."""
+        return [self.machines[at].speed for at in self.of_worker]
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """Ranks that are simulated."""
+        return self.simulated or tuple(range(self.workers))
+
+    def folded(self, microbatches: int) -> Place:
+        """Return these workers, of which one machine is simulated for all whose workers have as much to do."""
+        shares = even(microbatches, self.workers)
+        kinds = {
+            (
+                self.machines[self.of_worker[host[0]]],
+                *((len(shares[one]), len(whole_nodes(shares[one]))) for one in host),
+            ): host
+            for host in self.hosts
+        }
+        return replace(self, simulated=tuple(sorted(rank for host in kinds.values() for rank in host)))
+
+    @cached_property
+    def hosts(self) -> list[list[int]]:
+        """Return the ranks of each machine that has any."""
+        found: dict[int, list[int]] = {}
+        for rank, at in enumerate(self.of_worker):
+            found.setdefault(at, []).append(rank)
+        return list(found.values())
 
 
 @dataclass
@@ -130,6 +193,7 @@ class Simulation:
         self._arrivals: dict[tuple[int, Hashable], float] = {}
         self._waiting: dict[tuple[int, Hashable], float] = {}
         self._meetings: dict[Hashable, _Meeting] = {}
+        self._serving: dict[int, float] = defaultdict(float)  # when the server of a worker is free
 
     def run(self, programs: Mapping[int, Program]) -> Outcome:
         """Run a program for each simulated worker.
@@ -168,6 +232,8 @@ class Simulation:
                     self._send(rank, now, step)
                 case Exchange():
                     self._exchange(rank, now, step)
+                case Call():
+                    self._call(rank, now, step)
                 case Wait(key):
                     arrival = self._arrivals.pop((rank, key), None)
                     if arrival is None:
@@ -236,6 +302,18 @@ class Simulation:
             at = self._places[other]
             received = self._carry(self._in, at, meeting.began, own.received)
             self._arrive(other, own.key, max(meeting.sent, received, now) + self._machines[at].latency, now)
+
+    def _call(self, rank: int, now: float, step: Call) -> None:
+        source, target = self._places[rank], self._places[step.to]
+        latency = 0.0 if source == target else self._machines[source].latency
+        asked = now
+        if step.sent and source != target:
+            asked = max(self._carry(self._out, source, now, step.sent), self._carry(self._in, target, now, step.sent))
+        answered = self._serving[step.to] = max(self._serving[step.to], asked + latency) + step.seconds
+        if step.received and source != target:
+            sent = self._carry(self._out, target, answered, step.received)
+            answered = max(sent, self._carry(self._in, source, answered, step.received))
+        self._arrive(rank, step.key, answered + latency, now)
 
     def _carry(self, links: list[float], at: int, now: float, nbytes: float) -> float:
         """Give the time at which a link has carried bytes, after those that it carries already."""

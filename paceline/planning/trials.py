@@ -15,8 +15,7 @@ from paceline.environments import env
 from paceline.errors import InputError
 from paceline.launchers.base import Request
 from paceline.observe import records
-from paceline.planning.costs import Profile, read
-from paceline.planning.programs import Work
+from paceline.planning.costs import Profile, Work, read
 from paceline.planning.search import Candidate, Layout, Measured, candidates
 from paceline.planning.simulate import Machine
 
@@ -57,21 +56,29 @@ def measure(
     return found
 
 
-def layout_of(cores: int, most: int, link: float | None, latency: float, memory: float | None) -> Layout:
-    """Return the machines: this one for all workers, or one like it for each worker.
+def layout_of(
+    cores: int, most: int, link: Sequence[float], latency: float, memory: float | None, speeds: Sequence[float] = ()
+) -> Layout:
+    """Return the machines: this one for all workers, or one for each worker.
 
     Args:
         cores: cores of this machine.
         most: largest number of workers.
-        link: bandwidth of the link of each machine in Mbit/s. With None, all workers are on this machine.
+        link: bandwidth of the link of all machines, or of each, in Mbit/s. Empty: all workers are on this machine.
         latency: milliseconds that a message takes on that link.
         memory: memory of a worker in GB. None: unlimited.
+        speeds: speed of all machines, or of each, relative to this one. Defaults to equal machines.
     """
     limit = math.inf if memory is None else memory * 1e9
-    if link is None:
+    if not link:
         return Layout(Machine(cores=cores), most, limit)
-    machine = Machine(cores, link * 1e6 / 8 * REACHED, latency / 1000)
-    return Layout(machine, 1, limit, "a machine each")
+    count = max(len(link), len(speeds))
+    rates, speeds = (many if len(many) > 1 else [*many] * count for many in (link, speeds or (1.0,)))
+    first, *others = (
+        Machine(cores, rate * 1e6 / 8 * REACHED, latency / 1000, speed)
+        for rate, speed in zip(rates, speeds, strict=True)
+    )
+    return Layout(first, 1, limit, "a machine each", tuple(others))
 
 
 def steps_of(

@@ -82,6 +82,12 @@ def _check_data(settings: Settings, capabilities: Capabilities, forward: object,
             f"{settings.strategy!r} cannot carry: use 'allreduce' or 'stealing'."
         )
     local = settings.local
+    if local.sites and (env.path(env.PROFILE) is not None or env.tried_steps() is not None):
+        raise ConfigError(
+            "local.sites = True: paceline plan compares ways to divide the same batches, but each site trains on data "
+            "of its own, which no other strategy does. Compare runs with paceline run instead, for example with "
+            "other values of local.every and local.sampled."
+        )
     private = next((key for key in ("sites", "masked", "clip", "noise") if getattr(local, key)), None)
     if private and not (capabilities.replicas and local.sites):
         raise ConfigError(

@@ -16,12 +16,13 @@ from paceline.cli.display.alerts import predicted
 from paceline.environments import env
 from paceline.errors import ConfigError, InputError
 from paceline.launchers.base import Request
-from paceline.planning.costs import Profile, write
+from paceline.planning.costs import Profile, Work, write
 from paceline.planning.memory import Run, need
-from paceline.planning.programs import Place, Work, data_parallel, pipeline
+from paceline.planning.programs import asynchronous, data_parallel, pipeline
 from paceline.planning.query import Query
+from paceline.planning.reductions import Owners
 from paceline.planning.search import Candidate, Layout, Measured, best, candidates, explained, front
-from paceline.planning.simulate import Compute, Exchange, Machine, Program, Send, Simulation, Step, Wait
+from paceline.planning.simulate import Compute, Exchange, Machine, Place, Program, Send, Simulation, Step, Wait
 from paceline.schedule.balance import LayerCost
 from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline import clock
@@ -175,7 +176,70 @@ def test_a_slow_link_favours_pipelines_and_a_fast_one_data_parallel_training() -
     assert first(1e7) == "pipeline"
     assert first(1e11) in ("allreduce", "sharded")
     assert first(1e6, convergent=True) in ("pipeline", "diloco")
-    assert {one.strategy for one in _found(Layout(Machine(), 1), 4)} == {"allreduce", "sharded", "pipeline"}
+    offered = {one.strategy for one in _found(Layout(Machine(), 1), 4)}
+    assert offered == {"allreduce", "sharded", "parameter-server", "pipeline"}
+
+
+def test_uneven_machines_get_uneven_shares_and_stages() -> None:
+    fast, slow = Machine(bytes_per_second=1e10), Machine(bytes_per_second=1e10, speed=0.25)
+    found = _found(Layout(fast, 1, others=(fast, slow)), 3)
+    taken = {(one.strategy, one.settings.get("shard", "")): one.step_seconds for one in found}
+    # 8 microbatches of 12 ms: shares of 3, 3 and 2, of which the last takes 96 ms; stealing shares 4, 3 and 1
+    assert taken["allreduce", ""] == pytest.approx(0.096, rel=0.1)
+    assert taken["stealing", ""] == pytest.approx(0.048, rel=0.1)
+    cuts = {tuple(one.settings["pipeline"]["cut"]) for one in found if one.strategy == "pipeline"}
+    assert cuts == {("1", "3")} or cuts == {("2", "3")}, "the slow machine has one of four layers"
+    slow_link = _found(Layout(replace(fast, bytes_per_second=2e7), 1, others=(fast, fast, fast)), 4)
+    alike = _found(Layout(replace(fast, bytes_per_second=2e7), 1), 4)
+    assert slow_link[0].step_seconds < 0.9 * alike[0].step_seconds, "the slow machine adds up less"
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_each_worker_trains_at_its_own_speed_with_asynchronous_servers(servers: int) -> None:
+    work = Work({1: layers(4, megabytes=1.0, forward=0.0)}, 4)
+    place = Place((Machine(bytes_per_second=1e6),) * 4, (0, 1, 2, 3))
+    ends = (
+        Simulation(place.machines, place.of_worker)
+        .run({rank: asynchronous(work, place, rank, 0, servers) for rank in range(4)})
+        .ends
+    )
+    others = 4 - 4 / servers  # megabytes that a worker pulls from other machines, and what servers give to others
+    assert max(ends.values()) == pytest.approx(2 * max(others, 3 * 4 / servers), rel=0.35)
+
+
+def test_weights_go_to_one_worker_of_each_other_machine_if_it_shares_them() -> None:
+    work = Work({1: layers(8, megabytes=4.0, forward=0.0)}, 4, message_seconds=0.0)
+    place = Place((Machine(bytes_per_second=1e6),) * 2, (0, 0, 1, 1))
+
+    def seconds(**more: Any) -> float:
+        owners = Owners(4, **more)
+        programs = {rank: data_parallel(work, place, rank, 0, owners=owners) for rank in range(4)}
+        return Simulation(place.machines, place.of_worker).run(programs).seconds
+
+    gathered, megabytes = seconds(), 8 * 4.0
+    # each of two workers gets its own half of the gradients from two others, and all weights of the other machine
+    assert gathered == pytest.approx(megabytes + megabytes, rel=0.1)
+    assert seconds(shared=True) == pytest.approx(megabytes + megabytes / 2, rel=0.1)
+
+
+def test_pipelines_with_replicas_are_offered() -> None:
+    stages = [
+        len(one.settings["pipeline"]["cut"]) + 1
+        for one in _found(Layout(Machine(), 1), 4)
+        if "pipeline" in one.settings
+    ]
+    assert stages == [2, 2, 4, 4]
+
+
+def test_links_and_speeds_of_machines_must_be_as_many() -> None:
+    unknown = {**dict.fromkeys(field.name for field in fields(Query)), "workers": 0, "latency": 0.2, "spot": False}
+    given = {**unknown, "tolerance": "rounding"}
+    with pytest.raises(ConfigError, match=r"--link of 2, --speeds of 3\. Give a value for each machine"):
+        Query(**{**given, "link": (100.0, 1000.0), "speeds": (1.0, 1.0, 0.5)})
+    with pytest.raises(ConfigError, match="give their --link, too"):
+        Query(**{**given, "link": (), "speeds": (1.0, 0.5)})
+    with pytest.raises(ConfigError, match="--speeds 0: give a finite number above 0"):
+        Query(**{**given, "link": (100.0,), "speeds": (1.0, 0)})
 
 
 def test_what_does_not_fit_is_no_choice() -> None:
@@ -212,7 +276,18 @@ def test_epochs_of_a_stream_are_refused_after_the_first_profile(tmp_path: Path) 
         write(replace(_measured().profile, steps_per_epoch=None), Path(request.environment[env.PROFILE]))
 
     unknown = dict.fromkeys(field.name for field in fields(Query))
-    query = Query(**{**unknown, "workers": 2, "latency": 0.2, "tolerance": "rounding", "epochs": 2.0, "spot": False})
+    query = Query(
+        **{
+            **unknown,
+            "workers": 2,
+            "link": (),
+            "speeds": (),
+            "latency": 0.2,
+            "tolerance": "rounding",
+            "epochs": 2.0,
+            "spot": False,
+        }
+    )
     with pytest.raises(ConfigError, match="the data are a stream"):
         query.candidates(Request(tmp_path / "train.py"), start)
     assert len(started) == 1

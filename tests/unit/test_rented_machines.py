@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.planning.costs import Profile
+from paceline.planning.costs import Profile, Work
 from paceline.planning.memory import Run
 from paceline.planning.offers import Market, chosen, within
-from paceline.planning.programs import Work
 from paceline.planning.query import Query
 from paceline.planning.renting.failures import History, Job, best_checkpoint_interval, replay
 from paceline.planning.renting.interruptions import Exponential, Interruption, read_trace
@@ -393,7 +392,7 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
     [
         ({"deadline": "24h"}, "--deadline is about machines to rent"),
         ({"machines": "c5.4xlarge"}, "Give --steps or --epochs"),
-        ({"machines": "c5.4xlarge", "steps": 5, "link": 10.0}, "--link and --machines"),
+        ({"machines": "c5.4xlarge", "steps": 5, "link": (10.0,)}, "--link and --machines"),
         ({"machines": "c5.4xlarge", "steps": 5, "deadline": "24"}, "--deadline 24: give a time such as"),
         ({"machines": "c5.4xlarge", "steps": 5, "budget": -1.0}, "--budget -1.0: give a finite number above 0"),
         ({"machines": "c5.4xlarge", "steps": 5, "here": "mine"}, "--here mine: unknown type"),
@@ -404,4 +403,15 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
 def test_what_cannot_be_planned_is_told_at_once(given: dict[str, Any], message: str) -> None:
     unknown = dict.fromkeys(field.name for field in fields(Query))
     with pytest.raises(ConfigError, match=message):
-        Query(**{**unknown, "workers": 0, "latency": 0.2, "tolerance": "rounding", "spot": False, **given})
+        Query(
+            **{
+                **unknown,
+                "workers": 0,
+                "latency": 0.2,
+                "tolerance": "rounding",
+                "spot": False,
+                "link": (),
+                "speeds": (),
+                **given,
+            }
+        )

@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.planning.programs import Place, Work, pipeline
-from paceline.planning.simulate import Compute, Machine, Program, Simulation, Wait
+from paceline.planning.costs import Work
+from paceline.planning.programs import pipeline
+from paceline.planning.simulate import Compute, Machine, Place, Program, Simulation, Wait
 from paceline.schedule.balance import LayerCost
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule

@@ -44,8 +44,19 @@ def command(  # noqa: PLR0913 - each argument is an option
         ),
     ] = 0,
     link: Annotated[
-        float | None, typer.Option(help="Each worker on a machine of its own, with a link of so many Mbit/s.")
-    ] = None,
+        str,
+        typer.Option(
+            help="Each worker on a machine of its own, with a link of so many Mbit/s: of all, or of each with commas.",
+            metavar="MBIT",
+            show_default=False,
+        ),
+    ] = "",
+    speeds: Annotated[
+        str,
+        typer.Option(
+            help="How fast they compute, relative to this one: 1,1,0.5.", metavar="NUMBERS", show_default=False
+        ),
+    ] = "",
     latency: Annotated[float, typer.Option(help="Milliseconds that a message takes on that link.")] = 0.2,
     memory: Annotated[
         float | None, typer.Option(help="Memory of a worker, in GB; unlimited if none.", metavar="GB")
@@ -87,9 +98,10 @@ def command(  # noqa: PLR0913 - each argument is an option
     from paceline.planning.query import Query
     from paceline.planning.search import explained, front
 
-    _check(prove, link is not None or machines is not None, as_json, save)
+    _check(prove, bool(link) or machines is not None, as_json, save)
+    rates, paces = _numbers("link", link), _numbers("speeds", speeds)
     query = Query(
-        workers, link, latency, memory, steps, epochs, tolerance, machines, here, spot, trace, deadline, budget
+        workers, rates, paces, latency, memory, steps, epochs, tolerance, machines, here, spot, trace, deadline, budget
     )
     settings = config.parse_command_line(set_ or [])
     base = Request(script, tuple(arguments or ()), settings=settings, plan=plan_)
@@ -125,6 +137,14 @@ def command(  # noqa: PLR0913 - each argument is an option
         print("\n" + "\n".join(_prove(base, ordered, prove)))
 
 
+def _numbers(option: str, text: str) -> list[float]:
+    """Return the numbers between commas."""
+    try:
+        return [float(one) for one in text.split(",")] if text else []
+    except ValueError:
+        raise ConfigError(f"--{option} {text}: give a number, or a number for each machine with commas.") from None
+
+
 def _check(prove: int, elsewhere: bool, as_json: bool, save: Path | None) -> None:
     """Raise ConfigError for options that cannot be used together."""
     if prove < 0:
@@ -143,7 +163,8 @@ def plan(  # noqa: PLR0913 - each argument is an option
     script: str | Path,
     *arguments: str,
     workers: int | None = None,
-    link: float | None = None,
+    link: float | Sequence[float] = (),
+    speeds: float | Sequence[float] = (),
     latency: float = 0.2,
     memory: float | None = None,
     steps: int | None = None,
@@ -165,7 +186,9 @@ def plan(  # noqa: PLR0913 - each argument is an option
         script: script that trains.
         *arguments: arguments of the script.
         workers: largest number of workers. Defaults to the cores of this machine, or to 8 machines to rent.
-        link: bandwidth in Mbit/s, if each worker has a machine of its own. By default all are on this machine.
+        link: bandwidth in Mbit/s, if each worker has a machine of its own: of all, or a list with that of each. By
+            default all are on this machine.
+        speeds: how fast these machines compute, relative to this one. By default, as fast.
         latency: milliseconds that a message takes on that link.
         memory: memory of a worker in GB. Defaults to unlimited memory.
         steps: steps of the whole training.
@@ -191,8 +214,22 @@ def plan(  # noqa: PLR0913 - each argument is an option
     from paceline.planning.query import Query
 
     recorded = None if trace is None else Path(trace)
+    rates, paces = ((many,) if isinstance(many, int | float) else many for many in (link, speeds))
     query = Query(
-        workers or 0, link, latency, memory, steps, epochs, tolerance, machines, here, spot, recorded, deadline, budget
+        workers or 0,
+        rates,
+        paces,
+        latency,
+        memory,
+        steps,
+        epochs,
+        tolerance,
+        machines,
+        here,
+        spot,
+        recorded,
+        deadline,
+        budget,
     )
     try:
         return query.candidates(Request(Path(script), arguments, settings=parsed_settings(settings)), _start)[2]
@@ -236,11 +273,13 @@ def _values(one: Candidate, steps: int | None, pareto: bool) -> dict[str, Any]:
 
 
 def _rows(values: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    from paceline.planning.search import variant
+
     rented = any(one["currency"] for one in values)
     what = ("machines", "hours", f"{values[0]['currency']}, from to") if rented else ("hours", "worker hours")
     rows: list[tuple[str, ...]] = [("", "strategy", "workers", "step ms", "from", "to", "memory MB", *what)]
     for one in values:
-        given = one["settings"].get("shard") or one["settings"].get("pipeline", {}).get("schedule") or ""
+        given = variant(one["settings"])
         times = [f"{1000 * one[name]:.1f}" for name in ("step_seconds", "low", "high")]
         mark = "*" if one["pareto"] else "" if one["fits"] else "too large"
         whole = [_short(one["hours"])]
