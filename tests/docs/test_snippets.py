@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fork_server import Command, ForkServer
@@ -197,11 +198,24 @@ def test_every_setting_and_every_command_has_its_row_and_its_section() -> None:
     assert sorted(_marks("cli.md", "command")) == sorted(COMMANDS)
 
 
-def test_generated_tables() -> None:
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+def _loaded(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, ROOT / file)
     assert spec is not None and spec.loader is not None
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_figure_is_on_a_page_and_has_its_command() -> None:
+    figures = _loaded("bench/figures.py")
+    images = {path.name for path in (ROOT / "docs/images").iterdir()}
+    assert images == figures.FIGURES.keys() | figures.BY_HAND
+    text = "".join(page.read_text() for page in DOCS)
+    assert not {name for name in images if f"images/{name})" not in text}
+
+
+def test_generated_tables() -> None:
+    hooks = _loaded("docs/hooks.py")
     page = hooks.on_page_markdown(
         "<!-- settings: wire_ratio\n     server.mode threads -->\n\n<!-- command: export -->\n"
     )
