@@ -240,5 +240,5 @@ class Worker:
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
             events=EventLog(None, -1), warnings=[], prepared=[], sparse=(), held=HeldShare(), replicas={},
             compute=SimpleNamespace(buffers=buffers, model=model, batch_loss=None), state=state,
-            sparse=frozenset(), update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
+            update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
         )  # fmt: skip
