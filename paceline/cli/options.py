@@ -67,7 +67,7 @@ class MachineOptions:
         typer.Option(
             "--nodes",
             "--nnodes",
-            help="With --on or --rendezvous: machines, or fewest and most, as in 1:3.",
+            help="Number of machines, or fewest and most, as in 1:3.",
             metavar="[MIN:]MAX",
         ),
     ] = None
