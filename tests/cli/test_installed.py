@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def output(folder: Path, *words: object, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "PYTHON"))}
     done = subprocess.run(
-        list(map(str, words)), cwd=folder, env={**environment, **variables}, capture_output=True, text=True, timeout=120
+        list(map(str, words)), cwd=folder, env={**environment, **variables}, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
