@@ -114,28 +114,35 @@ from functools import partial
 import torch, paceline
 from paceline.data import Located
 
-rank, workers, kind = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ["KIND"]
-sizes = [320] * workers if kind == "even" else [[128, 512][shard % 2] for shard in range(workers)]
-held = [shard for shard in range(workers) if rank == shard or kind == "two holders" and rank == (shard + 1) % workers]
-held = [*range(workers)] * (rank == 0) if kind == "on one" else held
-generators = {shard: torch.Generator().manual_seed(shard) for shard in held}
-every = {str(shard): torch.randn(sizes[shard], 8, generator=generators[shard]) for shard in held}
-data = Located({name: torch.utils.data.TensorDataset(rows, rows[:, :1]) for name, rows in every.items()},
-               move="samples" if kind.startswith("sent") or kind == "on one" else "never")
+rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+def held_by(kind):
+    if kind == "all on one":
+        return range(workers) if rank == 0 else []
+    return {rank, (rank - 1) % workers} if kind == "two holders" else [rank]
+
+def shard_of(kind, shard):
+    size = 320 if kind == "even" else [128, 512][shard % 2]
+    rows = torch.randn(size, 8, generator=torch.Generator().manual_seed(shard))
+    return torch.utils.data.TensorDataset(rows, rows[:, :1])
 
 def forward(model, microbatch):
     time.sleep(0.02)
     return torch.nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
 
-torch.manual_seed(0)
-session = paceline.start(model=torch.nn.Linear(8, 1), optimizer=partial(torch.optim.SGD, lr=0.01), forward=forward,
-                         data=data, batch=128, microbatches=32, exact=True, strategy=os.environ["STRATEGY"])
-seconds = []
-for batch in session.batches(epochs=2):
-    begin = time.perf_counter()
-    session.step(batch)
-    seconds.append(time.perf_counter() - begin)
-print(json.dumps([seconds[2:], session.fingerprint()]))
+def train(kind, strategy, move):
+    torch.manual_seed(0)
+    data = Located({str(shard): shard_of(kind, shard) for shard in held_by(kind)}, move=move)
+    session = paceline.start(model=torch.nn.Linear(8, 1), optimizer=partial(torch.optim.SGD, lr=0.01), forward=forward,
+                             data=data, batch=128, microbatches=32, exact=True, strategy=strategy)
+    seconds = []
+    for batch in session.batches(epochs=1):
+        begin = time.perf_counter()
+        session.step(batch)
+        seconds.append(time.perf_counter() - begin)
+    return sorted(seconds[2:])[len(seconds) // 2 - 1]
+
+print(json.dumps([train(*case) for case in json.loads(os.environ["CASES"])]))
 """
 SORTED = """
 import json, os
@@ -189,14 +196,17 @@ def epoch(workers: int, rounds: int) -> None:
 
 
 def uneven(rounds: int) -> None:
-    cases = {"one holder": "allreduce", "two holders": "stealing", "sent": "allreduce", "on one": "allreduce"}
-    ratios: dict[str, list[float]] = {kind: [] for kind in cases}
-    for _ in range(rounds):
-        even = statistics.median(run(UNEVEN, 4, KIND="even", STRATEGY="allreduce")[0])
-        for kind, strategy in cases.items():
-            ratios[kind].append(statistics.median(run(UNEVEN, 4, KIND=kind, STRATEGY=strategy)[0]) / even)
-    for kind, found in ratios.items():
-        print(f"uneven, {kind}, {cases[kind]}: {statistics.median(found):.2f} of even shards", flush=True)
+    cases = [
+        ("even", "allreduce", "never"),
+        ("one holder", "allreduce", "never"),
+        ("two holders", "stealing", "never"),
+        ("one holder", "allreduce", "samples"),
+        ("all on one", "allreduce", "samples"),
+    ]
+    everyone = [run(UNEVEN, 4, CASES=json.dumps(cases)) for _ in range(rounds)]
+    for place, (kind, strategy, move) in enumerate(cases[1:], 1):
+        ratio = statistics.median(seconds[place] / seconds[0] for seconds in everyone)
+        print(f"uneven, {kind}, {strategy}, move={move!r}: step {ratio:.2f} of even shards", flush=True)
 
 
 def by_class() -> None:
