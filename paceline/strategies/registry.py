@@ -51,6 +51,10 @@ def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
     return True
 
 
+def _always(settings: Settings) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Entry:
     """Registry entry of a strategy."""
@@ -62,6 +66,8 @@ class Entry:
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
     # divides the state before a checkpoint is loaded, so that each worker reads its share. None if each reads all
     prepare: Callable[[TrainingContext, bool], Shares] | None = None
+    # whether it does so with these settings
+    divides: Callable[[Settings], bool] = _always
     # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
     # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what
     # to do instead.
@@ -96,6 +102,7 @@ _ENTRIES: dict[str, Entry] = {
             alone=parameter_server.build_alone,
             capabilities=table_servers.capabilities,
             prepare=table_servers.prepare,
+            divides=table_servers.divides,
             validate=table_servers.validate,
         ),
     ),
@@ -165,7 +172,7 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
     """
     forget(context)
     entry = _entry(context)
-    if entry.prepare is None or context.world.size == 1 or not divides_state(context):
+    if entry.prepare is None or not divides_state(context) or context.world.size == 1:
         return None
     trained = requires_grad_flags(context.update.parameters.values())
     with trained.set_to((True,) * len(context.update.parameters)):  # each may be trained at some later step
@@ -174,7 +181,8 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
 
 def divides_state(context: TrainingContext) -> bool:
     """Return whether several workers would load and hold the state in shares."""
-    return _entry(context).capabilities(context.settings, 2).divides_state > 0
+    entry = _entry(context)
+    return entry.prepare is not None and entry.divides(context.settings)
 
 
 def capabilities(settings: Settings, workers: int, tables: bool = False) -> Capabilities:

@@ -205,6 +205,7 @@ class Scene:
             settings=SimpleNamespace(strategy="allreduce", local=Settings().local, keeps_errors=False),
             replicas={},
             prepared=[],
+            sparse=(),
             held=HeldShare(),
             audits=AuditSchedule(),
             events=SimpleNamespace(

@@ -40,14 +40,13 @@ def _owners(context: TrainingContext) -> Owners:
 
 def build(context: TrainingContext) -> Strategy:
     """Build the strategy for two or more workers."""
-    mode = context.settings.server.mode
-    if mode != "sync" and context.world.shared_memory is None:
+    if not divides(context.settings) and context.world.shared_memory is None:
         raise ConfigError(
-            f"server.mode = {mode!r} updates embeddings with sparse gradients in memory that all workers share, on the "
-            f"CPU of one machine, and these {context.world.size} have none: use server.mode = 'sync', strategy "
-            f"'sharded' or 'allreduce', or sparse=False."
+            f"server.mode = {context.settings.server.mode!r} updates embeddings with sparse gradients in memory that "
+            f"all workers share, on the CPU of one machine, and these {context.world.size} have none: use "
+            f"server.mode = 'sync', strategy 'sharded' or 'allreduce', or sparse=False."
         )
-    if mode != "sync":
+    if not divides(context.settings):
         return strategy.build(context)
     context.warnings.extend(warnings_of_servers(context))
     return Sharded(context, _owners(context), context.settings.server.dedicated)
@@ -58,20 +57,25 @@ def prepare(context: TrainingContext, moves: bool) -> PreparedShards:
     return prepare_shards(context, moves, _owners(context))
 
 
+def divides(settings: Settings) -> bool:
+    """Return whether servers divide the whole state."""
+    return settings.server.mode == "sync"
+
+
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of parameter servers, which divide the whole state if they are synchronous."""
-    waits, plain = settings.server.mode == "sync", strategy.capabilities(settings, workers)
-    divides = waits and workers > 1
-    audits = plain.audits and (waits or workers == 1)  # others change a table while a step is computed
-    return replace(plain, divides_state=3 * divides, shares_weights=divides, audits=audits)
+    plain, several = strategy.capabilities(settings, workers), workers > 1
+    if divides(settings):
+        return replace(plain, divides_state=3 * several, shares_weights=several)
+    return replace(plain, audits=plain.audits and not several)  # others change a table while a step is computed
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Raise ConfigError as ``strategy.validate`` does. Synchronous servers may share a single table."""
-    server, waits = settings.server, settings.server.mode == "sync"
-    (strategy.validate_servers if waits else strategy.validate)(settings, model, order, workers, largest)
-    if server.dedicated and not waits:
+    validated = strategy.validate_servers if divides(settings) else strategy.validate
+    validated(settings, model, order, workers, largest)
+    if settings.server.dedicated and not divides(settings):
         raise ConfigError(
             f"server.dedicated = true does not update embeddings with sparse gradients with server.mode = "
-            f"{server.mode!r}: use server.dedicated = false, server.mode = 'sync', or sparse=False."
+            f"{settings.server.mode!r}: use server.dedicated = false, server.mode = 'sync', or sparse=False."
         )
