@@ -41,14 +41,23 @@ def check(ran: Ran, undisturbed: Any) -> str:
     return str(first["formats"])
 
 
-CHOSEN = {"GIVEN": json.dumps({"communication": "auto", "tolerance": "convergent"})}
+CHOSEN, SHARDED = (
+    {"GIVEN": json.dumps({"communication": "auto", "tolerance": "convergent", "strategy": one})}
+    for one in ("allreduce", "sharded")
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("point", "victim"), [("inside the collective", 0), ("between reduction and update", 1)])
-def test_a_kill_while_ways_are_tried(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("point", "victim", "chosen"),
+    [("inside the collective", 0, SHARDED), ("between reduction and update", 1, CHOSEN)],
+    ids=["sharded", "allreduce"],
+)
+def test_a_kill_while_ways_are_tried(
+    run: Run, undisturbed: Any, point: Point, victim: int, chosen: dict[str, str]
+) -> None:
     plan = faults.kill(rank=victim, step=3, point=point)
-    formats = check(run(OVER_THE_NETWORK + HASTY + telling(PLAIN), *ELASTIC, faults=plan, **CHOSEN), undisturbed)
+    formats = check(run(OVER_THE_NETWORK + HASTY + telling(PLAIN), *ELASTIC, faults=plan, **chosen), undisturbed)
     assert {"float32", "int8", "bfloat16", "int-auto"} <= {one.split("=")[1] for one in formats.split(",")}
 
 
@@ -66,7 +75,7 @@ SAVING = telling(PLAIN.replace("begin()", 'begin(checkpoint={"every": 4, "direct
 
 @pytest.mark.slow
 def test_a_run_resumes_with_its_formats(run: Run, undisturbed: Any) -> None:
-    first = run(OVER_THE_NETWORK + HASTY + SAVING.replace(f"steps={STEPS}", "steps=6"), "-n", 3, **CHOSEN)
+    first = run(OVER_THE_NETWORK + HASTY + SAVING.replace(f"steps={STEPS}", "steps=6"), "-n", 3, **SHARDED)
     assert first.code == 0, first.report()
     formats = formats_in(check(run(OVER_THE_NETWORK + HASTY + SAVING, "-n", 2, name="two", **CHOSEN), undisturbed))
     known = formats_in(first.printed()[0]["formats"])
