@@ -60,7 +60,6 @@ def simulate(seeds: Iterable[int]) -> str | None:
     return None
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_must_hold(part: int) -> None:
     count = HISTORIES // PARTS
