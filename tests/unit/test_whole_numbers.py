@@ -151,6 +151,7 @@ def test_a_parameter_without_gradients() -> None:
     for _ in range(2):
         whole = one.encode([torch.ones(2), None, torch.zeros(2)], 0, 0)
         one.fits()
+    assert one.decode([], 2.0, [], []) == []  # of a worker that owns no slice
     first, none, zeros = one.decode(whole, 2.0)
     one.accept()
     assert first is not None and first.tolist() == [0.5, 0.5]

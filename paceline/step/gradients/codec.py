@@ -227,7 +227,8 @@ class Codec:
             like: slice of a parameter that each sum belongs to. Defaults to all parameters.
             places: index of the parameter of each slice.
         """
-        like, every = like or self._parameters, range(len(sums)) if places is None else places
+        like = self._parameters if like is None else like  # a worker may have no slice
+        every = range(len(sums)) if places is None else places
         means: Values = [None] * len(sums)
         bounds = self._bounds()
         for at, (place, value, one) in enumerate(zip(every, sums, like, strict=True)):
