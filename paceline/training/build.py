@@ -102,11 +102,12 @@ def build_context(
     scaling = scaling_of(settings, who.world_size)
     given = replace(given, model=_checked_model(given.model))
     sparse = sparse_parameters(given.model, registry.sparse_gradients(settings, largest))
-    capabilities = registry.capabilities(settings, largest, bool(sparse))
+    tables = bool(sparse) and largest > 1  # in one process, any parameter may have sparse gradients
+    capabilities = registry.capabilities(settings, largest, tables)
     requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss, order.located)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
-    registry.entry_of(settings.strategy, bool(sparse)).validate(settings, given.model, order, who.world_size, largest)
+    registry.entry_of(settings.strategy, tables).validate(settings, given.model, order, who.world_size, largest)
     count = threads(settings, who)
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
@@ -129,7 +130,7 @@ def build_context(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
     # other workers change weights in shared memory at any time
-    shared = settings.strategy in ONE_MACHINE or (bool(sparse) and largest > 1 and not capabilities.loop_weights)
+    shared = settings.strategy in ONE_MACHINE or (tables and not capabilities.loop_weights)
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
     loop = _loop_changes(given, update, digests, feed, keeps)
