@@ -10,7 +10,8 @@ from paceline.environments import env
 from paceline.environments.start import Identity, threads_of
 from paceline.settings import Settings
 
-_LARGE = 1 << 19  # number of bytes of a tensor that has its own mapping if large tensors are not kept
+_LARGE, _LARGEST = 1 << 19, 1 << 25
+"""Number of bytes of a tensor that has its own mapping: if large tensors are not kept, and always."""
 
 
 def threads(settings: Settings, who: Identity) -> int:
@@ -35,11 +36,11 @@ def keep_freed_pages(large: bool = True) -> None:
     """Configure glibc to keep freed memory.
 
     By default each large tensor has its own mapping, which is returned to the kernel when freed. Every gradient of
-    every step then causes page faults again, which cost a tenth of a step on the CPU.
+    every step then causes page faults again, which cost a tenth of a step on the CPU. But an aligned tensor rarely fits
+    into a gap of the heap, so kept tensors need about twice the memory. The largest are therefore never kept.
 
     Args:
-        large: whether to keep the memory of large tensors. An aligned tensor rarely fits into a gap of the heap, so
-            gradients that are freed during the backward pass would leave as much memory as if all had been kept.
+        large: whether to keep the memory of large tensors.
     """
     if sys.platform != "linux":
         return
@@ -47,6 +48,6 @@ def keep_freed_pages(large: bool = True) -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except AttributeError:  # not glibc
         return
-    trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
-    mallopt(trim_threshold, largest)
-    mallopt(mmap_threshold, largest if large else _LARGE)
+    trim_threshold, mmap_threshold = -1, -3
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(mmap_threshold, _LARGEST if large else _LARGE)
