@@ -182,20 +182,20 @@ def test_a_slow_link_favours_pipelines_and_a_fast_one_data_parallel_training() -
 
 def test_uneven_machines_get_uneven_shares_and_stages() -> None:
     fast, slow = Machine(bytes_per_second=1e10), Machine(bytes_per_second=1e10, speed=0.25)
-    found = _found(Layout(fast, 1, others=(fast, slow)), 3)
+    found = _found(Layout(slow, 1, others=(fast, fast)), 3)
     taken = {(one.strategy, one.settings.get("shard", "")): one.step_seconds for one in found}
-    # 8 microbatches of 12 ms: shares of 3, 3 and 2, of which the last takes 96 ms; stealing shares 4, 3 and 1
-    assert taken["allreduce", ""] == pytest.approx(0.096, rel=0.1)
-    assert taken["stealing", ""] == pytest.approx(0.048, rel=0.1)
+    # 8 microbatches of 12 ms: shares of 3, 3 and 2, of which the first takes 144 ms; stealing shares 1, 4 and 3
+    assert taken["allreduce", ""] == pytest.approx(0.144, rel=0.1)
+    assert taken["stealing", ""] == pytest.approx(0.048, rel=0.2)
     cuts = {tuple(one.settings["pipeline"]["cut"]) for one in found if one.strategy == "pipeline"}
-    assert cuts == {("1", "3")} or cuts == {("2", "3")}, "the slow machine has one of four layers"
+    assert cuts == {("1", "2")} or cuts == {("1", "3")}, "the slow machine has one of four layers"
     slow_link = _found(Layout(replace(fast, bytes_per_second=2e7), 1, others=(fast, fast, fast)), 4)
     alike = _found(Layout(replace(fast, bytes_per_second=2e7), 1), 4)
     assert slow_link[0].step_seconds < 0.9 * alike[0].step_seconds, "the slow machine adds up less"
 
 
-@pytest.mark.parametrize("servers", [1, 2, 4])
-def test_each_worker_trains_at_its_own_speed_with_asynchronous_servers(servers: int) -> None:
+@pytest.mark.parametrize(("servers", "seconds"), [(1, 16), (2, 10), (4, 6)])
+def test_asynchronous_servers_give_and_take_over_their_links(servers: int, seconds: float) -> None:
     work = Work({1: layers(4, megabytes=1.0, forward=0.0)}, 4)
     place = Place((Machine(bytes_per_second=1e6),) * 4, (0, 1, 2, 3))
     ends = (
@@ -203,8 +203,7 @@ def test_each_worker_trains_at_its_own_speed_with_asynchronous_servers(servers: 
         .run({rank: asynchronous(work, place, rank, 0, servers) for rank in range(4)})
         .ends
     )
-    others = 4 - 4 / servers  # megabytes that a worker pulls from other machines, and what servers give to others
-    assert max(ends.values()) == pytest.approx(2 * max(others, 3 * 4 / servers), rel=0.35)
+    assert max(ends.values()) == pytest.approx(seconds, rel=0.01)  # the last one pulls after all others, and pushes
 
 
 def test_weights_go_to_one_worker_of_each_other_machine_if_it_shares_them() -> None:
