@@ -21,7 +21,6 @@ from typing import Any
 import numpy
 import torch
 
-from paceline.checkpoint.tensors import raw_bytes
 from paceline.comm.collectives.step_header import StateDigest
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.objects.attributes import Attributes
@@ -61,37 +60,33 @@ Fetch = Callable[[], "torch.Tensor | None"]
 
 
 def digest_of(value: torch.Tensor) -> int:
-    """Return the sum of a tensor's 64-bit words modulo 2^64, or of its bytes on an accelerator, for any strides."""
-    if value.device.type != "cpu":
-        return int(_sum_on_device(value)) % _WORD
-    flat = _bytes_of(value)
-    data = numpy.frombuffer(raw_bytes(flat), numpy.uint8)
-    whole = len(data) & ~7
-    total = int(numpy.add.reduce(data[:whole].view(numpy.uint64), dtype=numpy.uint64)) if whole else 0
-    return (total + int.from_bytes(data[whole:].tobytes(), "little")) % _WORD
+    """Return the sum of a tensor's 64-bit words modulo 2^64, for any strides. The last word is filled with zeros."""
+    return int(_sum_of_words(value)) % _WORD
 
 
 def digest_at(value: torch.Tensor) -> int | torch.Tensor:
     """Return the digest of a tensor. On an accelerator it stays a tensor on the device, so the host does not wait."""
-    return digest_of(value) if value.device.type == "cpu" else _sum_on_device(value)
+    return digest_of(value) if value.device.type == "cpu" else _sum_of_words(value)
 
 
 def digests_of(values: Sequence[torch.Tensor]) -> list[int]:
     """Return the digests of several tensors. Those of tensors on an accelerator are read in one transfer."""
-    on_device = {place: _sum_on_device(value) for place, value in enumerate(values) if value.device.type != "cpu"}
+    on_device = {place: _sum_of_words(value) for place, value in enumerate(values) if value.device.type != "cpu"}
     read = iter(HostCopy(torch.stack([*on_device.values()])).wait().tolist() if on_device else ())
-    return [next(read) if place in on_device else digest_of(value) for place, value in enumerate(values)]
+    return [next(read) % _WORD if place in on_device else digest_of(value) for place, value in enumerate(values)]
 
 
-def _sum_on_device(value: torch.Tensor) -> torch.Tensor:
-    return _bytes_of(value).sum(dtype=torch.int64)
-
-
-def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+def _sum_of_words(value: torch.Tensor) -> torch.Tensor:
+    """Return the sum as an int64, which wraps around. A sum of bytes would first copy each byte into a word."""
     value = value.detach()
     if value.is_sparse:
         value = value.to_dense()
-    return value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    if rest := len(flat) & 7:
+        flat = torch.cat([flat, flat.new_zeros(8 - rest)])
+    return flat.view(torch.int64).sum()
 
 
 class Replicas:
@@ -141,7 +136,7 @@ class Replicas:
             if value is not None and value.device.type == "cpu":
                 total += (2 * place + 1) * digest_of(value)
             elif value is not None:
-                own = (2 * place + 1) * _sum_on_device(value)
+                own = (2 * place + 1) * _sum_of_words(value)
                 on_device = own if on_device is None else on_device + own
             self._next = (self._next + 1) % len(self._fetches)
         return StateDigest(total % _WORD, on_device)

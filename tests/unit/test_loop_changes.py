@@ -19,7 +19,7 @@ from torch import nn
 from paceline.data.objects.entries import Entries
 from paceline.data.objects.loop_changes import LoopChanges
 from paceline.data.objects.values import Owner, Owners
-from paceline.step.replicas import digests_of
+from paceline.step.replicas import digest_of, digests_of
 
 
 class Phase(Enum):
@@ -443,3 +443,21 @@ def test_values_that_are_compared_together_are_those_of_each_object() -> None:
         now = owners.values()
         assert now == [owner.values() for owner in each]
         assert owners.values() is now
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(7),
+        torch.randn(0),
+        torch.randn(100)[3:],
+        torch.randn(6, 4).t(),
+        torch.randn(5, dtype=torch.complex64).conj(),
+        torch.arange(13, dtype=torch.uint8)[1:],
+    ],
+    ids=lambda value: f"{value.dtype}-{tuple(value.shape)}",
+)
+def test_a_digest_is_the_sum_of_words(value: torch.Tensor) -> None:
+    data = value.resolve_conj().contiguous().numpy().tobytes()
+    words = (int.from_bytes(data[place : place + 8], "little") for place in range(0, len(data), 8))
+    assert digest_of(value) == sum(words) % 2**64
