@@ -79,7 +79,7 @@ def net():
                          nn.Flatten(), nn.Linear(64 * 225, 10))
 
 torch.manual_seed(rank)
-own = [Path(f"{shard}.tar") for shard in range(len(SIZES)) if shard * workers // len(SIZES) == rank]
+own = [Path(__file__).with_name(f"{shard}.tar") for shard in range(len(SIZES)) if shard * workers // len(SIZES) == rank]
 for path in own:
     write(path, SIZES[int(path.stem)])
 session = paceline.start(model=net(), optimizer=partial(torch.optim.SGD, lr=0.01), loss=nn.functional.cross_entropy,
