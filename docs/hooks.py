@@ -86,19 +86,21 @@ def command(name: str) -> str:
     found: Any = typer.main.get_command(_application([name])).commands[name]  # type: ignore[attr-defined]
     with found.make_context(f"paceline {name}", [], resilient_parsing=True) as context:
         records = [(one, one.get_help_record(context)) for one in found.params]
-    words = [record[0].rpartition(" <")[0] for one, record in records if one.param_type_name == "argument"]
     options = [_option(one, *record) for one, record in records if record and one.param_type_name == "option"]
-    usage = " ".join(["paceline", name, *(["[OPTIONS]"] if options else []), *words])
+    usage = " ".join(["paceline", name, *found.collect_usage_pieces(context)]).translate(
+        {ord("{"): None, ord("}"): None}
+    )
     table = _table(("option", "default", "meaning"), options) if options else ""
     return f"```\n{usage}\n```\n\n{_shown(cleandoc(found.help))}\n\n{table}"
 
 
 def _option(parameter: Any, names: str, text: str) -> tuple[str, str, str]:
     spellings = (*parameter.opts, *parameter.secondary_opts)
-    meaning, _, default = text.partition("  [default: ")
+    meaning, _, extra = text.partition("  [default: ")
+    default, _, limits = extra.removesuffix("]").partition("; ")
     value = names.split(", ")[-1].partition(" ")[2]
     written = [_code(f"{one} {value}".strip()) for one in spellings]
-    return ", ".join(written), _shown(default.removesuffix("]").strip("()")), _shown(meaning)
+    return ", ".join(written), _shown(default.strip("()")), _shown(f"{meaning}  [{limits}]" if limits else meaning)
 
 
 def error_classes() -> str:
@@ -120,4 +122,4 @@ def _code(value: object) -> str:
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [head, ["---"] * len([*head]), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

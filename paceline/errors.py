@@ -8,7 +8,7 @@
     │   └── NonFiniteLoss               a loss is NaN or infinite: step, microbatch, rank
     ├── StartError                      the workers could not connect before training
     │   └── DisagreementError           workers differ in code, configuration, versions, weights or step
-    ├── RunFailed                       the workers that ``paceline.launch`` started have failed
+    ├── RunFailed                       the workers that paceline.launch started have failed
     ├── CheckpointError                 a checkpoint could not be written, read or matched
     └── WorkerLost                      another worker has exited
         └── WorkerSilent                another worker is alive but did not respond before the timeout
@@ -30,10 +30,10 @@ EXIT_CODES = {
     "1": "the script failed (or its own code)",
     "2": "wrong usage or settings",
     "3": "the workers could not start or do not agree",
-    "4": "a checkpoint",
+    "4": "a checkpoint could not be written, read or matched",
     "5": "a worker was lost for good",
     str(PREEMPTED): "preempted: start it again with --resume",
-    str(DEADLINE_PASSED): "a deadline passed, something hangs",
+    str(DEADLINE_PASSED): "a deadline passed because something hangs",
     "128 + n": "ended by signal n",
 }
 """Meanings of the exit codes of ``paceline run``."""

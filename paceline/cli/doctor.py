@@ -34,7 +34,7 @@ class DoctorOptions(MachineOptions):
     """Options of ``paceline doctor``."""
 
     script: Annotated[
-        Path | None, typer.Argument(help="The script that will train.", metavar="[SCRIPT]", show_default=False)
+        Path | None, typer.Argument(help="The script that will train.", metavar="SCRIPT", show_default=False)
     ] = None
     data: Annotated[Path | None, typer.Option(help="File or folder of the data set, to compare on all machines.")] = (
         None

@@ -61,7 +61,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
         nodes: number of machines, or ``"MIN:MAX"``.
         name: name of the run. Defaults to the function's name with date and time.
         runs_dir: parent folder of the run directories.
-        patience: seconds to wait while there are fewer workers or machines than the minimum.
+        patience: seconds to wait while there are fewer workers or machines than the minimum. Defaults to 600.
         **place: options of the cluster, as on the command line, such as ``hosts="h1:4,h2:4"``, ``partition="gpu"``.
 
     Returns:

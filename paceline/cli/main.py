@@ -13,8 +13,8 @@ from paceline.environments import env
 from paceline.errors import ConfigError, PacelineError
 
 COMMANDS = {
-    "run": "Train with a script on many workers.",
-    "horovodrun": "Run a script written for Horovod, by the options of horovodrun.",
+    "run": "Run a training script on many workers.",
+    "horovodrun": "Run a script written for Horovod, with the options of horovodrun.",
     "config": "Show each setting of a script and where it came from.",
     "doctor": "Find what would go wrong, before a run starts.",
     "verify": "Check that a script trains the same on any number of workers.",
@@ -125,7 +125,10 @@ def _version(wanted: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Show what is installed and end.", callback=_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Show the version, and what is installed, and exit.", callback=_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     del version

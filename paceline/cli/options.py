@@ -27,7 +27,7 @@ BEFORE_SCRIPT = {"allow_interspersed_args": False}
 
 Script = Annotated[Path, typer.Argument(help="The script that trains.", metavar="SCRIPT", show_default=False)]
 Arguments = Annotated[
-    list[str] | None, typer.Argument(help="The script's own arguments.", metavar="[ARGUMENTS]...", show_default=False)
+    list[str] | None, typer.Argument(help="The script's own arguments.", metavar="ARGUMENTS", show_default=False)
 ]
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="A setting, such as batch=64; may be repeated.", metavar="KEY=VALUE")

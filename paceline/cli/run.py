@@ -79,7 +79,7 @@ class RunOptions(MachineOptions):
         str | None,
         typer.Option(help="Program that gets each alert, or URL that gets it by a POST.", metavar="COMMAND|URL"),
     ] = None
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress, but alerts.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show alerts, but no progress.")] = False
     time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None
     partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None
     account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None
@@ -112,7 +112,7 @@ class RunOptions(MachineOptions):
 @takes(RunOptions)
 @early.ending()
 def command(given: RunOptions) -> None:
-    """Train with a script on many workers."""
+    """Run a training script on many workers."""
     workers = 1 if given.workers is None else given.workers
     if not (given.no_preload or given.elsewhere) and pays_preload(workers, given.standby, given.elastic):
         early.begin(given.launcher, given.script, given.arguments or (), workers, given.set_ or ())

@@ -95,12 +95,13 @@ class Candidate:
         low: lower end of the interval of these seconds.
         high: upper end.
         memory_bytes: bytes of weights, gradients, optimizer state and activations of a worker.
-        waits: seconds of a step in which the slowest worker waits, by what for.
+        waits: seconds of a step in which the slowest worker waits, by cause.
         fits: whether the memory is enough.
         machines: number of machines.
         spot: whether the provider may take the machines away.
         standbys: further machines that wait for one to be lost.
-        bill: what the whole training takes. None: its length or the prices are unknown.
+        bill: hours and money of the whole training, such as ``bill.money.mean``. None if its length or prices are
+            unknown.
     """
 
     strategy: str

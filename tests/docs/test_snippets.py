@@ -217,9 +217,9 @@ def test_every_figure_is_on_a_page_and_has_its_command() -> None:
 def test_generated_tables() -> None:
     hooks = _loaded("docs/hooks.py")
     page = hooks.on_page_markdown(
-        "<!-- settings: wire_ratio\n     server.mode threads -->\n\n<!-- command: export -->\n"
+        "<!-- settings: wire_ratio\n     server.mode threads -->\n<!-- command: export -->\n<!-- command: tune -->\n"
     )
-    rows = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in page.splitlines() if line.startswith("| ")]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     assert [
         "`wire_ratio`",
         "number >\u00a00, ≤\u00a01",
@@ -229,7 +229,8 @@ def test_generated_tables() -> None:
     assert ["`server.mode`", "`sync`, `async`, `bounded`", "`sync`", config.describe("server.mode")] in rows
     assert ["`threads`", "integer ≥\u00a01, ≤\u00a01,024", "`none`", config.describe("threads")] in rows
     assert "paceline export [OPTIONS] CHECKPOINT FILE\n" in page and "Exit code: 2 if" in page
-    assert ["`--dtype <float32\\|bfloat16\\|float16>`", "as it is", "Convert floating-point tensors."] in rows
+    assert ["`--dtype <float32|bfloat16|float16>`", "as it is", "Convert floating-point tensors."] in rows
+    assert ["`--samples <int range>`", "128 batches", "Samples of a branch of the batch test.  [x>=1]"] in rows
     assert "| `WorkerSilent` | 124 | " in hooks.on_page_markdown("<!-- errors -->")
 
 

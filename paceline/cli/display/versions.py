@@ -29,4 +29,6 @@ def _extras() -> list[str]:
         missing.setdefault(extra, []).extend([package] if version(package) is None else [])
     found = [extra for extra, packages in missing.items() if not packages]
     rest = [f"{extra} ({', '.join(packages)})" for extra, packages in missing.items() if packages]
-    return [f"{title}: {', '.join(names)}" for title, names in (("extras", found), ("missing", rest)) if names]
+    return [
+        f"{title}: {', '.join(names)}" for title, names in (("extras", found), ("extras not installed", rest)) if names
+    ]

@@ -61,10 +61,10 @@ class Translated(NamedTuple):
 
 def command(
     words: Annotated[
-        list[str] | None, typer.Argument(help="Options of horovodrun, and the command.", metavar="[OPTIONS] COMMAND...")
+        list[str] | None, typer.Argument(help="Options of horovodrun, and the command.", metavar="COMMAND")
     ] = None,
 ) -> None:
-    """Run a script written for Horovod, by the options of horovodrun."""
+    """Run a script written for Horovod, with the options of horovodrun."""
     from paceline.cli.main import main
 
     found = translate(words or [])

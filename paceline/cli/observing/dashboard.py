@@ -22,7 +22,7 @@ The page needs no network beside this server, which answers this machine only, a
 def command(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(help="Names or folders of runs; the newest 20 if none.", metavar="[RUN]...", show_default=False),
+        typer.Argument(help="Names or folders of runs; by default the newest 20.", metavar="RUN", show_default=False),
     ] = None,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Run = Annotated[
     str | None,
-    typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
+    typer.Argument(help="Name or folder of the run; by default the newest.", metavar="RUN", show_default=False),
 ]
 Step = Annotated[str | None, typer.Option(help="Step A, or the steps from A to B - 1.", metavar="A[:B]")]
 Collect = Annotated[

@@ -46,7 +46,7 @@ def command(  # noqa: PLR0913 - each argument is an option
     link: Annotated[
         str,
         typer.Option(
-            help="Each worker on a machine of its own, with a link of so many Mbit/s: of all, or of each with commas.",
+            help="Give each worker its own machine, with a link of this many Mbit/s: 1000, or one each: 1000,1000,200.",
             metavar="MBIT",
             show_default=False,
         ),
@@ -54,15 +54,17 @@ def command(  # noqa: PLR0913 - each argument is an option
     speeds: Annotated[
         str,
         typer.Option(
-            help="How fast they compute, relative to this one: 1,1,0.5.", metavar="NUMBERS", show_default=False
+            help="Speed of each of these machines, relative to this one: 1,1,0.5.",
+            metavar="NUMBERS",
+            show_default=False,
         ),
     ] = "",
     latency: Annotated[float, typer.Option(help="Milliseconds that a message takes on that link.")] = 0.2,
     memory: Annotated[
-        float | None, typer.Option(help="Memory of a worker, in GB; unlimited if none.", metavar="GB")
+        float | None, typer.Option(help="Memory of a worker, in GB; unlimited by default.", metavar="GB")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the whole training.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Epochs of the whole training, instead.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs of the whole training, instead of --steps.")] = None,
     tolerance: Annotated[
         str, typer.Option(help="bits: exact; rounding: what one process computes; convergent: also local training.")
     ] = "rounding",
@@ -186,14 +188,14 @@ def plan(  # noqa: PLR0913 - each argument is an option
         script: script that trains.
         *arguments: arguments of the script.
         workers: largest number of workers. Defaults to the cores of this machine, or to 8 machines to rent.
-        link: bandwidth in Mbit/s, if each worker has a machine of its own: of all, or a list with that of each. By
-            default all are on this machine.
-        speeds: how fast these machines compute, relative to this one. By default, as fast.
+        link: bandwidth in Mbit/s if each worker has a machine of its own: a number for all machines, or a list with
+            a number for each. By default, all workers are on this machine.
+        speeds: speed of these machines relative to this one, for all or for each. Defaults to the same speed.
         latency: milliseconds that a message takes on that link.
         memory: memory of a worker in GB. Defaults to unlimited memory.
         steps: steps of the whole training.
-        epochs: epochs of the whole training, instead.
-        tolerance: ``"rounding"`` for strategies that compute what one process computes, ``"bits"`` for these with
+        epochs: epochs of the whole training, instead of ``steps``.
+        tolerance: ``"rounding"`` for strategies that compute what one process computes, ``"bits"`` for those with
             ``exact``, ``"convergent"`` also for local training.
         machines: types of machines to rent: a TOML file, or names of types of the package's table, with commas between.
         here: type of this machine. The times of the others are scaled from it.

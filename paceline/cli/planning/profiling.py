@@ -42,9 +42,9 @@ def command(  # noqa: PLR0913 - each argument is an option
     workers: Annotated[
         int, typer.Option("--workers", "-n", help="Workers to start; with 2 or more, measure the link between them.")
     ] = 1,
-    stages: Annotated[int | None, typer.Option(help="Number of stages; 2, 3 and 4 if none.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Number of stages; by default 2, 3 and 4.")] = None,
     memory: Annotated[
-        float | None, typer.Option(help="Memory of a worker, in GB; unlimited if none.", metavar="GB")
+        float | None, typer.Option(help="Memory of a worker, in GB; unlimited by default.", metavar="GB")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the cut to a plan file; needs --stages.", metavar="FILE")
