@@ -141,7 +141,7 @@ class LocalSettings(_Group):
     mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps when a fragment lands")
     sites: bool = Field(False, description="a replica for each shard of Located data, from which only updates leave")
     sampled: PositiveFloat | None = Field(None, description="sites in a round: a number, or a part below 1; none: all")
-    masked: bool = Field(False, description="add up updates by secure aggregation, so that nobody sees one")
+    masked: bool = Field(False, description="add up updates by secure aggregation, so that no party sees a single one")
     threshold: PositiveInt | None = Field(None, description="fewest sites in a masked sum; none: over two thirds")
     clip: PositiveFloat | None = Field(None, description="largest norm of an update in a masked sum; none: any")
     noise: PositiveFloat | None = Field(None, description="deviation of noise in a masked sum, in multiples of clip")
@@ -209,7 +209,9 @@ class Settings(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    strategy: str = Field("allreduce", description="who computes which microbatch, and how gradients are reduced")
+    strategy: str = Field(
+        "allreduce", description="which worker computes which microbatch, and how gradients are reduced"
+    )
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")
     batch_per_worker: PositiveInt | None = Field(None, description="samples per step and worker, instead of batch")
     microbatches: Annotated[PositiveInt, Field(le=2**16)] | None = Field(

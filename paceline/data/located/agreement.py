@@ -49,7 +49,10 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
         InputError: the workers have shards that are not those of the run, or two names stand for the same samples.
     """
     if not any(own for _, own, _ in everyone):
-        raise InputError("No worker has a shard of the Located data: give the shards to the workers that have them.")
+        raise InputError(
+            "No worker has a shard of the Located data. Give each worker the shards that its machine has, and check "
+            "the folder in which the script looks for them."
+        )
     run = next((run for *_, run in everyone if run.shards), Holding({}, {}))
     ranks: dict[str, list[int]] = {}
     for rank, (_, own, _) in enumerate(everyone):
