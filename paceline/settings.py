@@ -209,9 +209,7 @@ class Settings(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    strategy: str = Field(
-        "allreduce", description="which worker computes which microbatch, and how gradients are reduced"
-    )
+    strategy: str = Field("allreduce", description="which worker computes what, and how gradients are reduced")
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")
     batch_per_worker: PositiveInt | None = Field(None, description="samples per step and worker, instead of batch")
     microbatches: Annotated[PositiveInt, Field(le=2**16)] | None = Field(

@@ -233,7 +233,7 @@ def test_an_exit_before_the_start(launched: Any) -> None:
     assert ran.code == 3, ran.report()
 
 
-@pytest.mark.promise("docs/launch.md", "No process stays behind.", "When a worker fails the others are stopped")
+@pytest.mark.promise("docs/launch.md", "No process stays behind.", "When a worker fails, Paceline stops the others")
 def test_no_process_outlives_a_launcher(launched: Any) -> None:
     """The launcher is killed, and one of its workers would sleep for ever: ``launched`` waits until all have ended."""
     what = "if batch.step == 2: os.kill(os.getppid(), signal.SIGKILL) if rank == 0 else signal.pause()"
