@@ -65,8 +65,7 @@ parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--milliseconds", type=float, default=10, help="of a microbatch on a fast worker")
 parser.add_argument("--only", choices=RULES, help="train with this strategy alone")
 parser.add_argument("--plot", help="file for a picture, by matplotlib")
-arguments = parser.parse_args()
-data, curves = training_set(), {}
+arguments, data, curves = parser.parse_args(), training_set(), {}
 for name in [arguments.only] if arguments.only else RULES:
     session, curves[name] = train(RULES[name], data, arguments)
     seconds, last = curves[name][-1]

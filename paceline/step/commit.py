@@ -149,8 +149,10 @@ def locate_here(context: TrainingContext, step: int, groups: list[MicrobatchGrou
 
     In an audited step the group may be a part of the one that was loaded.
     """
+    if len(bad.microbatches) == 1:
+        return bad.microbatches
     parts = context.order.parts_of(step)
-    for part in (part for group in groups for part in split_group(group, parts)) if len(bad.microbatches) > 1 else ():
+    for part in (part for group in groups for part in split_group(group, parts)):
         if part.microbatches.start in bad.microbatches and not context.compute.loss_only(part)[:2].isfinite().all():
             return part.microbatches
     return bad.microbatches

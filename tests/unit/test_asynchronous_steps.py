@@ -122,7 +122,7 @@ class Worker:
         world.notice = lambda: self.notice
         self.notice = 0
         self.context: Any = SimpleNamespace(
-            world=world, update=self.update, settings=settings, strategy_state={}, warnings=[],
+            world=world, update=self.update, settings=settings, strategy_state={}, warnings=[], sparse=(),
             compute=SimpleNamespace(
                 model=self.model, metrics=None, batch_loss=None,
                 buffers=SimpleNamespace(live=[], accept=lambda buffers: None, reset=lambda: None),

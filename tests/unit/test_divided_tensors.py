@@ -104,7 +104,8 @@ def test_what_is_replaced_in_part_is_owned_no_more(monkeypatch: pytest.MonkeyPat
         made: Any = Recovery.__new__(Recovery)
         loop = type("Loop", (), {"needed": []})()
         settings = type("Settings", (), {"strategy": "allreduce"})
-        made._context = type("Context", (), {"world": world, "order": None, "loop": loop, "settings": settings})()
+        context = {"world": world, "order": None, "loop": loop, "settings": settings, "sparse": ()}
+        made._context = type("Context", (), context)()
         made._state, made._is_overwritten = type("State", (), {"keeps_script": False})(), False
         with pytest.raises(WorkerLost):
             made._same_state(given[world.rank])

@@ -347,7 +347,7 @@ def _told(raised: Mapping[str, str]) -> str:
     """Return a sentence about the parameters that have more bits from now on.
 
     >>> _told({"0.weight": "int8", "2.weight": "int8", "4.weight": "float32"})
-    "int8 for 0.weight, 2.weight; float32 for 4.weight, because rounding adds noise of more than 58 % of a norm"
+    'int8 for 0.weight, 2.weight; float32 for 4.weight, because rounding adds noise of more than 58 % of a norm'
     """
     names: dict[str, list[str]] = defaultdict(list)
     for name, wire in raised.items():
