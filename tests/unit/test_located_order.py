@@ -127,7 +127,7 @@ def test_samples_travel_until_no_worker_has_more_than_an_even_share() -> None:
 
 
 def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> None:
-    whole, marks, options = epoch_of(order_of()), list[str](), {"lost": "leave out"}
+    whole, marks, options = epoch_of(order_of()), list[str](), {"lost": "leave out", "move": "samples"}
     lost = {*range(FIRSTS["b"], FIRSTS["b"] + SIZES["b"]), *range(FIRSTS["h"], FIRSTS["h"] + SIZES["h"])}
     left = [[one for one in step if not lost.intersection(one)] for step in whole]
     orders = order_of("acdefg", options), order_of("bdh", options)
@@ -138,7 +138,7 @@ def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> 
         return epoch_of(order)
 
     assert threads.run(2, met) == [whole] * 2 and not marks
-    assert threads.run(1, met) == [left]
+    assert threads.run(1, met) == [left] and orders[0].exchange is None  # what a lost worker sends never arrives
     assert "goes on without shards" in marks[0] and "'b' of rank 1" in marks[0] and "'h' of rank 1" in marks[0]
     assert orders[0].samples_of(0) == sum(map(len, left[0])) < sum(map(len, whole[0]))
     assert threads.run(2, met) == [whole] * 2
@@ -183,6 +183,8 @@ RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"})
         ([("m", {"a": A}, NOTHING), ("n", {"a": LONGER}, NOTHING)], DisagreementError, "5 samples and 6 samples"),
         ([("m", {"a": A}, NOTHING), ("n", {"b": A}, NOTHING)], InputError, "'a' of rank 0.*'b' of rank 1.*twice"),
         ([("m", {"a": A}, RUN)], InputError, r"No worker has these.* 'b' of rank 1 \(n\)\. "),
+        ([("m", {}, RUN)], ShardsLost, r"No worker has these.* 'a' of rank 0 \(m\), 'b' of rank 1"),
+        ([("m", {}, NOTHING)], InputError, r"No worker has a shard of the Located data"),
         ([("m", {"a": A, "b": B}, RUN), ("n", {"c": OTHER}, NOTHING)], InputError, "'c' of rank 1.*is not part"),
         ([("m", {"a": LONGER, "b": B}, RUN)], InputError, "'a' has changed.*5 samples and 6 samples"),
         ([("m", {"a": A}, RUN), ("n", {"b": OTHER}, NOTHING)], InputError, "'b' has changed"),

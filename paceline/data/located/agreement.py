@@ -46,13 +46,9 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
     Raises:
         DisagreementError: workers have different shards of the same name.
         ShardsLost: the workers do not have all shards of the run.
-        InputError: the workers have shards that are not those of the run, or two names stand for the same samples.
+        InputError: no worker has a shard, the workers have shards that are not those of the run, or two names stand for
+            the same samples.
     """
-    if not any(own for _, own, _ in everyone):
-        raise InputError(
-            "No worker has a shard of the Located data. Give each worker the shards that its machine has, and check "
-            "the folder in which the script looks for them."
-        )
     run = next((run for *_, run in everyone if run.shards), Holding({}, {}))
     ranks: dict[str, list[int]] = {}
     for rank, (_, own, _) in enumerate(everyone):
@@ -72,6 +68,11 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
         _check_run(run, shards, holders, all_present)
     else:
         _check_twice(shards, holders)
+    if not shards:
+        raise InputError(
+            "No worker has a shard of the Located data. Give each worker the shards that its machine has, and check "
+            "the folder in which the script looks for them."
+        )
     agreed = Holding({**run.shards, **shards}, {**run.holders, **holders})
     return agreed, {name: tuple(found) for name, found in ranks.items()}
 

@@ -227,8 +227,8 @@ class LocatedOrder(BatchOrder):
         self._without = without
         self._run, self._ranks = agree(given, all_present=self._all_present and not without)
         self._set_shards(self._run.shards)
-        if self.moves and world.size > 1:
-            self.exchange = SampleExchange(world, self._moves, self._bytes_of)
+        sends = self.moves and world.size > 1
+        self.exchange = SampleExchange(world, self._moves, self._bytes_of) if sends else None
 
     def _bytes_of(self, step: int, microbatch: int) -> int:
         """Return the expected size of a microbatch."""
