@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.comm.servers.shard import Blocks
+from paceline.comm.servers.shard import Blocks, is_of_table
 from paceline.comm.shm.futex import fence
 from paceline.comm.shm.tensors import aligned, view_of
 from paceline.comm.values import decode, encode
@@ -57,7 +57,7 @@ class RowJournal:
                 continue
             rows = table.grad.coalesce().indices()[0]
             kept = [rows]
-            state = {key: one for key, one in self._optimizer.state.get(table, {}).items() if _is_rows(one, table)}
+            state = {key: one for key, one in self._optimizer.state.get(table, {}).items() if is_of_table(one, table)}
             kept += [one.detach()[rows] for one in (table, *state.values())]
             words.append((index, len(rows), [(key, one.dtype) for key, one in state.items()], place))
             for one in kept:
@@ -84,7 +84,3 @@ class RowJournal:
                 held = table.detach() if key is None else self._optimizer.state.get(table, {}).get(key)
                 if held is not None:
                     held[rows] = values
-
-
-def _is_rows(value: object, table: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == table.shape

@@ -150,7 +150,7 @@ class Shard:
             parameter = self.parameters[place]
             parameter.data = self._fixed[0][place].clone()
             state = self._optimizer.state.get(parameter, {})
-            for key in [key for key, value in state.items() if _of_table(value, parameter)]:
+            for key in [key for key, value in state.items() if is_of_table(value, parameter)]:
                 state[key] = state[key].clone()
 
     def write_buffers(self, copy: int) -> None:
@@ -279,7 +279,7 @@ class Shard:
                         f"momentum), or Adagrad."
                     )
                 values.append(value)
-                if of_table and _of_table(value, parameter):
+                if of_table and is_of_table(value, parameter):
                     entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), of_table))
                     of_table += aligned(value.nbytes)
                 else:
@@ -350,7 +350,8 @@ class Shard:
         ]
 
 
-def _of_table(value: object, table: torch.Tensor) -> bool:
+def is_of_table(value: object, table: torch.Tensor) -> bool:
+    """Return whether a value of an optimizer's state has a row for each row of a table."""
     return isinstance(value, torch.Tensor) and value.shape == table.shape
 
 

@@ -52,9 +52,9 @@ class ShardedServer(Server):
         self._pulled = self._rounds_behind = 0
 
     def begin(self, version: int) -> None:
-        for _, journal in self._tabled if self._context.world.rank == 0 else ():
-            journal.begin()
         if self._context.world.rank == 0:
+            for _, journal in self._tabled:
+                journal.begin()
             self._write(version)
         self._version = self._version_of_states = version
         if self._tabled and self._context.world.rank > 0:
