@@ -131,8 +131,8 @@ class Feed:
     def steps(self, start: int, stop: int, groups_of: Callable[[int], list[range]]) -> Iterator[list[MicrobatchGroup]]:
         """Yield the microbatch groups ``groups_of(step)`` of this worker for each step from ``start`` to ``stop``.
 
-        On a device other than the CPU, the groups of the next step are copied to the device during a step. So are
-        samples to other workers. Groups with samples from others have no data before :meth:`receive`.
+        During a step, the groups of the next step are copied to the device unless it is the CPU, and samples of the
+        next step are sent to other workers. Groups with samples from others have no data before :meth:`receive`.
         """
         asked: dict[int, _Asked] = {}  # groups_of may return other groups after the loader got its requests
         oldest = start  # of the steps in ``asked``

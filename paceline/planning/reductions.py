@@ -19,8 +19,6 @@ from paceline.strategies.sharded.holders import writer_of
 
 _MOST_RUNS = 64
 """Largest number of full buckets that are simulated. Of a larger model, each has more bytes."""
-
-
 _MOST_HOMES = 64
 """Largest number of homes with a bucket of their own. More of them have equal chunks of a bucket."""
 
@@ -137,8 +135,7 @@ class Reduction:
         size, self._part = full(across * self._columns if self._peers else 1), 1 / across
         rates = [place.machines[place.of_worker[host[0]]].bytes_per_second for host in hosts]
         if not owners and self._peers and len({*rates}) > 1 and len(hosts) > 2:
-            share = of_links(rates)[hosts.index([*self._own])]
-            self._part = share
+            self._part = of_links(rates)[hosts.index([*self._own])]
             size = min(size, bucket_bytes(int(work.parameter_bytes), len(hosts)))
         self._kept = self._part if self._shared else self._part * self._inside  # on this machine
         self._at_homes = owners if owners and self._peers and owners.homes <= _MOST_HOMES else None

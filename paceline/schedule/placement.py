@@ -113,7 +113,7 @@ def pools(holders: tuple[tuple[int, ...], ...], workers: int, speeds: tuple[int,
 
 @lru_cache(maxsize=64)
 def moves(holders: tuple[tuple[int, ...], ...], workers: int) -> tuple[Move, ...]:
-    """Return the microbatches to send, such that no worker has more than an even share. It sends no others.
+    """Return the microbatches to send so that no worker computes more than an even share of them, and only those.
 
     >>> moves(((0,), (0,), (0,), (1,)), 2)
     (Move(microbatch=2, reader=0, worker=1),)

@@ -66,7 +66,7 @@ class Entry:
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
     # divides the state before a checkpoint is loaded, so that each worker reads its share. None if each reads all
     prepare: Callable[[TrainingContext, bool], Shares] | None = None
-    # whether it does so with these settings
+    # whether ``prepare`` divides the state with these settings
     divides: Callable[[Settings], bool] = _always
     # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
     # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what

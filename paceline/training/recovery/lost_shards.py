@@ -1,4 +1,4 @@
-"""Wait for workers with shards that no worker has any more, and training without these shards.
+"""Lost shards, which no worker has any more: waiting for a worker that has them, or training without them.
 
 ::
 
@@ -23,15 +23,15 @@ _POLL_SECONDS = 0.2
 
 
 class WorkersJoin(WorkerLost):
-    """The workers re-form, because workers are ready to join that may have lost shards."""
+    """The workers re-form, because workers are ready to join, which may have the lost shards."""
 
 
 def meet(context: TrainingContext, doing: str) -> None:
-    """Tell the other workers which samples this worker has, and wait for lost ones if the script asks for it.
+    """Tell the other workers which samples this worker has, and wait for lost shards if the script asks for it.
 
     Raises:
         InputError, DisagreementError: together the workers do not have the samples of the run.
-        WorkersJoin: see there.
+        WorkersJoin: workers are ready to join.
     """
     world, order = context.world, context.order
     try:
