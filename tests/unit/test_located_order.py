@@ -152,9 +152,13 @@ def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> 
         epoch_of(only[0])
 
 
-@pytest.mark.parametrize("joins", [False, True])
-def test_workers_wait_together_for_lost_shards(joins: bool) -> None:
-    """They re-form if one of them knows of a worker that joins. Else they stop when rank 0 has waited long enough."""
+@pytest.mark.parametrize(("joins", "elastic"), [(False, True), (True, True), (True, False)])
+def test_workers_wait_together_for_lost_shards(joins: bool, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They re-form if one of them knows of a worker that joins. Else they stop when rank 0 has waited long enough.
+
+    If no worker can join, they stop at once.
+    """
+    monkeypatch.setattr(lost_shards.env, "launch_info", lambda: SimpleNamespace(elastic=elastic))
     orders = [order_of(names, {"wait_seconds": 60 if joins else 0.01}) for names in ("ab", "cd", "e")]
     threads.run(3, lambda world: orders[world.rank].meet(world, "start"))
 
@@ -166,7 +170,7 @@ def test_workers_wait_together_for_lost_shards(joins: bool) -> None:
         with pytest.raises((WorkersJoin, InputError)) as raised:
             lost_shards.meet(SimpleNamespace(world=world, order=orders[world.rank], events=events), "start")  # type: ignore[arg-type]
 
-        assert raised.type is (WorkersJoin if joins else ShardsLost)
+        assert raised.type is (WorkersJoin if joins and elastic else ShardsLost)
 
     threads.run(2, wait)
 

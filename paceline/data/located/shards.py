@@ -42,8 +42,8 @@ class Located(Dataset[Any]):
             worker may have none.
         move: ``"never"`` if no sample may be sent to another worker, or ``"samples"`` to send as many as give all
             workers an even share of each batch. The same on all workers. Defaults to ``"never"``.
-        wait_seconds: time for which a run under ``paceline run`` waits for a worker with a shard that no worker has any
-            more. The same on all workers. Defaults to 0.
+        wait_seconds: time for which a run under ``paceline run --elastic`` waits for a worker with a shard that no
+            worker has any more. The same on all workers. Defaults to 0.
         lost: whether the run then stops, or goes on with ``"leave out"``, without the microbatches of the shard. The
             same on all workers. Defaults to ``"stop"``.
 

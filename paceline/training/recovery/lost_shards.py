@@ -15,6 +15,7 @@ import logging
 import time
 
 from paceline.data.located.agreement import ShardsLost
+from paceline.environments import env
 from paceline.errors import WorkerLost
 from paceline.step.context import TrainingContext
 
@@ -45,8 +46,8 @@ def meet(context: TrainingContext, doing: str) -> None:
 
 
 def _wait(context: TrainingContext, doing: str, lost: ShardsLost) -> None:
-    world, seconds = context.world, context.order.wait_seconds
-    if not seconds or world.coordinator is None:
+    world, seconds, launched = context.world, context.order.wait_seconds, env.launch_info()
+    if not seconds or world.coordinator is None or launched is None or not launched.elastic:  # nobody can join
         return
     _tell(
         context, f"waiting at most {seconds:g} s (wait_seconds) for shards that no worker has any more: {lost.shards}"
