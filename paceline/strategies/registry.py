@@ -51,10 +51,6 @@ def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
     return True
 
 
-def _always(settings: Settings) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Entry:
     """Registry entry of a strategy."""
@@ -64,10 +60,9 @@ class Entry:
     alone: Callable[[TrainingContext], Strategy] = Single
     # function of the settings and the number of workers
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
-    # divides the state before a checkpoint is loaded, so that each worker reads its share. None if each reads all
+    # divides the state before a checkpoint is loaded, so that each worker reads its share, if there is a capability
+    # ``divides_state``. None if each reads all
     prepare: Callable[[TrainingContext, bool], Shares] | None = None
-    # whether ``prepare`` divides the state with these settings
-    divides: Callable[[Settings], bool] = _always
     # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
     # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what
     # to do instead.
@@ -102,7 +97,6 @@ _ENTRIES: dict[str, Entry] = {
             alone=parameter_server.build_alone,
             capabilities=table_servers.capabilities,
             prepare=table_servers.prepare,
-            divides=table_servers.divides,
             validate=table_servers.validate,
         ),
     ),
@@ -182,7 +176,7 @@ def prepare(context: TrainingContext, moves: bool = False) -> Shares | None:
 def divides_state(context: TrainingContext) -> bool:
     """Return whether several workers would load and hold the state in shares."""
     entry = _entry(context)
-    return entry.prepare is not None and entry.divides(context.settings)
+    return entry.prepare is not None and entry.capabilities(context.settings, 2).divides_state > 0
 
 
 def capabilities(settings: Settings, workers: int, tables: bool = False) -> Capabilities:
@@ -205,7 +199,7 @@ def capabilities_here(context: TrainingContext) -> Capabilities:
 def lanes_of(context: TrainingContext) -> int:
     """Return the number of lanes that the workers hold: replicas of the model, or errors of microbatches."""
     settings = context.settings
-    return context.order.microbatches if settings.keeps_errors else capabilities(settings, context.world.size).replicas
+    return context.order.microbatches if settings.keeps_errors else capabilities_here(context).replicas
 
 
 def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[int]:

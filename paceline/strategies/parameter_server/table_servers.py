@@ -40,13 +40,13 @@ def _owners(context: TrainingContext) -> Owners:
 
 def build(context: TrainingContext) -> Strategy:
     """Build the strategy for two or more workers."""
-    if not divides(context.settings) and context.world.shared_memory is None:
+    if not _divides(context.settings) and context.world.shared_memory is None:
         raise ConfigError(
             f"server.mode = {context.settings.server.mode!r} updates embeddings with sparse gradients in memory that "
             f"all workers share, on the CPU of one machine, and these {context.world.size} have none: use "
             f"server.mode = 'sync', strategy 'sharded' or 'allreduce', or sparse=False."
         )
-    if not divides(context.settings):
+    if not _divides(context.settings):
         return strategy.build(context)
     context.warnings.extend(warnings_of_servers(context))
     return Sharded(context, _owners(context), context.settings.server.dedicated)
@@ -57,7 +57,7 @@ def prepare(context: TrainingContext, moves: bool) -> PreparedShards:
     return prepare_shards(context, moves, _owners(context))
 
 
-def divides(settings: Settings) -> bool:
+def _divides(settings: Settings) -> bool:
     """Return whether servers divide the whole state."""
     return settings.server.mode == "sync"
 
@@ -65,16 +65,16 @@ def divides(settings: Settings) -> bool:
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """Return the capabilities of parameter servers, which divide the whole state if they are synchronous."""
     plain, several = strategy.capabilities(settings, workers), workers > 1
-    if divides(settings):
+    if _divides(settings):
         return replace(plain, divides_state=3 * several, shares_weights=several)
     return replace(plain, audits=plain.audits and not several)  # others change a table while a step is computed
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Raise ConfigError as ``strategy.validate`` does. Synchronous servers may share a single table."""
-    validated = strategy.validate_servers if divides(settings) else strategy.validate
+    validated = strategy.validate_servers if _divides(settings) else strategy.validate
     validated(settings, model, order, workers, largest)
-    if settings.server.dedicated and not divides(settings):
+    if settings.server.dedicated and not _divides(settings):
         raise ConfigError(
             f"server.dedicated = true does not update embeddings with sparse gradients with server.mode = "
             f"{settings.server.mode!r}: use server.dedicated = false, server.mode = 'sync', or sparse=False."

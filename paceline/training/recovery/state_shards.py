@@ -40,8 +40,7 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
         return True
     if missing(context, everyone):
         return False
-    settings = context.settings
-    if len(steps) > 1 and registry.capabilities(settings, context.world.size).exact:
+    if len(steps) > 1 and registry.capabilities_here(context).exact:
         return False
     _gather(context, [frozenset() if one is None else one.owned for one in everyone])
     return True
