@@ -123,7 +123,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
         *(Recovery, "_same_state"),
         *("and assemble(self._context, everyone):", "and True:"),
     ),
-    "shares of the state are not hashed": (TrainingLoop, "_synchronize", "divided.hashes is None", "False"),
+    "shares of the state are not hashed": (state_shards, "hash_shares", "divided.hashes is None", "False"),
     "a share is taken for the whole in a save": (
         TrainingLoop, "__init__", "self.strategy.divided if self._strategy_ready else None", "None"),
     "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
