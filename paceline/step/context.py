@@ -137,7 +137,8 @@ class Batch:
         epoch: epoch of the step, from 0.
         samples: number of samples in the whole batch, over all workers; also ``len(batch)``.
         last: whether it is the last batch of its epoch.
-        groups: groups that this worker computes, each with ``microbatches`` (a range), ``samples`` and ``data``.
+        groups: groups that this worker computes, each with ``microbatches`` (a range), ``samples`` and ``data``, unless
+            another worker sends the data during the step.
         waited: seconds spent loading them.
         generation: membership generation for which they were loaded. If it changes before the step, others are loaded.
     """

@@ -295,7 +295,7 @@ class ChosenCommunication(Delegating):
 
     @property
     def _all_reduce(self) -> AllReduce:
-        found = getattr(self._inner, "workers", self._inner)  # with sharded, for the part of a step up to the means
+        found = getattr(self._inner, "all_reduce", self._inner)  # of sharded, up to the means
         assert isinstance(found, AllReduce)
         return found
 
@@ -344,7 +344,7 @@ class ChosenCommunication(Delegating):
 
 
 def _told(raised: Mapping[str, str]) -> str:
-    """Return a sentence about the parameters that have more bits from now on.
+    """Return a text about the parameters that have more bits from now on.
 
     >>> _told({"0.weight": "int8", "2.weight": "int8", "4.weight": "float32"})
     'int8 for 0.weight, 2.weight; float32 for 4.weight, because rounding adds noise of more than 58 % of a norm'

@@ -107,7 +107,7 @@ class Sharded(Strategy):
         dedicated: whether owners compute no microbatches.
 
     Attributes:
-        workers: the step up to the mean gradients.
+        all_reduce: the step up to the mean gradients.
     """
 
     def __init__(self, context: TrainingContext, owners: Owners | None = None, dedicated: bool = False) -> None:
@@ -135,13 +135,13 @@ class Sharded(Strategy):
         self._unfinished: WorkerLost | None = None
 
     def _begin_exchange(self) -> None:
-        """Set the exchange, and the workers that use it."""
+        """Set the exchange, and the all-reduce that uses it."""
         context, tables, copies = self._context, self._tables, self._division.copies
         shared = self._weights is not None
         self._exchange = SliceExchange(context, tables, self._parts, copies, self._receivers, shared)
         self._global_norm = GlobalNorm(context.world)
         shares = self._shares if self._dedicated else None
-        self.workers = AllReduce(context, self._exchange.reducer, shares, self._apply, tables.sections)
+        self.all_reduce = AllReduce(context, self._exchange.reducer, shares, self._apply, tables.sections)
 
     def renew(self, context: TrainingContext) -> Strategy:
         self._end_exchange()
@@ -152,7 +152,7 @@ class Sharded(Strategy):
         return self
 
     def _end_exchange(self) -> None:
-        self.workers.close()
+        self.all_reduce.close()
         self._exchange.close()
 
     def _tell_copies(self, held: Collection[int]) -> None:
@@ -182,10 +182,10 @@ class Sharded(Strategy):
         return [range(0) if rank in owners else next(rest) for rank in range(size)]
 
     def groups(self, step: int) -> list[range]:
-        return self.workers.groups(step)
+        return self.all_reduce.groups(step)
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
-        result = self.workers.step(step, groups)
+        result = self.all_reduce.step(step, groups)
         try:
             if self._first and result.applied and self._unfinished is None:
                 self._first = False
@@ -220,9 +220,9 @@ class Sharded(Strategy):
         rank = self._context.world.rank
         used = [parameter.grad is not None for parameter in self._context.update.parameters.values()]
         self._exchange.reducer.clear()
-        if self.workers.rows is not None:
-            self.workers.rows.clear()
-            self._tables.begin(self.workers.rows.means)
+        if self.all_reduce.rows is not None:
+            self.all_reduce.rows.clear()
+            self._tables.begin(self.all_reduce.rows.means)
         gradients = self._means([index for index in self._shard.own if used[self._slices[index].parameter]])
         owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
         copied = {index: value for index, value in gradients.items() if index not in owned}
@@ -379,4 +379,4 @@ class Sharded(Strategy):
             self._context.held.number = self._division.number
         self._parts, self._weights, self._division.weights = [], None, None
         self._shard.drop()
-        del self.workers, self._exchange  # an ended session may keep its strategy
+        del self.all_reduce, self._exchange  # an ended session may keep its strategy
