@@ -173,7 +173,7 @@ class ChosenCommunication(Delegating):
         self._follow(step, decision)
 
     def _follow(self, step: int, decision: Decision, bits: Mapping[str, str] | None = None) -> None:
-        """Carry out a decision of rank 0, or one that all workers take alike: the present bits of parameters."""
+        """Carry out a decision of rank 0, or take over ``bits``, formats of parameters that all workers have alike."""
         way, renews = decision.way, decision.way != self._way or bits is not None
         if way.wire != self._way.wire and not self._given:
             self._state["formats"] = self._state["formats"] | {step: way.wire}

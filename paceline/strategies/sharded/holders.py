@@ -20,10 +20,12 @@ from paceline.settings import Settings
 
 
 class Owners(NamedTuple):
-    """Workers that own slices: the first shares of an equal division among all workers.
+    """Workers that own slices: those with the first shares of the state.
 
-    ``copied``: whether another worker makes the same updates. None if it does in an elastic run. ``within``: whether
-    one of each other machine does.
+    Attributes:
+        number: number of owners.
+        copied: whether another worker makes the same updates. None if only in an elastic run.
+        within: whether a worker of each other machine makes them.
     """
 
     number: int
