@@ -111,6 +111,7 @@ class BatchOrder(ABC):
     moves = False  # whether workers may send samples to others
     wait_seconds = 0.0  # time for which workers wait for samples that none of them has any more
     goes_on = False  # whether workers then go on without these samples
+    incomplete = False  # whether they do now
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
     def cut_by(self, function: MicrobatchOrder) -> None:

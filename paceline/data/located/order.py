@@ -66,7 +66,6 @@ class LocatedOrder(BatchOrder):
         self.moves, self.wait_seconds, self.goes_on = data.move == "samples", data.wait_seconds, data.lost != "stop"
         self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
         self._ranks: dict[str, tuple[int, ...]] = {}
-        self._without = False  # whether the microbatches of shards that no worker has are left out
         self._set_shards(self._own)
 
     def _set_shards(self, shards: Mapping[str, ShardFacts]) -> None:
@@ -163,7 +162,7 @@ class LocatedOrder(BatchOrder):
         epoch, index = self.place_of(step)
         start = index * self.microbatches
         _, parts = self._between(epoch, start, min(start + self.microbatches, self._total))
-        if not (self._without and self._ranks):
+        if not (self.incomplete and self._ranks):
             return sorted(parts)
         found = sorted(part for part in parts if self._names[part.shard] in self._ranks)
         if not found:
@@ -224,7 +223,7 @@ class LocatedOrder(BatchOrder):
 
     def meet(self, world: World, doing: str, without: bool = False) -> None:
         given = world.gather((platform.node(), self._own, self._run), doing)
-        self._without = without
+        self.incomplete = without
         self._run, self._ranks = agree(given, all_present=self._all_present and not without)
         self._set_shards(self._run.shards)
         sends = self.moves and world.size > 1
