@@ -202,7 +202,7 @@ class Scene:
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
             order=SimpleNamespace(grows=False, meet=lambda world, doing: None),
-            settings=SimpleNamespace(strategy="allreduce", local=Settings().local, keeps_errors=False),
+            settings=Settings(),
             replicas={},
             prepared=[],
             sparse=(),
@@ -263,7 +263,7 @@ def same_state(given: Sequence[Progress | None], **how: Any) -> list[tuple[Progr
 def capable(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the strategy promises."""
     able = SimpleNamespace(exact=True, replicas=0)
-    monkeypatch.setattr(state_shards.registry, "capabilities", lambda *_: able)
+    monkeypatch.setattr(state_shards.registry, "capabilities_here", lambda *_: able)
     return able
 
 
@@ -390,7 +390,7 @@ def test_a_worker_claims_no_state_while_it_loads_its_share_of_a_checkpoint() -> 
 
     def act(world: Any) -> None:
         scene = Scene(world)
-        scene.context.settings.strategy = "sharded"
+        scene.context.settings = Settings(strategy="sharded")
         scene.of._go_back = go_back  # type: ignore[method-assign]
         with pytest.raises(WorkerLost):
             scene.of._same_state(progress if world.rank == 0 else None)
@@ -729,7 +729,7 @@ def test_a_divided_state_moves_before_old_shares_are_dropped(
 
     def act(world: Any) -> tuple[Progress, Scene]:
         scene, gather = Scene(world), world.gather
-        scene.context.settings.strategy = "sharded"
+        scene.context.settings = Settings(strategy="sharded")
         scene.context.held.add({"old"}, {"optimizer/old": torch.ones(1)})
 
         def gathered(value: Any, what: str) -> list[Any]:
@@ -779,7 +779,7 @@ def test_a_worker_leaves_when_others_have_what_it_holds(owned: frozenset[str] | 
 
     def act(world: Any) -> bool:
         scene = Scene(world)
-        scene.context.settings.strategy, scene.context.held.is_handed_on = "sharded", handed_on
+        scene.context.settings, scene.context.held.is_handed_on = Settings(strategy="sharded"), handed_on
         return scene.of._may_leave(Progress(3, owned=owned))
 
     assert run(2, act) == [handed_on or owned is None] * 2
