@@ -27,6 +27,7 @@ every = {name: torch.randn(size, 12, generator=torch.Generator().manual_seed(siz
 data = Located(
     {name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held},
     move=os.environ.get("MOVE", "never"), wait_seconds=float(os.environ.get("WAIT", 0)),
+    lost=os.environ.get("LOST", "stop"),
 )
 if env.launch_info() is not None and env.launch_info().worker == 2 and "WAIT" in os.environ:
     events = Path(os.environ["PACELINE_RUN"], "events")
@@ -35,7 +36,8 @@ if env.launch_info() is not None and env.launch_info().worker == 2 and "WAIT" in
 torch.manual_seed(0)
 session = paceline.start(
     model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), loss=torch.nn.functional.cross_entropy,
-    data=data, batch=32, exact=True, timeout_seconds=30, strategy=os.environ.get("STRATEGY", "allreduce"),
+    data=data, batch=32, exact="LOST" not in os.environ, timeout_seconds=30,
+    strategy=os.environ.get("STRATEGY", "allreduce"),
     checkpoint={"every": None if "ALONE" in os.environ else 4, "keep": 99, "background": False},
 )
 
@@ -92,3 +94,14 @@ def test_workers_wait_for_a_worker_that_has_a_lost_shard(run: Run, undisturbed: 
     )
     assert killed.memberships() == [[0, 1], [0], [0, 2]], killed.report()
     assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_a_lost_shard(run: Run) -> None:
+    held = json.dumps({"0": "ace", "1": "bdf", "2": "ac"})
+    lost = faults.kill(rank=1, step=6)
+    killed = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=lost, HELD=held, LOST="leave out")
+    assert killed.code == 0, killed.report()
+    assert "training goes on without shards that no worker has any more" in killed.said, killed.report()
+    samples = {one["step"]: one["samples"] for one in killed.events() if one["event"] == "step"}
+    assert sum(samples[step] for step in range(8, 16)) == 40 + 90 + 64, killed.report()  # in the second epoch
