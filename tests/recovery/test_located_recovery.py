@@ -29,7 +29,7 @@ data = Located(
     move=os.environ.get("MOVE", "never"), wait_seconds=float(os.environ.get("WAIT", 0)),
     lost=os.environ.get("LOST", "stop"),
 )
-if env.launch_info() is not None and env.launch_info().worker == 2 and "WAIT" in os.environ:
+if env.launch_info() is not None and env.launch_info().worker > 1 and "WAIT" in os.environ:
     events = Path(os.environ["PACELINE_RUN"], "events")
     while sum(one.read_text().count('"membership"') for one in events.glob("launcher*")) < 2:  # met without it
         time.sleep(0.05)
@@ -85,14 +85,14 @@ def test_another_holder_sends_if_one_is_lost_while_it_sends(run: Run, undisturbe
 @pytest.mark.slow
 def test_workers_wait_for_a_worker_that_has_a_lost_shard(run: Run, undisturbed: Any) -> None:
     alone = undisturbed(SCRIPT)
-    held = {"0": "abcd", "1": "cdef", "2": "ef"}
+    held = {"0": "abcd", "1": "cdef", "2": "ef", "3": "ef"}  # the standby worker, or the one that replaces the lost one
     options = "-n", 2, "--elastic", "1:2", "--standby", 1
     killed = run(SCRIPT, *options, faults=faults.kill(rank=1, step=6), HELD=json.dumps(held), WAIT="60")
     assert killed.code == 0, killed.report()
     assert "waiting at most 60 s (wait_seconds) for shards that no worker has any more: 'e' of" in killed.said, (
         killed.report()
     )
-    assert killed.memberships() == [[0, 1], [0], [0, 2]], killed.report()
+    assert killed.memberships() in ([[0, 1], [0], [0, joiner]] for joiner in (2, 3)), killed.report()
     assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()
 
 
