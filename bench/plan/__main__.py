@@ -45,8 +45,8 @@ def measured(names: list[str], one: Candidate, given: dict[str, Any], rounds: in
         with tempfile.TemporaryDirectory() as folder:
             run(names, {**given, "settings": settings}, Path(folder))
             of_workers = [json.loads(path.read_text())["seconds"] for path in Path(folder).glob("*.json")]
-        if one.settings.get("server", {}).get("mode") == "async":  # each worker makes some of the steps
-            found.append(max(map(statistics.fmean, of_workers)))
+        if one.strategy == "diloco" or one.settings.get("server", {}).get("mode") == "async":
+            found.append(max(map(statistics.fmean, of_workers)))  # workers wait for each other after some steps, or never
         else:
             found.append(statistics.median(max(step) for step in zip(*of_workers, strict=True)))
     return statistics.median(found)

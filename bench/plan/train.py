@@ -17,8 +17,8 @@ import paceline
 sys.path.append(str(Path(__file__).resolve().parent.parent / "pipeline"))
 from sleeping import sharpen_sleep
 
-WARM = 3
-STEPS = 6
+WARM = 8
+STEPS = 8
 
 
 class _Asleep(torch.autograd.Function):
@@ -84,6 +84,7 @@ def main(given: dict[str, Any], folder: Path | None) -> None:
         batch=given["batch"],
         threads=1,
         timeout_seconds=120,
+        audit="off",
         **given["settings"],
     )
     seconds = []
