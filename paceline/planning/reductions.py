@@ -143,7 +143,6 @@ class Reduction:
             self.buckets = buckets_of(layers, size)
         else:
             self.buckets = buckets_of(layers, size, self._at_homes.homes, self._at_homes.windowed, self._at_homes.whole)
-        self._ahead = self._at_homes.homes if self._at_homes else 1
         self._left: deque[Hashable] = deque()
 
     @property
@@ -168,7 +167,7 @@ class Reduction:
                     reduced += 1
                 yield from self._scatter(sent)
                 sent += 1
-                if reduced < sent - self._ahead * (sent < len(self.buckets)):
+                if self._at_homes is None and reduced < sent - (sent < len(self.buckets)):
                     yield from self._reduce(reduced)
                     reduced += 1
         for bucket in range(reduced, len(self.buckets)):

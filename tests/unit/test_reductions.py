@@ -421,7 +421,7 @@ def test_receives_of_all_homes_are_posted_before_the_first_send() -> None:
     def act(world: ThreadWorld) -> tuple[list[tuple[str, int]], list[torch.Tensor]]:
         tensors, homes = [torch.zeros(64) for _ in range(2)], [0, 1]
         exchange = DirectExchange(world, TAGS, homes=homes, copies={0: [], 1: []})
-        exchange.layout = exchange.layout._replace(ahead=2)  # as over gloo
+        exchange.layout = exchange.layout._replace(eager=True)  # as over gloo
         reduction = Reduction(world, exchange, tensors, Facts(), "pushes", 512)
         posted, start = list[tuple[str, int]](), world.start_transfers
 

@@ -309,7 +309,7 @@ def _prove(base: Request, ordered: Sequence[Candidate], count: int) -> list[str]
     for one in [*ordered[:count], *ordered[count:][-1:]]:
         seconds, _ = steps_of(base, one.workers, settings_text(one), _start)
         alone = one.strategy == "diloco" or one.settings.get("server", {}).get("mode") == "async"
-        took = fmean(seconds) if alone else median(seconds)  # workers wait for each other after some steps, or never
+        took = fmean(seconds) if alone else median(seconds)  # workers wait after some steps, or never
         errors.append(abs(one.step_seconds / took - 1))
         error = f"{100 * (one.step_seconds / took - 1):+.0f} %"
         rows.append(

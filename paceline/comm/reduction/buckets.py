@@ -33,7 +33,7 @@ class Layout(NamedTuple):
         first_bytes: number of bytes at which the first bucket is full, if less than ``bucket_bytes``.
         homes: rank of the server of each tensor. Each bucket is then a single chunk for a single server.
         windowed: whether later buckets overwrite the sums of earlier ones, whose means the servers keep elsewhere.
-        ahead: number of buckets that are sent before a worker waits for the first of them.
+        eager: whether a worker waits for a bucket only when all have been sent, or when another one needs its memory.
     """
 
     bucket_bytes: int
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     first_bytes: int | None = None
     homes: Sequence[int] | None = None
     windowed: bool = False
-    ahead: int = 1
+    eager: bool = False
 
 
 @dataclass

@@ -60,12 +60,11 @@ class DirectExchange:
         if copies is not None:
             self._givers = [peer for peer in self._peers if world.rank in copies.get(peer, ())]
             self._takers = [*copies.get(world.rank, ())]
-        # A bucket keeps the link of its server busy, so several are on the way. A window of memory may hold them up at
-        # other moments on each worker, which changes the order of messages: only a transport with tags allows that.
-        tagged = isinstance(world, World) and not world.transport.capabilities.ordered
-        ahead = len(set(homes)) if homes and tagged else 1
+        # A bucket keeps the link of one server busy, and a server that waits sends nothing to others. Memory may hold
+        # workers up at other moments, and so change the order of messages: that takes a transport with tags.
+        eager = homes is not None and isinstance(world, World) and not world.transport.capabilities.ordered
         equal = shares or [1 / world.size] * world.size
-        self.layout = Layout(full(world.size), equal, homes=homes, windowed=windowed, ahead=ahead)
+        self.layout = Layout(full(world.size), equal, homes=homes, windowed=windowed, eager=eager)
 
     @property
     def before(self) -> tuple[Phase, ...]:
@@ -115,7 +114,7 @@ class DirectExchange:
             for peer in self._peers
             for index, flat in enumerate(own)
         ]
-        return [(sends, [] if self.layout.ahead > 1 else self.expect(bucket))]
+        return [(sends, [] if self.layout.eager else self.expect(bucket))]
 
     def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
         if bucket.home in (None, self._rank):

@@ -194,12 +194,12 @@ class Reduction:
         Raises:
             WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
-        begin, exchange, ahead = perf_counter(), self._owner, self._exchange.layout.ahead
+        begin, exchange, eager = perf_counter(), self._owner, self._exchange.layout.eager
         assert exchange is not None
         done, unsent = 0, list[tuple[Bucket, list[Message]]]()  # receives are posted first, see _expect
         with self._world.awaiting(f"for the {self._name} of the others"):
             for bucket in self._buckets:
-                if len(unsent) == ahead or bucket.after >= done:
+                if unsent and (not eager or bucket.after >= done):
                     self._start_unsent(unsent)
                 self._await_spread(exchange, self._buckets[done : bucket.after + 1], arrived)
                 done, bucket.sent = max(done, bucket.after + 1), 0
@@ -233,31 +233,35 @@ class Reduction:
             if bucket.waiting:
                 return
             bucket.started = perf_counter()
-            self._expect(bucket.index)
+            self._expect()
             self._advance(0)
             if not self._held:
                 self._advance_others()
 
-    def _expect(self, first: int) -> None:
-        """Post the receives of ``layout.ahead`` buckets, if several, before this worker sends the first of them.
+    def _expect(self) -> None:
+        """Post the receives of all buckets that have memory, if ``layout.eager``, before this worker sends.
 
         A sender of gloo waits until it hears of the receive, behind all that the receiver is sending to it. If servers
         posted a receive with its bucket, a link would often carry bytes in one direction only.
         """
-        if self._owner is None or (ahead := self._exchange.layout.ahead) == 1:
+        if self._owner is None or not self._exchange.layout.eager:
             return
-        for bucket in self._buckets[self._expected : first + ahead]:
+        for bucket in self._buckets[self._expected :]:
+            if bucket.after >= self._done[-1]:
+                return
             self._start(bucket, [], self._owner.expect(bucket))
             self._expected += 1
 
     def _advance_others(self) -> None:
         """Advance a bucket in each phase between the first and the last, except buckets that have just advanced.
 
-        So a bucket waits for work that the other workers have had time to do. Of the first phase, ``layout.ahead``
-        buckets are left out.
+        So a bucket waits for work that the other workers have had time to do. With ``layout.eager`` nothing waits
+        before all buckets have been sent.
         """
-        started = self._done[0] - self._exchange.layout.ahead if self._done[0] < len(self._buckets) else self._done[0]
-        left = [started, *self._done[1:]]
+        sent = self._done[0]
+        if sent < len(self._buckets):
+            sent = 0 if self._exchange.layout.eager else sent - 1
+        left = [sent, *self._done[1:]]
         behind = [phase for phase in range(1, len(self._phases) - 1) if self._done[phase] < left[phase - 1]]
         if behind and self.divisor is None:
             self.needs_divisor = True
