@@ -129,7 +129,6 @@ OPTIONS = {
         *("--rank", "--step", "--event", "--slower-than", "--text", "--follow", "-f", "--sql", "--json", "--parquet"),
         *("--collect", "--runs-dir"),
     },
-    "timeline": {"--step", "--output", "--runs-dir"},
     "replay": {"--step", "--ranks", "--anomaly", "--samples", "--profile", "--pdb", "--runs-dir"},
     "why": {"--json", "--collect", "--runs-dir"},
     "tune": {

@@ -7,6 +7,7 @@ reductions, updates and everything else.
 
 from __future__ import annotations
 
+import math
 import time
 from argparse import Namespace
 from functools import partial
@@ -15,14 +16,12 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from launched import run
+from launched import run, span_of
 from sleeping import FORWARD, INPUT, WEIGHT, sleepers, targets
 
 import paceline
-from paceline.observe.timeline.pipelines import operations_of, pipelines_of
-from paceline.observe.timeline.timelines import measured
 from paceline.schedule.pipeline.choice import synchronous_schedule
-from paceline.schedule.pipeline.clock import Timeline, Times, simulate
+from paceline.schedule.pipeline.clock import Span, Timeline, Times, simulate
 from paceline.schedule.pipeline.drawing import draw
 from paceline.schedule.pipeline.operations import Kind
 from paceline.settings import PipelineSettings
@@ -180,8 +179,14 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
 
 def _drawn(done: Any, options: Namespace, place: int, timeline: Timeline) -> str:
     """The last step of a session below its prediction, to the same scale."""
-    pipeline = pipelines_of(done.events)[place]
-    done_each = list(operations_of(done.events, pipeline))
-    step = measured(pipeline, done_each, WARM + options.steps - 1)
+    cuts = [one["time"] for one in done.events if one["event"] == "cut"]
+    begin, end = cuts[place], [*cuts, math.inf][place + 1]
+    events = [one for one in done.events if one.get("step") == WARM + options.steps - 1 and begin <= one["time"] < end]
+    workers = [
+        [span for one in events if one["rank"] == rank and (span := span_of(one))] for rank in range(options.workers)
+    ]
+    first = min(span.begin for spans in workers for span in spans if span.operation.kind is Kind.FORWARD)
+    moved = ([Span(one, max(0.0, left - first), right - first) for one, left, right in spans] for spans in workers)
+    step = Timeline(tuple(map(tuple, moved)))
     column = min(end - begin for spans in timeline.workers for one, begin, end in spans if one.kind is Kind.FORWARD)
     return f"{draw(timeline, column)}\n\n{draw(step, column)}"

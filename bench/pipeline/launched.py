@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.schedule.pipeline.clock import Span
+from paceline.schedule.pipeline.operations import Kind, Operation
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -62,3 +65,14 @@ def results_of(home: Path, workers: int) -> list[Any]:
 def events_of(folder: Path) -> list[dict[str, Any]]:
     """The events of all workers of a run, ordered for each worker."""
     return [json.loads(line) for path in sorted(folder.glob("rank-*.jsonl")) for line in path.read_text().splitlines()]
+
+
+def span_of(event: dict[str, Any]) -> Span | None:
+    """The operation of an event with its times in seconds since 1970, or None if it is no operation."""
+    kind = Kind.__members__.get(event["event"].upper())
+    if kind is None or "stage" not in event:
+        return None
+    operation = Operation(
+        kind, event["stage"], event.get("microbatch", -1), event.get("version", 0), event.get("peer", -1)
+    )
+    return Span(operation, event["time"] - event["seconds"], event["time"])

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from bubble import LAYERS, MICROBATCHES, SAMPLES
-from launched import run
+from launched import run, span_of
 from sleeping import sleepers, targets
 
 import paceline
-from paceline.observe.timeline.pipelines import span_of
 from paceline.schedule.pipeline.operations import Kind
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

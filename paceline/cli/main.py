@@ -27,7 +27,6 @@ COMMANDS = {
     "trace": "Write a trace of a run for Perfetto: what each worker did, and when.",
     "replay": "Repeat a step of a run with the same bits, and look at it.",
     "tune": "Recommend a learning rate and a batch, from short branches of a script.",
-    "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 
@@ -39,7 +38,6 @@ _FILES = {
     "dashboard": "observing.dashboard",
     "logs": "observing.logs",
     "replay": "observing.replay",
-    "timeline": "observing.timeline",
     "trace": "observing.trace",
     "tune": "planning.tune",
     "why": "observing.why",

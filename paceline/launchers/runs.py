@@ -7,7 +7,6 @@ runs/<name>/
   events/rank-<r>.jsonl  event records (see paceline.events)
   errors/rank-<r>.json   failure report of a worker
   failure.txt, .json     failure report of the run, if it failed: as text and as data
-  timeline.html          output of `paceline timeline`
   logs.sqlite            index of `paceline logs`
   trace.pftrace          output of `paceline trace`
   checkpoints/step-*/    a checkpoint is complete when it has a manifest.json, one level down

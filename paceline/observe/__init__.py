@@ -9,13 +9,4 @@
     why          where the time went, and which worker or stage takes it
     dashboard    runs in a browser: pages, and the data of each view
     ledger       whether each step was applied exactly once
-    timeline     a step of a pipeline, predicted above measured:
-      pipelines      the cuts of a model into stages, their steps, and the operations of their workers
-      completeness   the steps whose records are complete
-      times          the duration of operations, profiled or measured
-      timelines      a step as measured, and as the clock predicts it
-      comparison     both for a step of a run, and which workers waited for which
-      summary        the comparison in words and numbers
-      drawing        two timelines as SVG
-      page           the comparison as one HTML file
 """

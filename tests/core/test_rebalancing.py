@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from paceline.observe.timeline.comparison import compare
-from paceline.schedule.pipeline.operations import Kind
-
 Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
@@ -64,10 +61,8 @@ def test_layers_move_away_from_a_slow_worker(printed: Printed, tmp_path: Path) -
     cuts = [[len(stage) for stage in line["stages"]] for line in lines if line["event"] == "cut"]
     assert len(cuts) == 2 and cuts[1][0] > cuts[0][0], cuts
     assert any(line["event"] == "rebalance" and line["stage"] == 1 for line in lines)
-    for step, layers in ((19, cuts[0]), (20, cuts[1])):
-        found = compare(tmp_path, step)
-        assert found.from_profile and [len(stage) for stage in found.pipeline.stages] == layers
-        assert sum(one.operation.kind is Kind.FORWARD for one in found.measured.workers[1]) == 4
+    order = [line.get("step", "cut") for line in lines if line["event"] == "forward" or line.get("again")]
+    assert order[order.index("cut") - 1 : order.index("cut") + 2] == [19, "cut", 20]
     for one in both:
         assert (one["loss"], one["fingerprint"]) == (alone["loss"], alone["fingerprint"])
         assert any("stage 1 takes" in note for note in one["notes"])

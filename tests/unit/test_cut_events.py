@@ -28,7 +28,6 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
             world=SimpleNamespace(
                 rank=0,
                 size=2,
-                device=torch.device("cuda"),
                 gather=lambda told, during: [told, told],
                 open_communicators=lambda communicators: None,
             ),
@@ -37,7 +36,6 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
             ),
             update=SimpleNamespace(parameters=dict(model.named_parameters()), optimizer=None),
             feed=SimpleNamespace(load=lambda step, parts: [group]),
-            order=SimpleNamespace(microbatches=4),
             settings=Settings(),
             loop=SimpleNamespace(noting_forward=nullcontext, forward_values=ForwardValues({})),
             events=SimpleNamespace(mark=lambda event, **fields: told.append({"event": event, **fields})),
@@ -56,4 +54,3 @@ def test_a_cut_is_recorded_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     Stages(context, one_forward_one_backward(2, 4), Partition([(0, 3), (3, 4)]))
     (cut,) = told
     assert (cut["event"], [len(stage) for stage in cut["stages"]], cut["again"]) == ("cut", [3, 1], True)
-    assert (cut["device"], cut["workers"], cut["microbatches"]) == ("cuda", 2, 4)

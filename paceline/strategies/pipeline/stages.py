@@ -144,21 +144,12 @@ class Stages:
                 self._layers.prepare()
 
     def _record(self, stages: list[Sequence[str]], again: bool) -> None:
-        """Record the data needed to predict a step; ``again`` marks another cut of a model that was cut before."""
+        """Record the stages; ``again`` marks another cut of a model that was cut before."""
         context, times = self._context, None
         if self.partition.times is not None:
             parts = [self.partition.times[begin:end] for begin, end in self.partition.bounds]
             times = [[sum(forward for forward, _ in part), sum(backward for _, backward in part)] for part in parts]
-        context.events.mark(
-            "cut",
-            stages=stages,
-            times=times,
-            again=again,
-            device=context.world.device.type,
-            workers=context.world.size,
-            microbatches=context.order.microbatches,
-            pipeline=context.settings.pipeline.model_dump(mode="json") | {"recompute": self.partition.recompute},
-        )
+        context.events.mark("cut", stages=stages, times=times, again=again, recompute=self.partition.recompute)
         if self.partition.recompute and not context.settings.pipeline.recompute and not again:
             text = "memory: the stages fit if they recompute their activations, so they do"
             context.events.mark("note", text=text)
