@@ -56,14 +56,14 @@ class Market:
             if kind.gpus and self.here is None:
                 raise ConfigError(
                     f"Machine type {kind.name!r} has GPUs, and times are scaled to them from those of a known type: "
-                    f"name that of this machine with --here."
+                    f"name that of this machine as here."
                 )
             if self.here is not None and self._scales(kind):
                 scale((), self.here, kind)
             if self.spot and kind.spot_price_per_hour is not None:
                 self._losses(kind)
         if self.spot and all(kind.spot_price_per_hour is None for kind in rented):
-            rented[0].needs("spot_price_per_hour", "--spot needs")
+            rented[0].needs("spot_price_per_hour", "spot needs")
 
     @property
     def rented(self) -> list[MachineType]:
@@ -126,7 +126,7 @@ class Market:
     def _losses(self, kind: MachineType) -> Interruptions:
         if self.interruptions is not None:
             return self.interruptions
-        return Exponential(kind.needs("interruptions_per_hour", "--spot without --trace needs"))
+        return Exponential(kind.needs("interruptions_per_hour", "spot without trace needs"))
 
     def _scales(self, kind: MachineType) -> bool:
         return self.here is not None and self.here.name != kind.name
@@ -203,7 +203,7 @@ def chosen(text: str) -> list[MachineType]:
     if text.endswith(".toml"):
         return [*read(Path(text)).values()]
     known = builtin()
-    found = {name: type_of(name, known, "--machines") for name in map(str.strip, text.split(","))}
+    found = {name: type_of(name, known, "machines") for name in map(str.strip, text.split(","))}
     return [*found.values()]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from paceline.planning.costs import Work
-from paceline.planning.reductions import Owners, Reduction
+from paceline.planning.reductions import Reduction, Updaters
 from paceline.planning.simulate import Call, Compute, Exchange, Place, Program, Send, Step, Wait
 from paceline.schedule import slices
 from paceline.schedule.balance import LayerCost
@@ -33,7 +33,7 @@ def data_parallel(
     rank: int,
     step: int,
     exact: bool = False,
-    owners: Owners | None = None,
+    owners: Updaters | None = None,
     shares: tuple[range, ...] | None = None,
 ) -> Program:
     """Compute a share of the batch, average the gradients along the tree, and update.

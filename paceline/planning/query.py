@@ -46,25 +46,25 @@ class Query:
         for option, values in {**given, "link": self.link, "speeds": self.speeds}.items():
             for value in values:
                 if value is not None and not 0 < value < math.inf and (option, value) != ("workers", 0):
-                    raise ConfigError(f"--{option} {value}: give a finite number above 0.")
+                    raise ConfigError(f"{option} {value}: give a finite number above 0.")
         self._check_each()
         if not 0 <= self.latency < math.inf:
-            raise ConfigError(f"--latency {self.latency}: give milliseconds, 0 or more.")
+            raise ConfigError(f"latency {self.latency}: give milliseconds, 0 or more.")
         if self.tolerance not in ("bits", "rounding", "convergent"):
-            raise ConfigError(f"--tolerance {self.tolerance}: give bits, rounding or convergent.")
+            raise ConfigError(f"tolerance {self.tolerance}: give bits, rounding or convergent.")
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError("--steps and --epochs both say how long training takes: give one of them.")
+            raise ConfigError("steps and epochs both say how long training takes: give one of them.")
         self._check_machines()
 
     def _check_each(self) -> None:
         """Check that what is said of each machine is said of as many machines."""
         if self.speeds and not self.link:
-            raise ConfigError("--speeds are those of machines with a worker each: give their --link, too.")
+            raise ConfigError("speeds are those of machines with a worker each: give their link, too.")
         each = {name: len(values) for name, values in (("link", self.link), ("speeds", self.speeds)) if len(values) > 1}
         if self.workers and each:
             each["workers"] = self.workers
         if len({*each.values()}) > 1:
-            told = ", ".join(f"--{name} of {count}" for name, count in each.items())
+            told = ", ".join(f"{name} of {count}" for name, count in each.items())
             raise ConfigError(f"The numbers of machines differ: {told}. Give a value for each machine, or one for all.")
 
     def _check_machines(self) -> None:
@@ -74,15 +74,13 @@ class Query:
         ]
         if self.machines is None:
             if about:
-                raise ConfigError(f"--{about[0]} is about machines to rent: give their types with --machines.")
+                raise ConfigError(f"{about[0]} is about machines to rent: give their types as machines.")
             return
         if self.steps is None and self.epochs is None:
-            raise ConfigError(
-                "--machines: hours and money depend on the length of the training. Give --steps or --epochs."
-            )
+            raise ConfigError("machines: hours and money depend on the length of the training. Give steps or epochs.")
         for option in ("link", "memory"):
             if getattr(self, option):
-                raise ConfigError(f"--{option} and --machines both say what the machines have: give one of them.")
+                raise ConfigError(f"{option} and machines both say what the machines have: give one of them.")
         _ = self.market, self.hours
 
     @cached_property
@@ -92,7 +90,7 @@ class Query:
             return None
         kinds = chosen(self.machines)
         known = {**builtin(), **{kind.name: kind for kind in kinds}}
-        here = None if self.here is None else type_of(self.here, known, "--here")
+        here = None if self.here is None else type_of(self.here, known, "here")
         trace = None if self.trace is None else read_trace(self.trace)
         return Market(kinds, here, self.spot or self.trace is not None, trace)
 
@@ -103,7 +101,7 @@ class Query:
             return math.inf
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", self.deadline)
         if found is None or not float(found[1]):
-            raise ConfigError(f"--deadline {self.deadline}: give a time such as 90m, 24h or 3d.")
+            raise ConfigError(f"deadline {self.deadline}: give a time such as 90m, 24h or 3d.")
         return float(found[1]) * {"m": 1 / 60, "h": 1, "d": 24}[found[2]]
 
     @property
@@ -147,7 +145,7 @@ class Query:
         if self.epochs is None:
             return self.steps
         if profile.steps_per_epoch is None:
-            raise ConfigError("--epochs: the data are a stream, whose length is unknown. Give --steps instead.")
+            raise ConfigError("epochs: the data are a stream, whose length is unknown. Give steps instead.")
         return math.ceil(self.epochs * profile.steps_per_epoch)
 
 

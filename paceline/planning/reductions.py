@@ -82,7 +82,7 @@ def _packed(nbytes: tuple[int, ...], size: float, homes: int, windowed: bool, wh
     return tuple(one._replace(after=after) for one, (_, after) in zip(made, placed, strict=True))
 
 
-class Owners(NamedTuple):
+class Updaters(NamedTuple):
     """Workers that keep the means and spread the weights.
 
     Attributes:
@@ -116,7 +116,7 @@ class Reduction:
         step: int,
         counts: Sequence[int],
         layers: Sequence[LayerCost],
-        owners: Owners | None = None,
+        owners: Updaters | None = None,
     ) -> None:
         self._work, self._step, self._counts, self._rank, self._owners = work, step, counts, rank, owners
         hosts = place.hosts

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.planning.costs import Profile, Work
 from paceline.planning.memory import Run, need
 from paceline.planning.programs import asynchronous, data_parallel, local, pipeline
-from paceline.planning.reductions import Owners
+from paceline.planning.reductions import Updaters
 from paceline.planning.renting.money import Bill
 from paceline.planning.simulate import Machine, Place, Program, Simulation
 from paceline.schedule.balance import Cluster, balance, fit_bounds
@@ -160,7 +160,7 @@ def candidates(
         for shard, stage in STAGES.items():
             shared = stage == STAGES["parameters"]
             sharing = min(layout.per_machine, workers) if shared else 1
-            owners = Owners(workers, holders - 1, shared, windowed=stage >= STAGES["gradients"])
+            owners = Updaters(workers, holders - 1, shared, windowed=stage >= STAGES["gradients"])
             program = partial(data_parallel, work, folded, exact=exact, owners=owners)
             window = min(sizes.gradients, WINDOW_BUCKETS * full(workers))
             yield judge(
@@ -203,7 +203,7 @@ def _servers(
     ``memory_bytes`` is that of all-reduce. A holder of a shard keeps two versions of it.
     """
     copies = min(_SERVERS.copies, len(place.machines)) - 1
-    owners = Owners(_SERVERS.count, copies, whole=True)
+    owners = Updaters(_SERVERS.count, copies, whole=True)
     program = partial(data_parallel, work, place, exact=exact, owners=owners)
     yield judge("parameter-server", {}, program, memory_bytes + 2 * work.parameter_bytes)
     if convergent and not exact:

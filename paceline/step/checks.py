@@ -104,7 +104,7 @@ def check_gradients(parts: Sequence[MicrobatchResult], names: Sequence[str]) -> 
 
 
 def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
-    """Return the names of the parameters whose gradients may be sparse: none, all, or the weights of embeddings.
+    """Return the names of the weights of embeddings with sparse gradients.
 
     Raises:
         InputError: an embedding gives sparse gradients, and none are allowed.
@@ -118,7 +118,7 @@ def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
             sparse.update((id(block), name) for block in one.blocks if block.requires_grad)
     if sparse and allowed == "none":
         raise sparse_gradients(f"{next(iter(sparse.values()))!r} gives")
-    return frozenset(name for name, one in model.named_parameters() if allowed == "any" or id(one) in sparse)
+    return frozenset(name for name, one in model.named_parameters() if id(one) in sparse)
 
 
 def _check_embedding(name: str, one: nn.Embedding | nn.EmbeddingBag) -> None:

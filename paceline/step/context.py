@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -77,8 +77,9 @@ class TrainingContext:
     ``strategy_state``: plain values that a strategy must remember from step to step besides tensors, under names of its
     own. They are saved in checkpoints and sent to workers that join. ``warnings``: sentences about the run that the
     user must read. ``given`` maps the keys of settings that were set to where they were set. ``sparse``: names of the
-    parameters whose gradients may be sparse. ``divides_update``: whether different workers update different parameters.
-    Both apply to the largest number of workers that the run may have, so that no joining worker is refused.
+    weights of embeddings with sparse gradients; ``any_sparse``: whether any code may give such gradients.
+    ``divides_update``: whether different workers update different parameters. These apply to the largest number of
+    workers that the run may have, so that no joining worker is refused.
     ``replicated``: all workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a
     batch has several (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which
     steps are audited (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was
@@ -100,7 +101,8 @@ class TrainingContext:
     warnings: list[str] = field(default_factory=list)
     probe_results: ProbeResults = field(default_factory=ProbeResults)
     given: Mapping[str, str] = field(default_factory=dict)
-    sparse: Container[str] = ()
+    sparse: frozenset[str] = frozenset()
+    any_sparse: bool = False
     divides_update: bool = False
     replicated: bool = True
     phases: Mapping[str, Forward] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.optim import Optimizer
 
 from paceline.comm.collectives.step_header import StateDigest
 from paceline.comm.transport.host_copy import HostCopy
@@ -160,7 +161,7 @@ def compare(context: TrainingContext, what: str, samples: dict[str, int] | None 
     if context.world.size == 1:
         return True
     everyone = context.world.gather(
-        ((samples or {}) | digests(context), numerics(exact=False), _options(context)), what
+        ((samples or {}) | digests(context), numerics(exact=False), options_of(context.update.optimizer)), what
     )
     text = difference([found for found, _, _ in everyone])
     if not text:
@@ -177,15 +178,22 @@ def compare(context: TrainingContext, what: str, samples: dict[str, int] | None 
     return False
 
 
-def _options(context: TrainingContext) -> dict[str, str]:
-    """Return the hyper-parameters of the optimizer, by group."""
-    groups = context.update.optimizer.param_groups
+def options_of(optimizer: Optimizer) -> dict[str, str]:
+    """Return the hyper-parameters of an optimizer by name and group, as texts that are equal on equal workers."""
     return {
-        f"{key} of group {place}": str(float(value) if isinstance(value, torch.Tensor) else value)
-        for place, group in enumerate(groups)
+        f"{key} of group {place}": _option_text(value)
+        for place, group in enumerate(optimizer.param_groups)
         for key, value in group.items()
-        if isinstance(value, int | float | tuple) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if key != "params"
     }
+
+
+def _option_text(value: object) -> str:
+    """Return the value, but only the class of an object, whose repr may contain an address."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_option_text, value))})"
+    plain = int, float, str, bool, type(None), torch.Tensor
+    return str(value) if isinstance(value, plain) else type(value).__name__
 
 
 def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:

@@ -98,7 +98,8 @@ class FullBatch:
             computed = self._fusion.forward(group, step)
             computed.total.backward()
             values = self.take_gradients()
-            check_dense(context.update.parameters, values, () if self._codec else context.sparse)
+            if not context.any_sparse:
+                check_dense(context.update.parameters, values, context.sparse)
             if context.settings.along_tree:  # a row's summands in a microbatch are added up first
                 values = [one.coalesce() if one is not None and one.is_sparse else one for one in values]
             missing.append(frozenset(place for place, value in enumerate(values) if value is None))

@@ -53,24 +53,28 @@ def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """Registry entry of a strategy."""
+    """Registry entry of a strategy.
 
-    build: Callable[[TrainingContext], Strategy]  # function that builds the strategy for two or more workers
-    # function that builds the strategy for a single worker. Defaults to the reference, :class:`Single`.
+    Attributes:
+        build: function that builds the strategy for two or more workers.
+        alone: function that builds the strategy for a single worker. Defaults to the reference, :class:`Single`.
+        capabilities: function of the settings and the number of workers.
+        prepare: divides the state before a checkpoint is loaded, so that each worker reads its share, if there is a
+            capability ``divides_state``. None if each reads all.
+        validate: check before the rendezvous that the run can be trained. Called with the settings, the model, the
+            batch order, the number of workers at the start and the largest possible number. Raises ConfigError or
+            InputError, which say what to do instead.
+        supports: whether training can continue with a number of workers, two or more, after a loss or a join. Called
+            with the settings, the number of workers and the number of microbatches of a batch.
+        tables: entry for models with sparse gradients. None if it is the same.
+    """
+
+    build: Callable[[TrainingContext], Strategy]
     alone: Callable[[TrainingContext], Strategy] = Single
-    # function of the settings and the number of workers
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
-    # divides the state before a checkpoint is loaded, so that each worker reads its share, if there is a capability
-    # ``divides_state``. None if each reads all
     prepare: Callable[[TrainingContext, bool], Shares] | None = None
-    # check before the rendezvous that the run can be trained. Called with the settings, the model, the batch order, the
-    # number of workers at the start and the largest possible number. Raises ConfigError or InputError, which say what
-    # to do instead.
     validate: Callable[[Settings, nn.Module, BatchOrder, int, int], None] = _validate
-    # whether training can continue with a number of workers, two or more, after a loss or a join. Called with the
-    # settings, the number of workers and the number of microbatches of a batch.
     supports: Callable[[Settings, int, int], bool] = _any_number
-    # entry for models with sparse gradients. None if it is the same.
     tables: Entry | None = None
 
 

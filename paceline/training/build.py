@@ -45,7 +45,7 @@ from paceline.step.numerics import ask_for_determinism, numerics
 from paceline.step.optimizer import OptimizerStep, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
-from paceline.step.replicas import digests_of
+from paceline.step.replicas import digests_of, options_of
 from paceline.strategies import registry, requirements
 from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
@@ -101,13 +101,14 @@ def build_context(
     _check_losses(given)
     scaling = scaling_of(settings, who.world_size)
     given = replace(given, model=_checked_model(given.model))
-    sparse = sparse_parameters(given.model, registry.sparse_gradients(settings, largest))
-    tables = bool(sparse) and largest > 1  # in one process, any parameter may have sparse gradients
-    capabilities = registry.capabilities(settings, largest, tables)
+    allowed = registry.sparse_gradients(settings, largest)
+    sparse = sparse_parameters(given.model, allowed)
+    entry = registry.entry_of(settings.strategy, tables=bool(sparse))
+    capabilities = entry.capabilities(settings, largest)
     requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss, order.located)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
-    registry.entry_of(settings.strategy, tables).validate(settings, given.model, order, who.world_size, largest)
+    entry.validate(settings, given.model, order, who.world_size, largest)
     count = threads(settings, who)
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
@@ -130,7 +131,7 @@ def build_context(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
     # other workers change weights in shared memory at any time
-    shared = settings.strategy in ONE_MACHINE or (tables and not capabilities.loop_weights)
+    shared = settings.strategy in ONE_MACHINE or (sparse and largest > 1 and not capabilities.loop_weights)
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
     loop = _loop_changes(given, update, digests, feed, keeps)
@@ -138,6 +139,7 @@ def build_context(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},
         sparse=sparse,
+        any_sparse=allowed == "any",
         divides_update=capabilities.divides_update,
         replicated=capabilities.replicated,
         phases=phases,
@@ -380,10 +382,7 @@ def _run_spec(
     run_spec.update({f"setting {key}": value for key, value in settings.model_dump(mode="json").items()})
     run_spec.update(order.agreed())
     run_spec["optimizer class"] = update.kind
-    for place, group in enumerate(update.optimizer.param_groups):
-        run_spec.update(
-            {f"optimizer {key} of group {place}": _describe(value) for key, value in group.items() if key != "params"}
-        )
+    run_spec.update({f"optimizer {key}": value for key, value in options_of(update.optimizer).items()})
     groups = {value: place for place, group in enumerate(update.optimizer.param_groups) for value in group["params"]}
     run_spec.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
     run_spec.update({f"initial value of {name}": value for name, value in initial.items()})
@@ -392,9 +391,3 @@ def _run_spec(
         run_spec |= {"threads": threads, "cpu capability": own["cpu"], "canary of the processor": own["canary"]}
         run_spec |= {"gpu model": own["gpu"], "float32 precision": own["float32"], "cublas workspace": own["cublas"]}
     return run_spec
-
-
-def _describe(value: object) -> str:
-    """Return text that is equal on equal workers: the class name for objects, whose repr may contain an address."""
-    plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
-    return str(value) if isinstance(value, plain) else type(value).__name__

@@ -70,3 +70,10 @@ def test_what_a_hook_has_caught_is_named() -> None:
     model(torch.zeros(2, 4))
     with pytest.raises(DisagreementError, match=r"On each worker CAUGHT\['h'\] and QUEUE have another value"):
         replicas.compare(context, "step")
+
+
+def test_an_object_in_an_option_is_described_by_its_class() -> None:
+    """Its repr has an address, which differs on equal workers."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.param_groups[0]["rules"] = (object(), [0.5])
+    assert replicas.options_of(optimizer)["rules of group 0"] == "(object, (0.5))"

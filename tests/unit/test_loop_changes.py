@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.data.objects.entries import Entries
 from paceline.data.objects.loop_changes import LoopChanges
-from paceline.data.objects.values import Owner, Owners
+from paceline.data.objects.values import ObjectValues, Owner
 from paceline.step.replicas import digest_of, digests_of
 
 
@@ -389,7 +389,7 @@ class Slots:
 
 def test_entries_that_appear_are_found() -> None:
     slots = Slots()
-    owners = Owners([Owner("", Entries(slots, ["first", "second"]))])
+    owners = ObjectValues([Owner("", Entries(slots, ["first", "second"]))])
     slots.first = 1
     assert owners.values() == [{"first": 1}]
     slots.second = 2
@@ -437,7 +437,7 @@ def test_values_that_are_compared_together_are_those_of_each_object() -> None:
     for number in range(1500):
         if number % 15 == 0:
             each = [Owner("", entries) for entries in mappings]
-            owners = Owners([Owner("", entries) for entries in mappings])
+            owners = ObjectValues([Owner("", entries) for entries in mappings])
         for _ in range(chance.randrange(3)):
             change()
         now = owners.values()

@@ -20,7 +20,7 @@ from paceline.planning.costs import Profile, Work, write
 from paceline.planning.memory import Run, need
 from paceline.planning.programs import asynchronous, data_parallel, pipeline
 from paceline.planning.query import Query
-from paceline.planning.reductions import Owners
+from paceline.planning.reductions import Updaters
 from paceline.planning.search import Candidate, Layout, Measured, best, candidates, explained, front
 from paceline.planning.simulate import Compute, Exchange, Machine, Place, Program, Send, Simulation, Step, Wait
 from paceline.schedule.balance import LayerCost
@@ -211,7 +211,7 @@ def test_weights_go_to_one_worker_of_each_other_machine_if_it_shares_them() -> N
     place = Place((Machine(bytes_per_second=1e6),) * 2, (0, 0, 1, 1))
 
     def seconds(**more: Any) -> float:
-        owners = Owners(4, **more)
+        owners = Updaters(4, **more)
         programs = {rank: data_parallel(work, place, rank, 0, owners=owners) for rank in range(4)}
         return Simulation(place.machines, place.of_worker).run(programs).seconds
 
@@ -233,11 +233,11 @@ def test_pipelines_with_replicas_are_offered() -> None:
 def test_links_and_speeds_of_machines_must_be_as_many() -> None:
     unknown = {**dict.fromkeys(field.name for field in fields(Query)), "workers": 0, "latency": 0.2, "spot": False}
     given = {**unknown, "tolerance": "rounding"}
-    with pytest.raises(ConfigError, match=r"--link of 2, --speeds of 3\. Give a value for each machine"):
+    with pytest.raises(ConfigError, match=r"link of 2, speeds of 3\. Give a value for each machine"):
         Query(**{**given, "link": (100.0, 1000.0), "speeds": (1.0, 1.0, 0.5)})
-    with pytest.raises(ConfigError, match="give their --link, too"):
+    with pytest.raises(ConfigError, match="give their link, too"):
         Query(**{**given, "link": (), "speeds": (1.0, 0.5)})
-    with pytest.raises(ConfigError, match="--speeds 0: give a finite number above 0"):
+    with pytest.raises(ConfigError, match="speeds 0: give a finite number above 0"):
         Query(**{**given, "link": (100.0,), "speeds": (1.0, 0)})
 
 

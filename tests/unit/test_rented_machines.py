@@ -373,15 +373,15 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
         (
             [replace(OFFERED, spot_price_per_hour=None)],
             {"spot": True},
-            "'r' has no spot_price_per_hour, which --spot needs",
+            "'r' has no spot_price_per_hour, which spot needs",
         ),
-        ([replace(OFFERED, interruptions_per_hour=None)], {"spot": True}, "no interruptions_per_hour, .*--trace"),
-        ([graphics], {}, "'g' has GPUs, .*--here"),
+        ([replace(OFFERED, interruptions_per_hour=None)], {"spot": True}, "no interruptions_per_hour, .*trace"),
+        ([graphics], {}, "'g' has GPUs, .*here"),
         ([FASTER], {"here": replace(OFFERED, flops=None)}, "'r' has no flops"),
     ):
         with pytest.raises(ConfigError, match=message):
             Market(kinds, **more)
-    with pytest.raises(ConfigError, match="--machines x1: unknown type"):
+    with pytest.raises(ConfigError, match="machines x1: unknown type"):
         chosen("c5.4xlarge, x1")
     (tmp_path / "own.toml").write_text('[[machine]]\nname = "own"\ncores = 2\n')
     assert [kind.name for kind in chosen(str(tmp_path / "own.toml"))] == ["own"]
@@ -390,14 +390,14 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"deadline": "24h"}, "--deadline is about machines to rent"),
-        ({"machines": "c5.4xlarge"}, "Give --steps or --epochs"),
-        ({"machines": "c5.4xlarge", "steps": 5, "link": (10.0,)}, "--link and --machines"),
-        ({"machines": "c5.4xlarge", "steps": 5, "deadline": "24"}, "--deadline 24: give a time such as"),
-        ({"machines": "c5.4xlarge", "steps": 5, "budget": -1.0}, "--budget -1.0: give a finite number above 0"),
-        ({"machines": "c5.4xlarge", "steps": 5, "here": "mine"}, "--here mine: unknown type"),
-        ({"steps": 5, "epochs": 1.0}, "--steps and --epochs"),
-        ({"tolerance": "none"}, "--tolerance none"),
+        ({"deadline": "24h"}, "deadline is about machines to rent"),
+        ({"machines": "c5.4xlarge"}, "Give steps or epochs"),
+        ({"machines": "c5.4xlarge", "steps": 5, "link": (10.0,)}, "link and machines"),
+        ({"machines": "c5.4xlarge", "steps": 5, "deadline": "24"}, "deadline 24: give a time such as"),
+        ({"machines": "c5.4xlarge", "steps": 5, "budget": -1.0}, "budget -1.0: give a finite number above 0"),
+        ({"machines": "c5.4xlarge", "steps": 5, "here": "mine"}, "here mine: unknown type"),
+        ({"steps": 5, "epochs": 1.0}, "steps and epochs"),
+        ({"tolerance": "none"}, "tolerance none"),
     ],
 )
 def test_what_cannot_be_planned_is_told_at_once(given: dict[str, Any], message: str) -> None:

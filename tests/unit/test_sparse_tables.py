@@ -45,7 +45,7 @@ class Rule(torch.optim.Optimizer):
 def probe(optimizer: Callable[[Any], torch.optim.Optimizer], divides: bool = True) -> None:
     model = nn.Sequential(nn.Embedding(50, 100, sparse=True), nn.Linear(100, 1))
     context: Any = SimpleNamespace(
-        compute=SimpleNamespace(model=model),
+        sparse={"0.weight"},
         update=SimpleNamespace(optimizer=optimizer(model[0].parameters()), parameters=dict(model.named_parameters())),
         settings=SimpleNamespace(strategy="sharded"),
         divides_update=divides,

@@ -106,13 +106,12 @@ class Shard:
         fixed = self._tensors()
         self._notes_room = _NOTES_BYTES + _NOTES_BYTES_EACH * len(parameters)
         self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
-        places = list(accumulate((_STATES * (aligned(value.nbytes) + 64) for value in self.parameters), initial=0))
-        self._ends = self._states_at + places[-1]
-        self._tables_at = {place: self._ends + places[place] for place in self._tables}
-        self._size = (
-            -(-(self._ends + places[-1] * bool(self._tables)) // mmap.ALLOCATIONGRANULARITY)
-            * mmap.ALLOCATIONGRANULARITY
-        )
+        rooms = [_STATES * aligned(value.nbytes) for value in self.parameters]
+        of_tables = [rooms[place] for place in self._tables]
+        self._ends = self._states_at + sum(rooms) - sum(of_tables) + _STATES * 64 * len(rooms)  # 64: a number each
+        *starts, end = accumulate(of_tables, initial=self._ends)
+        self._tables_at = dict(zip(self._tables, starts, strict=True))
+        self._size = -(-end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]

@@ -34,8 +34,8 @@ from paceline.data.objects.values import (
     OF_MODULES,
     OF_TORCH,
     Mark,
+    ObjectValues,
     Owner,
-    Owners,
     fitted,
     is_array,
     is_small,
@@ -103,7 +103,7 @@ class LoopChanges:
         self._owners = [
             Owner(name, entries) for name, entries in owners.items() if name.rpartition(".")[2] not in OF_TORCH
         ]
-        self._values = Owners(self._owners)
+        self._values = ObjectValues(self._owners)
         self._first = {
             f"{owner.name}.{key}": ref(value)
             for owner in self._owners

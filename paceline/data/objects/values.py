@@ -222,7 +222,7 @@ class Owner:
         return self._values
 
 
-class Owners:
+class ObjectValues:
     """Values of many objects, compared together in loops that run in C. Only objects that differ are read again.
 
     An object that has changed together with a dictionary twice is compared by itself from then on, because the script

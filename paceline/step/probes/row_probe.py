@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from paceline.data.keys import preserve_generators, seed_torch
 from paceline.errors import InputError
-from paceline.step.checks import sparse_parameters
 from paceline.step.context import TrainingContext
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import PROBE_SCALES, copy_small, set_initial_state, step_of
@@ -29,8 +28,7 @@ def probe_rows(context: TrainingContext) -> None:
     A copy of the optimizer takes some steps on small tables and, if the workers update different rows, on two parts of
     each table. An optimizer that cannot be copied is tried in the first step.
     """
-    names = sparse_parameters(context.compute.model, "modules")
-    tables = {id(value): name for name, value in context.update.parameters.items() if name in names}
+    tables = {id(value): name for name, value in context.update.parameters.items() if name in context.sparse}
     for optimizer in parts_of(context.update.optimizer):
         held = [id(value) for group in optimizer.param_groups for value in group["params"]]
         if own := [tables[one] for one in held if one in tables]:

@@ -28,7 +28,7 @@ from paceline.schedule.placement import place
 from paceline.schedule.shares import even, runs
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Exact, Settings
-from paceline.step.checks import MicrobatchResult, sparse_parameters
+from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import Apply, commit
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
@@ -101,9 +101,7 @@ class AllReduce(Strategy):
         self.seconds: list[float] = [0.0] * context.world.size
         self._fusion = Fusion(context)
         named = context.update.parameters
-        alone = context.world.size == 1
-        tables = sparse_parameters(context.compute.model, "modules") if alone else context.sparse
-        sparse = {name: one for name, one in named.items() if name in tables}
+        sparse = {name: one for name, one in named.items() if name in context.sparse}
         dense = {name: one for name, one in named.items() if name not in sparse}
         self._reducer = reducer or Reducer(context, dense, any_order=not context.settings.along_tree)
         self._memory, self._notice = self._reducer.memory, 0
