@@ -99,14 +99,9 @@ def _application(given: list[str]) -> typer.Typer:
             app.command(name, help=summary)(_nothing)
         elif name == wanted:
             module: Any = importlib.import_module(f"paceline.cli.{_FILES.get(name, name)}")
-            settings = {"token_normalize_func": _with_dashes, **module.CONTEXT}
+            settings = {"token_normalize_func": lambda option: option.replace("_", "-"), **module.CONTEXT}
             app.command(name, help=summary + module.MORE_HELP, context_settings=settings)(module.command)
     return app
-
-
-def _with_dashes(option: str) -> str:
-    """Return an option with dashes, so that ``--runs_dir`` means ``--runs-dir``."""
-    return option.replace("_", "-")
 
 
 def _nothing() -> None:

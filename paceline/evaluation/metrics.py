@@ -177,16 +177,12 @@ def _alone(metric: Any) -> Iterator[None]:
     parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
     before = [(part, vars(part)[_AVAILABLE]) for part in parts if _AVAILABLE in getattr(part, "__dict__", ())]
     for part, _ in before:
-        setattr(part, _AVAILABLE, _no_other_workers)
+        setattr(part, _AVAILABLE, lambda: False)
     try:
         yield
     finally:
         for part, function in before:
             setattr(part, _AVAILABLE, function)
-
-
-def _no_other_workers() -> bool:
-    return False
 
 
 def _plain(value: Any) -> Any:

@@ -19,9 +19,8 @@ import time
 from statistics import fmean
 
 from paceline.data.feed import MicrobatchGroup
-from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
-from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
+from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
@@ -29,19 +28,6 @@ _log = logging.getLogger("paceline")
 WINDOW = 12  # Number of measured steps before each decision. An additional first step is not counted.
 _UNEVEN = 1.1  # try stealing if the slowest worker's compute time is at least this multiple of the mean
 _WORTH = 0.97  # keep stealing if its step time is at most this fraction of the step time of all-reduce
-
-
-def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Return the capabilities that all-reduce and work stealing have in common."""
-    return Capabilities(
-        fixed_point=True,
-        wires=WHOLE_WIRES,
-        phases=True,
-        batch_losses=True,
-        located=True,
-        scales_loss=True,
-        reads=("shares",),
-    )
 
 
 class Auto(Strategy):

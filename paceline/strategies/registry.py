@@ -39,16 +39,8 @@ from paceline.strategies.single import Single
 from paceline.system.wires import ADAPTIVE
 
 
-def _every_capability(settings: Settings, workers: int) -> Capabilities:
-    return Capabilities()
-
-
 def _validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     check_shares(settings, order, workers, largest)
-
-
-def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -71,17 +63,17 @@ class Entry:
 
     build: Callable[[TrainingContext], Strategy]
     alone: Callable[[TrainingContext], Strategy] = Single
-    capabilities: Callable[[Settings, int], Capabilities] = _every_capability
+    capabilities: Callable[[Settings, int], Capabilities] = lambda *_: Capabilities()
     prepare: Callable[[TrainingContext, bool], Shares] | None = None
     validate: Callable[[Settings, nn.Module, BatchOrder, int, int], None] = _validate
-    supports: Callable[[Settings, int, int], bool] = _any_number
+    supports: Callable[[Settings, int, int], bool] = lambda *_: True
     tables: Entry | None = None
 
 
 _LOCAL = Entry(local.build, alone=local.build, capabilities=local.capabilities, validate=local.validate)
 _ENTRIES: dict[str, Entry] = {
     "allreduce": Entry(AllReduce, capabilities=allreduce.capabilities),
-    "auto": Entry(auto.Auto, capabilities=auto.capabilities),
+    "auto": Entry(auto.Auto, capabilities=work_stealing.capabilities),
     "backup": Entry(
         backup_workers.build,
         alone=backup_workers.build_alone,

@@ -145,7 +145,8 @@ def _test(function: Callable[..., None], given: dict[str, Any], wanted: _Setting
             after_failure=None if wanted.ends else _AFTER_FAILURE_SECONDS,
         )
     except TimeoutError as error:
-        raise TimeoutError(_first_reports(call, wanted.count) + str(error)) from None
+        reports = "".join(f"{report}\n\n" for report in _reports(call, wanted.count))
+        raise TimeoutError(f"{reports}{error}") from None
     _check(call, ended, wanted)
 
 
@@ -229,7 +230,3 @@ def _reports(call: Call, count: int) -> list[Report]:
     paths = [call.report(rank) for rank in range(count)]
     reports = [Report(**json.loads(path.read_text())) for path in paths if path.exists()]
     return sorted(reports, key=lambda report: (report.consequence, report.time))
-
-
-def _first_reports(call: Call, count: int) -> str:
-    return "".join(f"{report}\n\n" for report in _reports(call, count))

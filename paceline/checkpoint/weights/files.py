@@ -110,13 +110,9 @@ def _files_of(
     tensors = (one for one in weights.values() if isinstance(one, torch.Tensor))  # else writing the file raises
     total = sum(one.numel() * dtype_of(one, dtype).itemsize for one in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": {one: file for file in of for one in of[file]}}
-    text = json.dumps(index, indent=2, sort_keys=True)
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     made: dict[str, Callable[[Path], None]] = {file: partial(write_part, names) for file, names in of.items()}
-    return made | {name + INDEX: lambda path: _write_text(path, text)}
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(f"{text}\n")
+    return made | {name + INDEX: lambda path: path.write_text(text)}
 
 
 def _patterns(path: str) -> list[str]:

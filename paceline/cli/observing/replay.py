@@ -50,7 +50,8 @@ def command(  # noqa: PLR0913 - each argument is an option
     from paceline.diagnostics.replay import recorded
     from paceline.launchers.runs import found
 
-    asked = [name for name, is_asked in _observers(anomaly, samples, profile, pdb).items() if is_asked]
+    observers = {"anomaly": anomaly, "samples": samples, "profile": profile, "pdb": pdb}
+    asked = [name for name, is_asked in observers.items() if is_asked]
     if len(asked) > 1:
         raise ConfigError(f"Give one of --{' and --'.join(asked)}, not both.")
     known = recorded.load(found(runs_dir, run).resolve())
@@ -61,10 +62,6 @@ def command(  # noqa: PLR0913 - each argument is an option
         if not _compare(known, step, records) and not code:
             raise typer.Exit(1)
         raise typer.Exit(code)
-
-
-def _observers(anomaly: bool, samples: bool, profile: bool, pdb: bool) -> dict[str, bool]:
-    return {"anomaly": anomaly, "samples": samples, "profile": profile, "pdb": pdb}
 
 
 @contextmanager

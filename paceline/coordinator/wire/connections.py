@@ -118,7 +118,7 @@ class Connections:
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._empty_wake_up)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(1 << 12))
         self._thread = threading.Thread(target=self._serve, name="paceline-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -177,9 +177,6 @@ class Connections:
                 key.fileobj.close()  # type: ignore[union-attr]
             self._wake.close()
             self._selector.close()
-
-    def _empty_wake_up(self) -> None:
-        self._woken.recv(1 << 12)
 
     def _accept(self) -> None:
         now = time.monotonic()
