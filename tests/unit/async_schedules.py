@@ -1,7 +1,19 @@
 """Schedules of PipeDream and PipeDream-2BW from an empty pipeline to an empty pipeline."""
 
 from paceline.schedule.pipeline.operations import Schedule
-from paceline.schedule.pipeline.pipedream import async_schedule, pipedream_2bw_pipeline, pipedream_pipeline
+from paceline.schedule.pipeline.pipedream import (
+    AsyncPipeline,
+    drain,
+    pipedream_2bw_pipeline,
+    pipedream_pipeline,
+    window,
+)
+
+
+def async_schedule(stream: AsyncPipeline, microbatches: int) -> Schedule:
+    parts = window(stream, 0, microbatches), drain(stream, microbatches)
+    workers = tuple(first + rest for first, rest in zip(*(part.workers for part in parts), strict=True))
+    return Schedule(stream.name, stream.stages, microbatches, workers)
 
 
 def pipedream(

@@ -159,7 +159,6 @@ def test_replicas_of_a_slow_stage_keep_up() -> None:
 def test_what_cannot_be_streamed() -> None:
     for call, said in [
         (lambda: pipedream(0, 4), "stages of at least 1, not 0"),
-        (lambda: pipedream(2, 0), "microbatches of at least 1, not 0"),
         (lambda: pipedream(2, 4, 0), "every of at least 1, not 0"),
         (lambda: pipedream(2, 4, 3, replicas=(2, 1)), "2 replicas of stage 0 cannot share the 3 microbatches"),
         (lambda: pipedream(2, 4, replicas=(1,)), "those of 1 stages, not of 2"),

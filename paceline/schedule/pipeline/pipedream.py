@@ -164,15 +164,3 @@ def _update(stream: AsyncPipeline, stage: int, version: int) -> Iterator[Operati
 def _schedule(stream: AsyncPipeline, end: int, orders: list[Order]) -> Schedule:
     workers = tuple(tuple(with_transfers(order, stream.stages)) for order in orders)
     return Schedule(stream.name, stream.stages, end, workers)
-
-
-def async_schedule(stream: AsyncPipeline, microbatches: int) -> Schedule:
-    """Return a schedule from an empty pipeline to an empty pipeline: a window, then a drain.
-
-    Raises:
-        ConfigError: no microbatches.
-    """
-    check_at_least(1, microbatches=microbatches)
-    parts = window(stream, 0, microbatches), drain(stream, microbatches)
-    workers = tuple(first + rest for first, rest in zip(*(part.workers for part in parts), strict=True))
-    return Schedule(stream.name, stream.stages, microbatches, workers)
