@@ -78,8 +78,7 @@ class Slurm(Place):
         require("srun", "scontrol")
         nodes = scontrol("show", "hostnames", environment["SLURM_JOB_NODELIST"]).split()
         address = fields_of(scontrol("show", "node", nodes[0], "-o"))["NodeAddr"]
-        port = 10_000 + (7919 * int(job) + os.getpid()) % 20_000  # free ports of other nodes are unknown
-        agents = steps(request, nodes, f"{address}:{port}")
+        agents = steps(request, nodes, f"{address}:{_port(int(job))}")
         return Placement("slurm", agents, "\n".join(shlex.join(agent.command) for agent in agents))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
@@ -92,6 +91,11 @@ class Slurm(Place):
 def _in_allocation(environment: Mapping[str, str]) -> bool:
     """Return whether this process runs in a job but is not a task of srun."""
     return "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_ID", "") in _NOT_A_TASK
+
+
+def _port(job: int) -> int:
+    """Return a port from job and process id (for several runs in a job). Free ports of other nodes are unknown."""
+    return 10_000 + (7919 * job + os.getpid()) % 20_000
 
 
 def steps(request: Request, nodes: list[str], rendezvous: str) -> tuple[Agent, ...]:
