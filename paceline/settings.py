@@ -139,6 +139,7 @@ class LocalSettings(_Group):
     fragments: PositiveInt = Field(1, description="fragments of the model, each with its own outer step in a period")
     delay: NonNegativeInt = Field(0, description="steps that go on while a fragment is on its way")
     mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps when a fragment lands")
+    uneven: bool = Field(False, description="each worker makes as many inner steps as it can, not its share of a batch")
     sites: bool = Field(False, description="a replica for each shard of Located data, from which only updates leave")
     sampled: PositiveFloat | None = Field(None, description="sites in a round: a number, or a part below 1; none: all")
     masked: bool = Field(False, description="add up updates by secure aggregation, so that no party sees a single one")

@@ -72,6 +72,7 @@ SETTINGS = {
         "local.fragments",
         "local.delay",
         "local.mixing",
+        "local.uneven",
         "local.sites",
         "local.sampled",
         "local.masked",

@@ -63,6 +63,11 @@ REFUSED = {
         ["3 workers", "local.replicas = 2"],
         workers=3,
     ),
+    "exact bits with as many inner steps as a worker can make": Bad(
+        "go(strategy='diloco', exact=True, local={'uneven': True})",
+        "ConfigError",
+        ["'diloco'", "exact=True", "local.uneven = False"],
+    ),
     "momentum that does not fade": Bad(
         "go(strategy='diloco', local={'outer_momentum': 1.0})", "ConfigError", ["local.outer_momentum = 1.0"]
     ),

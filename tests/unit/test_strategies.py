@@ -28,6 +28,9 @@ from paceline.settings import Settings
 from paceline.step import forward, optimizer
 from paceline.step.probes import optimizer_probe
 from paceline.strategies import registry
+from paceline.strategies.local import inner as local_training
+from paceline.strategies.local import strategy as local_strategy
+from paceline.strategies.local.outer import OuterSteps
 from paceline.strategies.pipeline import executor
 from paceline.training import build as jobs
 from paceline.training.build import Components
@@ -250,6 +253,33 @@ def test_fragments_in_flight_have_the_bits_of_one_process(on: str) -> None:
     ((alone, _),) = train(mlp, 1, None, **settings)
     assert all(state == alone for state, _ in train(mlp, workers, hosts, **settings))
     assert alone != train(mlp, 1, None, **settings | {"local": {"every": 4}})[0][0]
+
+
+@pytest.mark.parametrize("hosts", [None, [(0, 1)]], ids=["network", "memory"])
+def test_a_slow_worker_leaves_its_inner_steps_to_others(monkeypatch: pytest.MonkeyPatch, hosts: Any) -> None:
+    """Rank 1 ends its first inner step when rank 0 has begun all others of the period. A mean weighs their samples."""
+    begun, ahead, made, counts = threading.Event(), threading.Event(), list[tuple[int, int]](), list[Any]()
+
+    def inner_step(context: Any, batch: Any, step: int, groups: Any, replica: Any) -> Any:
+        made.extend((step, one) for group in groups for one in group.microbatches)
+        if len(made) == 4 + 4 + 2 + 4:
+            ahead.set()
+        begun.set() if context.world.rank else None
+        assert (ahead if context.world.rank else begun).wait(20), f"rank {context.world.rank} is held up at {made}"
+        return local_training.inner_step(context, batch, step, groups, replica)
+
+    def send(outer: OuterSteps, step: int, fragment: int, known: Any, seconds: float) -> None:
+        counts.append(known)
+        sent(outer, step, fragment, known, seconds)
+
+    sent = OuterSteps.send
+    monkeypatch.setattr(local_strategy, "inner_step", inner_step)
+    monkeypatch.setattr(OuterSteps, "send", send)
+    local = {"every": 4, "replicas": 2, "uneven": True}
+    (first, _), (second, _) = train(mlp, 2, hosts, strategy="diloco", local=local)
+    assert sorted(made) == [(step, part) for step, parts in enumerate((4, 4, 2, 4)) for part in range(parts)]
+    assert counts == [{0: 48, 1: 8}] * 2
+    assert first == second
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 from torch import nn
 
 from paceline.checkpoint.tensors import REPLICA
+from paceline.comm.assignment.part_claims import claims_for
 from paceline.comm.collectives.step_header import agreed_names
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
@@ -58,10 +60,11 @@ OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "c
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     outer = ("local.outer_lr", "local.outer_momentum") * (settings.strategy == "local-sgd")
-    bound = settings.local.sites
+    bound, uneven = settings.local.sites, settings.local.uneven
+    exact_with = 'reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32")
     return Capabilities(
-        exact=settings.fixed_point or settings.reduction != "collective",
-        exact_with='reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32"),
+        exact=not uneven and (settings.fixed_point or settings.reduction != "collective"),
+        exact_with="local.uneven = False" if uneven else exact_with,
         fixed_point=not bound,
         wires=("float32",) if bound else WHOLE_WIRES,
         replicated=False,
@@ -123,6 +126,8 @@ class LocalTraining(Strategy):
         self._synchronous: Strategy | None = synchronous(context) if settings.local.after else None
         self._batch: FullBatch | None = None
         self._replicas: dict[int, Replica] = {}
+        self._turns: Iterator[Replica] = iter(())  # replicas of this worker, in the order in which they train on claimed parts
+        self._claims = claims_for(world) if self._local.uneven and world.size > 1 else None
         self._outer = OuterSteps(context, self._shares, self._replicas)
         self._last = StepResult(math.nan, math.nan, context.update.learning_rate)
         self._notice = 0
@@ -166,6 +171,7 @@ class LocalTraining(Strategy):
         context, loaded = self._context, self._context.replicas
         own, fragments = self._shares[context.world.rank], self._local.fragments
         self._replicas.update((number, Replica(context, number, fragments)) for number in own)
+        self._turns = cycle(self._replicas.values())
         if loaded:
             for one in self._replicas.values():
                 one.load(loaded)
@@ -203,6 +209,8 @@ class LocalTraining(Strategy):
             return self._synchronous.groups(step)
         if self._batch is None:  # after the synchronous steps, which may have decided on fusion
             self._batch = FullBatch(self._context, encoded=False)
+        if self._claims is not None:
+            return []
         own = self._shares[self._context.world.rank]
         return [group for number in own for group in self._batch.groups(step, self._share(step, number))]
 
@@ -216,14 +224,12 @@ class LocalTraining(Strategy):
         self._begin()
         self._outer.send_again()
         context, made, parts = self._context, list[StepResult](), list[MicrobatchResult]()
-        for number, replica in self._replicas.items():
+        assert self._batch is not None
+        for replica, own in self._work(step, groups, self._batch):
             context.world.check()
-            share = self._share(step, number)
-            if own := [group for group in groups if group.microbatches.start in share]:
-                assert self._batch is not None
-                updated, results = inner_step(context, self._batch, step, own, replica)
-                made.append(updated)
-                parts += results
+            updated, results = inner_step(context, self._batch, step, own, replica)
+            made.append(updated)
+            parts += results
         context.update.advance()
         self._trained.append(step)
         self._divided.hashes = None
@@ -241,6 +247,20 @@ class LocalTraining(Strategy):
             result, self._notice = replace(result, notice=self._notice), 0
         return result
 
+    def _work(
+        self, step: int, groups: list[MicrobatchGroup], batch: FullBatch
+    ) -> Iterator[tuple[Replica, list[MicrobatchGroup]]]:
+        """Yield the inner steps of this worker: a replica, and the microbatches on which it trains."""
+        if self._claims is None:
+            for number, replica in self._replicas.items():
+                share = self._share(step, number)
+                if own := [group for group in groups if group.microbatches.start in share]:
+                    yield replica, own
+            return
+        shares = [share for number in range(self._local.replicas) if (share := self._share(step, number))]
+        while (part := self._claims.claim(step, len(shares))) is not None:
+            yield next(self._turns), self._context.feed.load(step, batch.groups(step, shares[part]))
+
     def _send(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
         """Send a fragment. Returns the result of the inner step with the loss of the whole batch."""
         begin, context = time.perf_counter(), self._context
@@ -250,6 +270,8 @@ class LocalTraining(Strategy):
         own = list(self._trained), counts, sums, metrics, live, world.notice()
         everyone = world.gather(own, f"outer step after step {step}")
         check_trained([trained for trained, *_ in everyone])
+        if self._claims is not None:
+            self._claims.forget()
         if given := [(rank, one[3]) for rank, one in enumerate(everyone) if one[3]]:
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
