@@ -140,6 +140,7 @@ class LocalSettings(_Group):
     delay: NonNegativeInt = Field(0, description="steps that go on while a fragment is on its way")
     mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps when a fragment lands")
     uneven: bool = Field(False, description="each worker makes as many inner steps as it can, not its share of a batch")
+    adaptive: bool = Field(False, description="shorten the periods, of at most local.every steps, as the loss falls")
     sites: bool = Field(False, description="a replica for each shard of Located data, from which only updates leave")
     sampled: PositiveFloat | None = Field(None, description="sites in a round: a number, or a part below 1; none: all")
     masked: bool = Field(False, description="add up updates by secure aggregation, so that no party sees a single one")
@@ -289,9 +290,7 @@ class Settings(BaseModel):
         (), description="what records metrics: comet, csv, mlflow, tensorboard, trackio, wandb; with commas between"
     )
     tracking: TrackingSettings = TrackingSettings()
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="on a NaN or infinite loss: stop the run, or skip the step"
-    )
+    nonfinite: Literal["stop", "skip"] = Field("stop", description="NaN or infinite loss: stop, or skip the step")
     missing_gradient: Literal["stop", "zero"] = Field(
         "stop", description="if only some microbatches use a parameter: stop, or count its gradient as zero"
     )

@@ -73,6 +73,7 @@ SETTINGS = {
         "local.delay",
         "local.mixing",
         "local.uneven",
+        "local.adaptive",
         "local.sites",
         "local.sampled",
         "local.masked",

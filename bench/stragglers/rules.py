@@ -45,6 +45,7 @@ _ALL = (
     _server("async", steps=False),
     Rule("hogwild", {"strategy": "hogwild"}, steps=False),
     Rule("local-sgd", {"strategy": "local-sgd", "local": {"replicas": 8}}),
+    Rule("local-uneven", {"strategy": "local-sgd", "local": {"replicas": 8, "uneven": True}}, steps=False),
 )
 RULES = {rule.name: rule for rule in _ALL}
 

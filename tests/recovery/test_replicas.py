@@ -25,8 +25,8 @@ scripted.end(session)
 """
 
 
-def given(**local: float) -> dict[str, str]:
-    return {"GIVEN": json.dumps({"strategy": "diloco", "local": local})}
+def given(exact: bool = True, **local: float) -> dict[str, str]:
+    return {"GIVEN": json.dumps({"strategy": "diloco", "exact": exact, "local": local})}
 
 
 @pytest.mark.slow
@@ -64,3 +64,13 @@ def test_workers_are_lost_before_within_and_after_a_flight(run: Run) -> None:
     assert ran.code == 0 and len(ran.launcher("lost")) == 3, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {alone.printed()[0]["fingerprint"]}, ran.report()
     assert {event["step"] for event in ran.events() if event["event"] == "went back"} == {2, 8}, ran.report()
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_lost_worker_are_trained_in_the_same_period(run: Run) -> None:
+    """Workers that claim parts go back to the last outer step, and claim all parts since then anew."""
+    environment = given(every=3, uneven=True, exact=False)
+    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=1, step=4), **environment)
+    assert ran.code == 0 and len(ran.launcher("lost")) == 1, ran.report()
+    counts = {event["step"]: event["counts"] for event in ran.events() if event["event"] == "outer-step"}
+    assert {step: sum(samples.values()) for step, samples in counts.items()} == {2: 96, 5: 68, 8: 68}, ran.report()

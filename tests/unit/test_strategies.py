@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,7 @@ from paceline.strategies import registry
 from paceline.strategies.local import inner as local_training
 from paceline.strategies.local import strategy as local_strategy
 from paceline.strategies.local.outer import OuterSteps
+from paceline.strategies.local.uneven import ClaimedParts
 from paceline.strategies.pipeline import executor
 from paceline.training import build as jobs
 from paceline.training.build import Components
@@ -55,7 +58,11 @@ Result = tuple[dict[str, list[float]], list[float]]
 
 
 def train(
-    make: Callable[[], nn.Module], workers: int, hosts: Sequence[tuple[int, ...]] | None = None, **settings: Any
+    make: Callable[[], nn.Module],
+    workers: int,
+    hosts: Sequence[tuple[int, ...]] | None = None,
+    steps: int = STEPS,
+    **settings: Any,
 ) -> list[Result]:
     """The state and the losses that each worker has after some steps."""
     torch.manual_seed(0)
@@ -79,10 +86,10 @@ def train(
         world.gather(None, "built")  # no worker seeds the generators while another one builds
         strategy = registry.build(context)
         losses = []
-        for step in range(STEPS):
+        for step in range(steps):
             groups = context.feed.load(step, strategy.groups(step))
             losses.append(strategy.step(step, groups).loss)
-        strategy.synchronize(STEPS)
+        strategy.synchronize(steps)
         state = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
         strategy.close()
         world.gather(None, "end")
@@ -255,9 +262,23 @@ def test_fragments_in_flight_have_the_bits_of_one_process(on: str) -> None:
     assert alone != train(mlp, 1, None, **settings | {"local": {"every": 4}})[0][0]
 
 
+def test_periods_get_shorter_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same rule on any number of workers, and not below what the fragments need."""
+    sent, outer = list[int](), OuterSteps.send
+    monkeypatch.setattr(OuterSteps, "send", lambda self, step, *more: (sent.append(step), outer(self, step, *more)))
+    local = {"every": 6, "fragments": 2, "delay": 1, "adaptive": True}
+    settings: dict[str, Any] = {"strategy": "local-sgd", "local": local, "exact": True, "steps": 60}
+    ((alone, losses),) = train(partial(nn.Linear, 6, 2), 1, None, **settings)
+    ends = sent[1::2]
+    assert ends[0] == 5 and losses[ends[-2]] < losses[5] / 4, "the loss has fallen"
+    for end, then in pairwise(ends):
+        assert then - end == max(4, min(6, math.ceil(6 * math.sqrt(losses[end] / losses[5]))))
+    assert all(state == alone for state, _ in train(partial(nn.Linear, 6, 2), 3, None, **settings))
+
+
 @pytest.mark.parametrize("hosts", [None, [(0, 1)]], ids=["network", "memory"])
 def test_a_slow_worker_leaves_its_inner_steps_to_others(monkeypatch: pytest.MonkeyPatch, hosts: Any) -> None:
-    """Rank 1 ends its first inner step when rank 0 has begun all others of the period. A mean weighs their samples."""
+    """Rank 1 ends its inner step when rank 0 has begun all others of the period, and leaves the next period to it."""
     begun, ahead, made, counts = threading.Event(), threading.Event(), list[tuple[int, int]](), list[Any]()
 
     def inner_step(context: Any, batch: Any, step: int, groups: Any, replica: Any) -> Any:
@@ -273,12 +294,13 @@ def test_a_slow_worker_leaves_its_inner_steps_to_others(monkeypatch: pytest.Monk
         sent(outer, step, fragment, known, seconds)
 
     sent = OuterSteps.send
+    monkeypatch.setattr(ClaimedParts, "pace", property(lambda self: (1.0, 100.0)[self._rank]))
     monkeypatch.setattr(local_strategy, "inner_step", inner_step)
     monkeypatch.setattr(OuterSteps, "send", send)
     local = {"every": 4, "replicas": 2, "uneven": True}
-    (first, _), (second, _) = train(mlp, 2, hosts, strategy="diloco", local=local)
-    assert sorted(made) == [(step, part) for step, parts in enumerate((4, 4, 2, 4)) for part in range(parts)]
-    assert counts == [{0: 48, 1: 8}] * 2
+    (first, _), (second, _) = train(mlp, 2, hosts, steps=8, strategy="diloco", local=local)
+    assert sorted(made) == [(step, part) for step in range(8) for part in range(2 if step in (2, 5) else 4)]
+    assert sorted(map(sorted, map(dict.items, counts))) == [[(0, 48), (1, 8)]] * 2 + [[(0, 56), (1, 0)]] * 2
     assert first == second
 
 

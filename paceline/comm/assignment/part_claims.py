@@ -89,6 +89,6 @@ class StoreClaims:
         return claimed - 1 if claimed <= parts else None
 
     def forget(self) -> None:
-        for key in sorted(self._keys) if self._rank == 0 else ():
-            self._store.ask(lambda store, key=key: store.delete_key(key))
+        if self._rank == 0:
+            self._store.ask(lambda store: [store.delete_key(key) for key in self._keys])
         self._keys.clear()

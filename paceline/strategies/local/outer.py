@@ -28,7 +28,7 @@ from torch import nn
 
 from paceline.comm.collectives.subgroup import Subgroup
 from paceline.errors import ConfigError
-from paceline.schedule.shares import by_size, even
+from paceline.schedule.shares import by_size
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Exact
 from paceline.step.context import TrainingContext
@@ -47,9 +47,6 @@ class OuterSteps:
         context: training context, whose ``strategy_state`` holds the state that is the same on all workers.
         shares: numbers of the replicas of each rank.
         replicas: replicas of this worker, by number.
-
-    Attributes:
-        due: for each fragment, the number of steps of a period after which it is sent.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class OuterSteps:
             Reducer(context, own, workers=alone, overlap=False, any_order=not settings.along_tree)
             for own in ({name: named[name] for name in names} for names in self._fragments)
         ]
-        self.due = [share.stop for share in even(settings.local.every, settings.local.fragments)]
         self._waited, self._in_air = 0.0, False
 
     def close(self) -> None:

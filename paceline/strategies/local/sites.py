@@ -48,7 +48,7 @@ from paceline.strategies.local.inner import inner_step
 from paceline.strategies.local.outer import STATE, OuterSteps
 from paceline.strategies.local.replica import Replica, leave_averages
 
-_WITHOUT = {"after": 0, "fragments": 1, "delay": 0, "mixing": 0.0, "uneven": False}
+_WITHOUT = {"after": 0, "fragments": 1, "delay": 0, "mixing": 0.0, "uneven": False, "adaptive": False}
 """Settings of replicas that keep a state between outer steps or share their data, with their values without effect."""
 
 
@@ -68,8 +68,8 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder) -> None:
     for key, value in _WITHOUT.items():
         if (given := getattr(local, key)) != value:
             raise ConfigError(
-                f"local.{key} = {given} cannot be combined with local.sites, whose replicas train on their own data and "
-                f"begin each round with the outer weights: leave it out."
+                f"local.{key} = {given} cannot be combined with local.sites, whose replicas train on their own data "
+                f"and begin each round with the outer weights: leave it out."
             )
     if local.sampled is not None and local.sampled >= 1 and local.sampled % 1:
         raise ConfigError(

@@ -33,7 +33,6 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.tensors import REPLICA
-from paceline.comm.assignment.part_claims import claims_for
 from paceline.comm.collectives.step_header import agreed_names
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
@@ -51,7 +50,9 @@ from paceline.strategies.local import sites
 from paceline.strategies.local.agreement import check_trained
 from paceline.strategies.local.inner import inner_step
 from paceline.strategies.local.outer import STATE, OuterSteps, fragments_of
+from paceline.strategies.local.periods import adapted
 from paceline.strategies.local.replica import Replica, leave_averages
+from paceline.strategies.local.uneven import ClaimedParts
 from paceline.strategies.single import Single
 
 OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "clip", "noise", "delta"))
@@ -126,8 +127,8 @@ class LocalTraining(Strategy):
         self._synchronous: Strategy | None = synchronous(context) if settings.local.after else None
         self._batch: FullBatch | None = None
         self._replicas: dict[int, Replica] = {}
-        self._turns: Iterator[Replica] = iter(())  # replicas of this worker, in the order in which they train on claimed parts
-        self._claims = claims_for(world) if self._local.uneven and world.size > 1 else None
+        self._turns: Iterator[Replica] = iter(())  # replicas of this worker, in turn, for parts that it claims
+        self._claimed = ClaimedParts(world) if self._local.uneven and world.size > 1 else None
         self._outer = OuterSteps(context, self._shares, self._replicas)
         self._last = StepResult(math.nan, math.nan, context.update.learning_rate)
         self._notice = 0
@@ -145,10 +146,13 @@ class LocalTraining(Strategy):
                     f"number, or start a new run."
                 )
         kept.update(period)
+        before = kept.get("period", self._local.every)
+        kept["period"] = before if begun else self._bounded(before if self._local.adaptive else self._local.every)
+        often = "at most" if self._local.adaptive else "every"
         context.warnings.append(
             f"from step {self._local.after} on {replicas} replicas of the model train on their own, with an outer step "
-            f"after every {self._local.every} steps. The model has the weights of the last outer step; in between, the "
-            f"loss is that of this worker's replicas"
+            f"after {often} {self._local.every} steps. The model has the weights of the last outer step; in between, "
+            f"the loss is that of this worker's replicas"
         )
 
     @property
@@ -156,6 +160,17 @@ class LocalTraining(Strategy):
         """Steps of the current period."""
         trained: list[int] = self._context.strategy_state[STATE]["trained"]
         return trained
+
+    @property
+    def _period(self) -> int:
+        """Number of steps of the current period."""
+        steps: int = self._context.strategy_state[STATE]["period"]
+        return steps
+
+    @property
+    def _due(self) -> list[int]:
+        """For each fragment, the number of steps of the period after which it is sent."""
+        return [share.stop for share in even(self._period, self._local.fragments)]
 
     @property
     def _settled(self) -> bool:
@@ -209,7 +224,7 @@ class LocalTraining(Strategy):
             return self._synchronous.groups(step)
         if self._batch is None:  # after the synchronous steps, which may have decided on fusion
             self._batch = FullBatch(self._context, encoded=False)
-        if self._claims is not None:
+        if self._claimed is not None:
             return []
         own = self._shares[self._context.world.rank]
         return [group for number in own for group in self._batch.groups(step, self._share(step, number))]
@@ -238,28 +253,43 @@ class LocalTraining(Strategy):
             norm = max(float(one.norm) for one in made)
             self._last = StepResult(loss, norm, made[-1].learning_rate, all(one.applied for one in made), 0, metrics)
         result = self._last
-        if len(self._trained) in self._outer.due:
-            result = self._send(step, parts, self._outer.due.index(len(self._trained)))
+        if len(self._trained) in self._due:
+            result = self._send(step, parts, self._due.index(len(self._trained)))
         self._outer.go_on()
-        if len(self._trained) == self._local.every:
+        if len(self._trained) == self._period:
             self._trained.clear()
+            if self._local.adaptive:
+                self._adapt(step, result.loss)
         if self._settled:
             result, self._notice = replace(result, notice=self._notice), 0
         return result
+
+    def _adapt(self, step: int, loss: float) -> None:
+        """Choose the next period by the loss at the end of this one."""
+        kept, before = self._context.strategy_state[STATE], self._period
+        kept["period"] = self._bounded(adapted(self._local.every, kept.setdefault("first loss", loss), loss))
+        if self._period != before:
+            self._context.events.mark("period", step=step, steps=self._period, loss=loss)
+
+    def _bounded(self, steps: int) -> int:
+        """Return a number of steps in which each fragment can be sent and land, and at most ``local.every``."""
+        return max(self._local.fragments * (self._local.delay + 1), min(self._local.every, steps))
 
     def _work(
         self, step: int, groups: list[MicrobatchGroup], batch: FullBatch
     ) -> Iterator[tuple[Replica, list[MicrobatchGroup]]]:
         """Yield the inner steps of this worker: a replica, and the microbatches on which it trains."""
-        if self._claims is None:
+        if self._claimed is None:
             for number, replica in self._replicas.items():
                 share = self._share(step, number)
                 if own := [group for group in groups if group.microbatches.start in share]:
                     yield replica, own
             return
         shares = [share for number in range(self._local.replicas) if (share := self._share(step, number))]
-        while (part := self._claims.claim(step, len(shares))) is not None:
-            yield next(self._turns), self._context.feed.load(step, batch.groups(step, shares[part]))
+        done = len(self._trained) + 1
+        later = min(due - done for due in self._due if due >= done) * self._local.replicas
+        for share in self._claimed.claim(step, shares, later):
+            yield next(self._turns), self._context.feed.load(step, batch.groups(step, share))
 
     def _send(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
         """Send a fragment. Returns the result of the inner step with the loss of the whole batch."""
@@ -267,12 +297,13 @@ class LocalTraining(Strategy):
         world, live, metrics = context.world, context.compute.buffers.live, context.compute.metrics
         sums = [(part.microbatches, part.rank, part.loss, part.counted, part.metrics) for part in parts]
         counts = {number: one.counts[fragment] for number, one in self._replicas.items()}
-        own = list(self._trained), counts, sums, metrics, live, world.notice()
+        pace = self._claimed.pace if self._claimed is not None else 0.0
+        own = list(self._trained), counts, sums, pace, metrics, live, world.notice()
         everyone = world.gather(own, f"outer step after step {step}")
         check_trained([trained for trained, *_ in everyone])
-        if self._claims is not None:
-            self._claims.forget()
-        if given := [(rank, one[3]) for rank, one in enumerate(everyone) if one[3]]:
+        if self._claimed is not None:
+            self._claimed.exchanged([pace for _, _, _, pace, *_ in everyone])
+        if given := [(rank, one[4]) for rank, one in enumerate(everyone) if one[4]]:
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
         known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}

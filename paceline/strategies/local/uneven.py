@@ -1,0 +1,75 @@
+"""Inner steps of workers of different speeds: each worker claims parts of batches, as many as it can compute.
+
+::
+
+    local.replicas = 3, local.every = 4       ▓ inner step on a part   O outer step
+
+    worker 0   ▓ ▓ ▓ ▓ ▓ ▓ O                  12 parts. Worker 2 takes four times as long: it claims a part, and leaves
+    worker 1   ▓ ▓ ▓ ▓ ▓   O                  the last three to the others, which compute them sooner than it would
+    worker 2   ▓▓▓▓▓▓▓     O                  compute one.
+
+A part is the share of a batch on which a replica would train if all made the same number of inner steps. As many inner
+steps as a worker can make: asynchronous local SGD with dynamic local updates (Liu et al. 2024, arXiv 2401.09135), whose
+outer steps are not asynchronous here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from paceline.comm.assignment.part_claims import claims_for
+from paceline.comm.world import World
+
+
+class ClaimedParts:
+    """Parts that this worker claims between two exchanges."""
+
+    def __init__(self, world: World) -> None:
+        self._claims, self._rank = claims_for(world), world.rank
+        self._seconds, self._made = 0.0, 0  # of this worker since the last exchange
+        self._paces: Sequence[float] = ()  # of all workers before it
+
+    @property
+    def pace(self) -> float:
+        """Seconds of this worker for a part since the last exchange. 0 if it has computed none."""
+        return self._seconds / self._made if self._made else 0.0
+
+    def claim(self, step: int, shares: Sequence[range], later: int) -> Iterator[range]:
+        """Yield the parts of a batch that this worker computes.
+
+        Args:
+            shares: microbatches of each part.
+            later: number of parts of later batches before the next exchange.
+        """
+        left = len(shares) + later
+        while not leaves_rest(self._paces, self._rank, left):
+            if (part := self._claims.claim(step, len(shares))) is None:
+                return
+            left = len(shares) - part - 1 + later
+            begin = time.perf_counter()
+            yield shares[part]
+            self._seconds, self._made = self._seconds + time.perf_counter() - begin, self._made + 1
+
+    def exchanged(self, paces: Sequence[float]) -> None:
+        """Begin anew after an exchange, in which the workers have told their :attr:`pace`."""
+        self._claims.forget()
+        self._paces, self._seconds, self._made = paces, 0.0, 0
+
+
+def leaves_rest(paces: Sequence[float], rank: int, left: int) -> bool:
+    """Return whether faster workers would compute all parts that are left before a worker has computed one.
+
+    A faster worker first ends the part on which it is. All workers know the same ``paces``, and the fastest leaves
+    nothing to others, so all parts are computed. A worker that had no part before the last exchange tries again.
+
+    Args:
+        paces: seconds of each worker for a part. 0 if unknown.
+        left: largest possible number of parts that are left.
+
+    >>> [leaves_rest([1.0, 1.0, 4.0], 2, left) for left in (8, 6, 4)]
+    [False, False, True]
+    """
+    own = paces[rank] if paces else 0.0
+    faster = [pace for pace in paces if 0 < pace < own]
+    return (left + len(faster)) < own * sum(1 / pace for pace in faster)
