@@ -9,6 +9,8 @@ counts the bytes on a worker's link, the most of all workers.
 
     python bench/diloco.py
     python bench/diloco.py --tasks mlp --every 32 --wires float32 --seeds 1
+    python bench/diloco.py --tasks mlp --every 32 --wires float32 --microbatches 16 --replicas 16
+    python bench/diloco.py --tasks mlp --every 32 --wires float32 --adaptive
     python bench/diloco.py --tasks gpt --strategies diloco --every 32 --wires float32 --steps 1280 --after 320 \
         --lr 8e-3 --cosine
     python bench/diloco.py --links                          # as root
@@ -35,7 +37,7 @@ from launched import run
 from namespaces import network, obstacle
 
 
-def loss_of(task: str, seed: int, steps: int, lr: float | None, cosine: bool, **more: Any) -> float:
+def loss_of(task: str, seed: int, steps: int, lr: float | None, cosine: bool, microbatches: int, **more: Any) -> float:
     """Train, and return the loss of the data set."""
     torch.manual_seed(seed)
     given = TASKS[task]()
@@ -43,7 +45,7 @@ def loss_of(task: str, seed: int, steps: int, lr: float | None, cosine: bool, **
         given["optimizer"] = partial(torch.optim.AdamW, lr=lr)
     if cosine:
         given["schedule"] = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps)
-    session = paceline.start(**given, seed=seed, exact=True, microbatches=8, audit="off", **more)
+    session = paceline.start(**given, seed=seed, exact=True, microbatches=microbatches, audit="off", **more)
     for batch in session.batches(steps=steps):
         session.step(batch)
     return float(session.evaluate(given["data"]))
@@ -84,6 +86,9 @@ def main() -> None:
     parser.add_argument("--cosine", action="store_true", help="let the learning rate fall to 0, as a cosine")
     parser.add_argument("--outer-momentum", type=float, default=0.9)
     parser.add_argument("--after", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--adaptive", action="store_true", help="let the periods get shorter as the loss falls")
     parser.add_argument("--fragments", type=int, default=1)
     parser.add_argument("--delay", type=int, default=0)
     parser.add_argument("--mixing", type=float, default=0.0)
@@ -106,7 +111,8 @@ def main() -> None:
             links(rate, options.workers, ways, options.megabytes)
         return
     for task in options.tasks.split(","):
-        train = partial(loss_of, task, steps=options.steps, lr=options.lr, cosine=options.cosine)
+        common = {"steps": options.steps, "lr": options.lr, "cosine": options.cosine}
+        train = partial(loss_of, task, microbatches=options.microbatches, **common)
         plain = [train(seed) for seed in range(options.seeds)]
         print(f"{task:>5}  {'allreduce':>9}  {statistics.fmean(plain):.4f}", flush=True)
         for strategy in options.strategies.split(","):
@@ -115,6 +121,8 @@ def main() -> None:
                     local = {"every": every, "outer_lr": options.outer_lr, "outer_momentum": options.outer_momentum}
                     local |= {
                         "after": options.after,
+                        "replicas": options.replicas,
+                        "adaptive": options.adaptive,
                         "fragments": options.fragments,
                         "delay": options.delay,
                         "mixing": options.mixing,
