@@ -248,7 +248,7 @@ class LocalTraining(Strategy):
         context.update.advance()
         self._trained.append(step)
         self._divided.hashes = None
-        if made:  # else the batch is short, and this worker repeats the last result
+        if made:  # else the batch is short, or others have claimed its parts, and this worker repeats the last result
             loss, metrics = means(context, parts)
             norm = max(float(one.norm) for one in made)
             self._last = StepResult(loss, norm, made[-1].learning_rate, all(one.applied for one in made), 0, metrics)
@@ -267,7 +267,9 @@ class LocalTraining(Strategy):
     def _adapt(self, step: int, loss: float) -> None:
         """Choose the next period by the loss at the end of this one."""
         kept, before = self._context.strategy_state[STATE], self._period
-        kept["period"] = self._bounded(adapted(self._local.every, kept.setdefault("first loss", loss), loss))
+        if 0 < loss < math.inf:
+            kept.setdefault("first loss", loss)
+        kept["period"] = self._bounded(adapted(self._local.every, kept.get("first loss", loss), loss))
         if self._period != before:
             self._context.events.mark("period", step=step, steps=self._period, loss=loss)
 
