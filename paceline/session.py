@@ -189,7 +189,8 @@ class Session:
         """
         self._context.update.averages.check_training()
         result, seconds = self._loop.step(batch, phase_of(self._context, optimizer))
-        return report_of(self._context, batch, result, seconds, self._notes)
+        throughput = self._loop.records.throughput.samples_per_second
+        return report_of(self._context, batch, result, seconds, throughput, self._notes)
 
     def evaluate(
         self,

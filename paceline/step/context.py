@@ -180,7 +180,8 @@ class StepResult:
     ``applied`` is False for a step that was skipped because its loss, or a gradient in float16, was not finite.
     ``notice``: notice from any worker (``comm.rendezvous.coordinator_client``) that the membership is about to change,
     or that a worker is to leave. ``metrics``: means over the batch of the metrics that the forward pass returns, by
-    name.
+    name. ``paced_over``: number of newest steps over which the throughput is averaged. More than 1 if another worker
+    may have computed the step, so that it took this worker no time.
     """
 
     loss: float
@@ -189,3 +190,4 @@ class StepResult:
     applied: bool = True
     notice: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    paced_over: int = 1

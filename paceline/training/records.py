@@ -17,6 +17,7 @@ from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
 from paceline.system.number_kinds import steps_of
 from paceline.training.progress import Progress
+from paceline.training.report import Throughput
 
 
 class Records:
@@ -34,6 +35,7 @@ class Records:
                 f"profile_steps = {context.settings.profile_steps!r}: profiles go to the directory of a run, which "
                 f"paceline run makes. Start the script with it, or leave out profile_steps."
             )
+        self.throughput = Throughput()
         self._digests = StepDigests(context)
         self._digest: tuple[int, dict[str, str]] = -1, {}  # step that this worker has taken last, and its digest
 
@@ -82,6 +84,7 @@ class Records:
         """
         context = self._context
         samples = context.order.samples_of(step)
+        self.throughput.add(samples, seconds, result.paced_over)
         metrics = {"metrics": result.metrics} if result.metrics else {}
         waits = context.world.take_waits()
         taken, digest = self._digest  # of an earlier step if this worker got the step's result from others
@@ -96,7 +99,7 @@ class Records:
             **({} if waits.link is None else {"link": waits.link}),
             loss=result.loss,
             samples=samples,
-            samples_per_second=samples / seconds,
+            samples_per_second=self.throughput.samples_per_second,
             gradient_norm=float(result.norm),
             learning_rate=result.learning_rate,
             **metrics,

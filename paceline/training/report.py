@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,8 @@ class Report:
         loss: mean loss over the whole batch, before the update.
         samples: number of samples since the beginning of training, including this step.
         seconds: time to load the batch and run the step, in seconds.
-        samples_per_second: throughput of this step over all workers.
+        samples_per_second: throughput of this step over all workers. If workers compute different steps at the same
+            time, that of the newest eight steps of each worker.
         gradient_norm: global 2-norm of the mean gradient, before clipping.
         learning_rate: learning rate of the update, from the first parameter group.
         applied: whether the update was applied. False if the loss, or a gradient in float16, was not finite.
@@ -41,8 +43,33 @@ class Report:
     notes: tuple[str, ...]
 
 
+class Throughput:
+    """Throughput over all workers, from the steps that this worker has taken."""
+
+    def __init__(self) -> None:
+        self.samples_per_second = 0.0  # 0 before the first step
+        self._steps: deque[tuple[int, float]] = deque()  # samples and seconds of the newest steps
+
+    def add(self, samples: int, seconds: float, over: int) -> None:
+        """Add a step. ``over`` is the number of newest steps over which the throughput is averaged.
+
+        >>> throughput = Throughput()
+        >>> for seconds in (2.0, 0.0, 2.0, 0.0):  # another worker computes every second step
+        ...     throughput.add(32, seconds, over=4)
+        >>> throughput.samples_per_second
+        32.0
+        """
+        self._steps = deque([*self._steps, (samples, seconds)], maxlen=over)
+        self.samples_per_second = sum(one for one, _ in self._steps) / sum(one for _, one in self._steps)
+
+
 def report_of(
-    context: TrainingContext, batch: Batch, result: StepResult, seconds: float, notes: tuple[str, ...]
+    context: TrainingContext,
+    batch: Batch,
+    result: StepResult,
+    seconds: float,
+    samples_per_second: float,
+    notes: tuple[str, ...],
 ) -> Report:
     """Build the report of a step."""
     return Report(
@@ -50,7 +77,7 @@ def report_of(
         loss=result.loss,
         samples=context.order.samples_before(batch.step + 1),
         seconds=seconds,
-        samples_per_second=batch.samples / seconds,
+        samples_per_second=samples_per_second,
         gradient_norm=float(result.norm),
         learning_rate=result.learning_rate,
         applied=result.applied,

@@ -34,6 +34,8 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.parameter_server.final_drain import STATE, newest_result, restored
 from paceline.strategies.parameter_server.sharing import Shared
 
+_PACE_ROUNDS = 8  # steps of each worker over which the throughput is averaged
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -109,7 +111,7 @@ class AsyncSteps(Strategy):
         self._context.world.check()
         notice = self._start(step) if self._synchronized else 0
         stops = self._enter(step)
-        result = self._work(step) or self._newest()
+        result = replace(self._work(step) or self._newest(), paced_over=_PACE_ROUNDS * self._context.world.size)
         if stops:
             notice = max(notice, self._claims.read().notice)
         if not notice:
