@@ -26,6 +26,7 @@ class Waits(NamedTuple):
     """Waits of a worker since they were last taken."""
 
     seconds: float
+    between: float  # seconds of them between two steps
     late: int | None  # rank that this worker has waited for longest
     link: tuple[int, float] | None  # rank whose messages this worker has waited for longest in receiving(), and seconds
 
@@ -58,7 +59,7 @@ class Waiting:
         self.in_process_group = False
         self.purpose = ""  # of the current waits, as given to :meth:`awaiting`. Empty outside of it.
         self._counted = 0.0  # time up to which waits are in the two sums below
-        self._waited = 0.0
+        self._waited = self._waited_between = 0.0
         self._waited_for: dict[int, float] = {}
         self._receiving = False
         self._received_from: dict[int, float] = {}  # waits in receiving()
@@ -129,12 +130,17 @@ class Waiting:
         self._counted = now
         self.awaited = Awaited(left, before.since if left and set(left) <= set(before.ranks) else now)
 
+    def begin_step(self) -> None:
+        """Count the waits since the last :meth:`take_waits` as waits between two steps."""
+        self._waited_between = self._waited
+
     def take_waits(self) -> Waits:
         """Return the waits since the last call."""
         late = max(self._waited_for, key=self._waited_for.__getitem__, default=None)
         link = max(self._received_from.items(), key=lambda one: one[1], default=None)
-        waits = Waits(self._waited, late, link)
-        self._waited, self._waited_for, self._received_from = 0.0, {}, {}
+        waits = Waits(self._waited, self._waited_between, late, link)
+        self._waited = self._waited_between = 0.0
+        self._waited_for, self._received_from = {}, {}
         return waits
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -108,6 +109,7 @@ class OptimizerStep:
         # whether the first update on this worker drew random numbers. None before the first update.
         self.drew: bool | None = None
         self._own_checked = False
+        self._seconds = 0.0  # duration of the updates since they were last taken
         # loss scale if the forward pass is in float16. It skips an update if gradients overflow.
         self.loss_scale: LossScale | None = None
         self._clip_norm = clip_norm
@@ -260,6 +262,11 @@ class OptimizerStep:
         fault_points.reach("after update", step)
         return norm, used
 
+    def take_seconds(self) -> float:
+        """Return the duration of the optimizer's updates on the host since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
     def _group_values(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
         return [{key: copy.copy(value) for key, value in group.items() if key != "params"} for group in groups]
@@ -286,7 +293,7 @@ class OptimizerStep:
         """Call the optimizer. If it fails and some gradients are sparse, explain its error."""
         before = generator_states() if self.drew is None else None
         own = self._own_values() if self.divided_by and not self._own_checked else None
-        self._own_checked = True
+        self._own_checked, begin = True, time.perf_counter()
         try:
             with updating:
                 if self.take is None:
@@ -303,6 +310,7 @@ class OptimizerStep:
                 f"ones, SparseAdam only sparse ones: give a dictionary of several optimizers, or use "
                 f"torch.nn.Embedding with sparse=False."
             ) from error
+        self._seconds += time.perf_counter() - begin
         if before is not None:
             self.drew = not same_states(before, generator_states())
         if own is not None:

@@ -98,7 +98,7 @@ class TrainingLoop:
         self.check_open()
         context, position = self.context, self.position
         turn = position.check(batch, bool(phase))
-        begin = time.perf_counter()
+        begin = self.records.begin()
         context.loop.record_changes(begins=True)
         context.audits.add_changes(batch.step, context.loop.take_changes())
         check_loop_changes(context.settings, context.world.size, context.loop.parameter, batch.step)

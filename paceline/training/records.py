@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 from paceline.checkpoint.training_state import TrainingState
@@ -36,6 +37,7 @@ class Records:
                 f"paceline run makes. Start the script with it, or leave out profile_steps."
             )
         self.throughput = Throughput()
+        self._ended = time.perf_counter()  # end of the last step
         self._digests = StepDigests(context)
         self._digest: tuple[int, dict[str, str]] = -1, {}  # step that this worker has taken last, and its digest
 
@@ -50,6 +52,11 @@ class Records:
         if self._replay is not None:
             return self._replay.step + 1
         return (self._trace.steps if self._trace else env.tried_steps()) or UNKNOWN
+
+    def begin(self) -> float:
+        """Begin a step. Returns the time."""
+        self._context.world.begin_step()
+        return time.perf_counter()
 
     def observe(self, strategy: Strategy, step: int, groups: list[MicrobatchGroup]) -> StepResult | None:
         """Take a step and observe it, if it is to be replayed or profiled, or of a branch. Otherwise return None."""
@@ -86,7 +93,10 @@ class Records:
         samples = context.order.samples_of(step)
         self.throughput.add(samples, seconds, result.paced_over)
         metrics = {"metrics": result.metrics} if result.metrics else {}
-        waits = context.world.take_waits()
+        waits, ended = context.world.take_waits(), time.perf_counter()
+        between = max(0.0, ended - self._ended - seconds)
+        if not turn:
+            self._ended = ended
         taken, digest = self._digest  # of an earlier step if this worker got the step's result from others
         context.events.mark(
             "phase" if turn else "step",
@@ -95,6 +105,9 @@ class Records:
             seconds=seconds,
             waited=waited,
             awaited=waits.seconds,
+            update=context.update.take_seconds(),
+            between=between,
+            awaited_between=waits.between,
             **({} if waits.late is None else {"late": waits.late}),
             **({} if waits.link is None else {"link": waits.link}),
             loss=result.loss,

@@ -38,14 +38,21 @@ def usual(**more: float) -> Times:
     return Times(**{"script": 0.01, "load": 0.02, "compute": 0.5, "awaited": 0.0} | more)
 
 
-@pytest.mark.parametrize("kind", ["script", "load", "compute"])
+@pytest.mark.parametrize("kind", ["script", "load", "compute", "update"])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_rank_that_takes_longer(kind: str, rank: int) -> None:
     own = [usual(**({kind: 0.8} if place == rank else {})) for place in range(4)]
-    first = explain([step_of(own)] * STEPS).culprits[0]
-    length = usual(**{kind: 0.8}).own + 0.05
+    found = explain([step_of(own)] * STEPS, start=ALLREDUCE)
+    first, length = found.culprits[0], usual(**{kind: 0.8}).own + 0.05
     assert (first.kind, first.rank) == (kind, rank)
+    assert ("strategy=stealing" in [one.set for one in found.advice]) == (kind == "compute")
     assert first.share == pytest.approx((0.8 - getattr(usual(), kind)) / length, abs=1e-3)
+
+
+def test_others_compute_while_a_rank_pauses_if_they_steal() -> None:
+    step = step_of([usual(script=0.41, compute=0.1), usual(), usual(), usual()])
+    (first, *_) = explain([step] * STEPS, start={"strategy": "stealing"}).culprits
+    assert (first.kind, first.rank, first.share) == ("script", 0, pytest.approx(0.4 / 4 / (0.53 + 0.05), abs=1e-3))
 
 
 def test_ranks_in_turn_share_the_blame() -> None:
@@ -108,8 +115,12 @@ def test_pauses_of_a_rank_are_not_its_script() -> None:
     assert found["evaluate", None] == pytest.approx(0.2 * STEPS / length, abs=1e-3)
     assert found["evaluate", 0] == pytest.approx((10.0 - 0.2 * STEPS) / length, abs=1e-3)
     assert found["script", 0] == pytest.approx((0.8 * STEPS - 10.0) / length, abs=1e-3)
-    first = explain(steps, pauses={"checkpoint": 10.0}).culprits[0]
-    assert (first.kind, first.rank, first.share) == ("checkpoint", None, pytest.approx(10.0 / length, abs=1e-3))
+    for event, rank, named in (("checkpoint", 0, None), ("weights", 0, None), ("checkpoint", 1, 1), ("predict", 0, 0)):
+        found = explain([{rank: step[0], 1 - rank: step[1]} for step in steps], pauses={event: 10.0})
+        shares = {one.rank: one.share for one in found.culprits if one.kind == event}
+        common = 0.2 * STEPS / length
+        expected = {None: common, named: 10.0 / length - common * (named is not None)}
+        assert shares == pytest.approx(expected, abs=1e-3) and sentences(found)
 
 
 def test_loader_processes_are_not_advised_if_the_data_change() -> None:
@@ -135,6 +146,19 @@ def test_the_time_of_a_recovery_is_of_no_step(tmp_path: Path) -> None:
     index.update()
     assert findings_of(index).culprits == []
     index.close()
+
+
+def test_waits_between_steps_and_clocks_that_jump() -> None:
+    """Rank 1 takes 1 s to evaluate, while rank 0 waits. Clocks jump by 40 s."""
+    records: list[Record] = []
+    for step, rank in ((step, rank) for step in range(STEPS) for rank in range(2)):
+        more = {"seconds": 1.0, "waited": 0.0, "between": 1.0, "update": 0.1, "step": step}
+        more |= {"awaited": 1.0, "awaited_between": 0.9} if rank == 0 else {"awaited": 0.1, "awaited_between": 0.0}
+        time = 2.0 * step + 40.0 * (step % 3)
+        records.append({"time": time, "event": "step", "rank": rank, "generation": 0, **more})
+        records.append({"time": time, "event": "evaluate", "rank": rank, "generation": 0, "seconds": 1.0})
+    first = find(records).culprits[0]
+    assert (first.kind, first.rank, first.share) == ("evaluate", 1, pytest.approx(0.9 / 2, abs=1e-3))
 
 
 def write(run: Path, rank: int, step: int, end: float, **more: Any) -> None:
@@ -244,14 +268,16 @@ def test_waits_are_summed_for_each_rank() -> None:
         if ranks == [2]:
             assert waiting.awaited.since == 0.0, "it has been awaited since the wait began"
         now[0] += seconds
-    assert waiting.take_waits() == (3.5, 2, None)
-    assert waiting.take_waits() == (0.0, None, None)
+    assert waiting.take_waits() == (3.5, 0.0, 2, None)
+    assert waiting.take_waits() == (0.0, 0.0, None, None)
     for rank, seconds in ((2, 3.0), (1, 1.0), (2, 2.0)):
+        if rank == 1:
+            waiting.begin_step()
         with waiting.receiving() if rank == 1 else nullcontext():
             waiting.waits_for([rank])
             now[0] += seconds
             waiting.waits_for([])
-    assert waiting.take_waits() == (6.0, 2, (1, 1.0)), "only some waits are for links"
+    assert waiting.take_waits() == (6.0, 3.0, 2, (1, 1.0)), "only some waits are for links, and some are between steps"
 
 
 Link = dict[int, tuple[int, float]]

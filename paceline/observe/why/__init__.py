@@ -30,8 +30,9 @@ _LEAST_COMPUTE = 1e-9
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
 _MOST_LOADERS = 8
-_PAUSES = {"checkpoint": "stall", "evaluate": "seconds", "map": "seconds"}
+_PAUSES = {"checkpoint": "stall", **dict.fromkeys(("weights", "evaluate", "predict", "map", "extend"), "seconds")}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
+_OF_RANK_0 = ("checkpoint", "weights")  # pauses in which rank 0 writes for all
 EVENTS = ("start", "step", "cut", noise.EVENT, *_PAUSES)  # events from which the findings follow
 STAGES = """
 SELECT rank, min(json_extract(record, '$.stage')) FROM records
@@ -47,18 +48,23 @@ class Times(NamedTuple):
     load: float  # waiting for data
     compute: float  # the rest of its own time
     awaited: float  # waiting for other workers
+    update: float = 0.0  # the optimizer's update
 
     @property
     def own(self) -> float:
         """Time in which this worker waited for no other."""
-        return self.script + self.load + self.compute
+        return self.script + self.load + self.compute + self.update
+
+    def beyond(self, usual: Times) -> dict[str, float]:
+        """Return what each kind of its own time takes beyond the usual."""
+        return {name: getattr(self, name) - getattr(usual, name) for name in ("script", "load", "compute", "update")}
 
 
 @dataclass(frozen=True)
 class Culprit:
     """Part of the time that would be saved if the rank or the part of a step took no longer than it has to."""
 
-    kind: str  # "compute", "load", "script" or "start" of a rank; else "exchange", "load", "script" or a pause
+    kind: str  # "compute", "update", "load", "script", "start", a pause, or "exchange" if it is a link
     share: float  # of the time of the run
     rank: int | None = None
     host: str | None = None
@@ -166,11 +172,15 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
         if record["event"] != "step" or type(step) is not int or None in values:
             continue
         seconds, load, awaited = (max(0.0, value or 0.0) for value in values)
-        between = max(0.0, time - seconds - ended.get((rank, generation), time - seconds))
+        more = [number(record.get(name)) for name in ("between", "awaited_between", "update")]
+        if None in more:  # of an older version
+            more = [time - seconds - ended.get((rank, generation), time - seconds), awaited - seconds + load, 0.0]
+        between, beside, update = (max(0.0, value or 0.0) for value in more)
+        between = between if (rank, generation) in ended else 0.0
         ended[rank, generation] = time
-        within = min(awaited, max(0.0, seconds - load))  # of waits between steps only the sum with these is known
-        beside = min(awaited - within, between)
-        found[generation, step][rank] = Times(between - beside, load, max(0.0, seconds - load - within), awaited)
+        busy = max(0.0, seconds - load - max(0.0, awaited - beside))
+        update = min(update, busy)
+        found[generation, step][rank] = Times(max(0.0, between - beside), load, busy - update, awaited, update)
         match record.get("link"):
             case [int(sender), wait] if (late := number(wait)) is not None:
                 waits[generation, step][rank] = sender, late
@@ -217,9 +227,11 @@ def explain(
         slowest = max(step, key=lambda rank: step[rank].own)
         others = [times for rank, times in step.items() if rank != slowest] or [step[slowest]]
         usual = Times(*(median(column) for column in zip(*others, strict=True)))
-        excess = {name: getattr(step[slowest], name) - getattr(usual, name) for name in ("script", "load", "compute")}
-        kind = max(excess, key=excess.__getitem__)
-        lost[kind, slowest] += max(0.0, step[slowest].own - usual.own)
+        excess = step[slowest].beyond(usual)
+        lost[max(excess, key=excess.__getitem__), slowest] += max(0.0, step[slowest].own - usual.own)
+        for other, times in step.items() if start.get("strategy") == "stealing" else ():  # the others compute for it
+            for kind, seconds in times.beyond(usual).items():
+                lost[kind, other] += max(0.0, seconds) / len(step) if kind != "compute" else 0.0
         awaited = min(times.awaited for times in step.values())
         lost["exchange", None] += max(0.0, awaited - _filling(step, about, slowest) / microbatches)
         lost["load", None] += usual.load
@@ -230,7 +242,7 @@ def explain(
             part = min(left, lost["script", rank])
             left -= part
             lost["script", rank] -= part
-            lost[event, None if event == "checkpoint" else rank] += part  # rank 0 saves for all
+            lost[event, None if event in _OF_RANK_0 and rank == 0 else rank] += part
     ends: dict[str, Any] = {}
     if link is not None and link.seconds > lost["exchange", None] / 2:
         lost["exchange", link.rank] = lost.pop(("exchange", None))
@@ -325,9 +337,14 @@ _OF_RANK = {
     "exchange": "rank {rank}{where} {link}",
     "compute": "rank {rank}{where} takes longer to compute than the others",
     "load": "rank {rank}{where} waits longer for its data than the others",
+    "update": "rank {rank}{where} takes longer to update the weights than the others",
     "script": "rank {rank}{where} takes longer between steps than the others",
+    "checkpoint": "rank {rank}{where} takes longer to save checkpoints than the others",
+    "weights": "rank {rank}{where} takes longer to copy or export the weights than the others",
     "evaluate": "rank {rank}{where} takes longer to evaluate than the others",
+    "predict": "rank {rank}{where} takes longer in session.predict than the others",
     "map": "rank {rank}{where} takes longer in session.map than the others",
+    "extend": "rank {rank}{where} takes longer in session.extend than the others",
 }
 _OF_ALL = {
     "start": "the first steps take longer than the others",
@@ -335,7 +352,10 @@ _OF_ALL = {
     "load": "all workers wait for their data",
     "checkpoint": "training waits for checkpoints",
     "evaluate": "the model is evaluated",
+    "weights": "training waits while weights are copied or exported",
+    "predict": "session.predict computes",
     "map": "session.map computes",
+    "extend": "session.extend adds samples",
     "script": "the script runs between steps",
 }
 
