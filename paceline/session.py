@@ -189,8 +189,7 @@ class Session:
         """
         self._context.update.averages.check_training()
         result, seconds = self._loop.step(batch, phase_of(self._context, optimizer))
-        throughput = self._loop.records.throughput.samples_per_second
-        return report_of(self._context, batch, result, seconds, throughput, self._notes)
+        return report_of(self._context, batch, result, seconds, self._loop.records.throughput, self._notes)
 
     def evaluate(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -112,6 +113,7 @@ class Feed:
         self.owners = {} if self._plain is None or loaders else self._plain.owners
         # sizes of the batches from the user's collate function; None without such a function
         self.sizes = None if collate is None else CollatedSizes()
+        self._seconds = 0.0  # that load() has read data, since they were last taken
         self._values: dict[int, Values] = {}  # plain values with which the newest batches were read, by step
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
@@ -248,10 +250,17 @@ class Feed:
         ]
 
     def _read(self, step: int, groups: list[range]) -> list[Any]:
-        requests = self._requests_of(step, step + 1, lambda _: groups)
+        requests, begin = self._requests_of(step, step + 1, lambda _: groups), time.perf_counter()
         values = self._values.get(step)
         with nullcontext() if self._plain is None or values is None else self._plain.set_to(values):
-            return [self._collate(self._data.__getitems__(request)) for request in requests]
+            items = [self._collate(self._data.__getitems__(request)) for request in requests]
+        self._seconds += time.perf_counter() - begin
+        return items
+
+    def take_seconds(self) -> float:
+        """Return the seconds for which :meth:`load` has read data since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _remember(self, step: int) -> None:
         """Record the plain values with which the batch of a step is read. Loader processes keep their first values."""

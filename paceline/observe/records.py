@@ -85,6 +85,15 @@ def number(value: object) -> float | None:
     return float(value)
 
 
+def printable(text: str) -> str:
+    """Escape characters that a terminal would act on.
+
+    >>> printable("lost\\x1b[2J")
+    'lost\\\\x1b[2J'
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def encodable(text: str) -> str:
     """Replace halves of surrogate pairs, which JSON can hold but UTF-8 cannot."""
     return text.encode(errors="replace").decode()

@@ -103,7 +103,7 @@ class Records:
             **({"optimizer": phase} if phase else {}),
             step=step,
             seconds=seconds,
-            waited=waited,
+            waited=min(seconds, waited + context.feed.take_seconds()),  # some strategies load inside the step
             awaited=waits.seconds,
             update=context.update.take_seconds(),
             between=between,

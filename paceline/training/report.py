@@ -68,7 +68,7 @@ def report_of(
     batch: Batch,
     result: StepResult,
     seconds: float,
-    samples_per_second: float,
+    throughput: Throughput,
     notes: tuple[str, ...],
 ) -> Report:
     """Build the report of a step."""
@@ -77,7 +77,7 @@ def report_of(
         loss=result.loss,
         samples=context.order.samples_before(batch.step + 1),
         seconds=seconds,
-        samples_per_second=samples_per_second,
+        samples_per_second=throughput.samples_per_second,
         gradient_norm=float(result.norm),
         learning_rate=result.learning_rate,
         applied=result.applied,

@@ -48,6 +48,13 @@ def test_the_next_step_is_loaded_before_a_step_is_given(device: str, ahead: int)
     assert next(steps, None) is None
 
 
+def test_what_is_loaded_inside_a_step_is_measured() -> None:
+    feed = Feed(Read(), ORDER, torch.device("cpu"))
+    assert len(next(feed.steps(0, 3, own))) == 2 and feed.take_seconds() == 0.0, "that wait is of the loop"
+    feed.load(1, own(1))
+    assert feed.take_seconds() > 0.0 == feed.take_seconds()
+
+
 @pytest.mark.parametrize(("device", "ahead"), [("cpu", 0), ("meta", 1)])
 def test_steps_without_groups_are_not_loaded_later(device: str, ahead: int) -> None:
     """A strategy that loads during the step, such as stealing, gives way to one that has its groups loaded."""

@@ -245,7 +245,7 @@ def test_only_the_newest_launch_of_a_resumed_run_counts(tmp_path: Path) -> None:
 
 def test_layers_of_the_stage_are_named() -> None:
     records: list[Record] = [
-        {"time": 0.0, "event": "cut", "rank": 0, "generation": 0, "stages": [["a", "b", "c"], ["d"]]},
+        {"time": 0.0, "event": "cut", "rank": 0, "generation": 0, "stages": [["a", "b", "c\x1b[2J"], ["d"]]},
         *(
             {"time": 1.0 + at, "event": "step", "rank": rank, "generation": 0, "step": at, "seconds": 1.0, **waits}
             for at in range(STEPS)
@@ -253,8 +253,8 @@ def test_layers_of_the_stage_are_named() -> None:
         ),
     ]
     found = find(records, {0: 0, 1: 1})
-    assert (found.culprits[0].rank, found.culprits[0].layer) == (0, "a to c")
-    assert sentences(found)[0].startswith("rank 0 (stage 0: a to c) takes longer to compute")
+    assert (found.culprits[0].rank, found.culprits[0].layer) == (0, "a to c\x1b[2J")
+    assert sentences(found)[0].startswith("rank 0 (stage 0: a to c\\x1b[2J) takes longer to compute")
     assert find(records, {0: 1, 1: 0}).culprits[0].layer == "d"
     assert find(records, {0: 7, 1: 0}).culprits[0].layer is None
     assert find([{**records[0], "stages": [[], 3]}, *records[1:]], {0: 0}).culprits[0].layer is None

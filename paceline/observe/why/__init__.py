@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.observe import noise
-from paceline.observe.records import Record, number
+from paceline.observe.records import Record, number, printable
 from paceline.observe.why.links import Links, SlowLink, slow_link
 
 _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
@@ -377,6 +377,6 @@ def sentences(findings: Findings) -> list[str]:
         text = (_OF_ALL if one.rank is None else _OF_RANK)[one.kind].format(rank=one.rank, where=where, link=link)
         lost = one.share * findings.seconds
         each = f"{lost:.3g} s" if one.kind == "start" else f"{1000 * lost / findings.steps:.3g} ms of each step"
-        lines.append(f"{text}: {one.share:.0%} of the time, {each}")
+        lines.append(f"{printable(text)}: {one.share:.0%} of the time, {each}")
     lines += [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
     return lines if findings.noise is None else [*lines, noise.sentence(findings.noise)]
