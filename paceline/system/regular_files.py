@@ -1,4 +1,4 @@
-"""Opening of files from untrusted folders: only regular files, so that a pipe or device cannot block the process."""
+"""Files of untrusted folders: only regular ones are read, so that a pipe or device cannot block the process."""
 
 from __future__ import annotations
 
@@ -60,3 +60,14 @@ def read_text(path: Path | str, errors: str = "strict") -> str:
     """
     with open_regular(path) as file:
         return file.read().decode(errors=errors)
+
+
+def without_link(path: Path) -> Path:
+    """Return a path of an untrusted folder to write to, without the symbolic link there whose target would be lost.
+
+    Raises:
+        OSError: the link cannot be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    return path

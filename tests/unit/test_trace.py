@@ -134,7 +134,9 @@ def test_the_file_is_read_by_perfetto(tmp_path: Path, capsys: pytest.CaptureFixt
             main(["trace", run, *words])
         return "".join(capsys.readouterr())
 
+    (events.parent / "trace.pftrace").symlink_to(tmp_path / "other")
     assert "10 slices of launcher, rank 0, rank 1" in traced()
+    assert not (tmp_path / "other").exists(), "a link in the folder of a run is not followed"
     trace = proto.Trace.FromString((events.parent / "trace.pftrace").read_bytes())
     tracks = {
         one.track_descriptor.uuid: one.track_descriptor for one in trace.packet if one.HasField("track_descriptor")

@@ -54,7 +54,7 @@ def command(
     if otel is not None:
         spans, points = open_telemetry.send(workers, folder, otel)
     else:
-        write(workers, path)
+        write(workers, path, links=output is not None)
     slices = [one for worker in workers.values() for track in worker.tracks.values() for one in track]
     print(f"{len(slices)} slices of {', '.join(workers)}")
     for (_, machine), clock in clocks.items():

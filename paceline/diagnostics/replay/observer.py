@@ -26,6 +26,7 @@ from paceline.step.context import StepResult, TrainingContext
 from paceline.step.loss import loss_given, pair_of, sum_and_count
 from paceline.step.probes.probe import warn, without_trace
 from paceline.strategies.base import Strategy
+from paceline.system.regular_files import without_link
 
 _ROWS = 25  # lines of the profile that are printed, by their own time
 
@@ -121,7 +122,7 @@ def profiled(context: TrainingContext, step: int, path: Path, take: Callable[[],
             torch.cuda.synchronize()
     try:
         path.parent.mkdir(exist_ok=True)
-        found.export_chrome_trace(str(path))
+        found.export_chrome_trace(str(without_link(path)))
     except (OSError, RuntimeError) as error:
         warn(context, f"The profile of step {step} cannot be written to {path}: {error}.")
         return result

@@ -11,19 +11,20 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.observe.records import encodable
 from paceline.observe.tracing.slices import Instant, Slice, Worker
+from paceline.system.regular_files import without_link
 
 _SEQUENCE = 1  # all packets are of one sequence, because one program writes them
 
 
-def write(workers: Mapping[str, Worker], path: Path) -> None:
-    """Write a trace."""
+def write(workers: Mapping[str, Worker], path: Path, links: bool = True) -> None:
+    """Write a trace, also through a symbolic link if ``links``."""
     try:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
         from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
     except ImportError:
         raise ConfigError("paceline trace needs perfetto: install it with pip install 'paceline[trace]'.") from None
     try:
-        with path.open("wb") as file:
+        with (path if links else without_link(path)).open("wb") as file:
             builder = StreamingTraceProtoBuilder(file)
             for packet in _packets(workers, TracePacket):
                 packet.trusted_packet_sequence_id = _SEQUENCE
