@@ -200,7 +200,7 @@ def _begin(
         catch_notices(context.world)
     rules: dict[str, object] = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
     rules |= {"workers_per_loader": settings.workers_per_loader, "wire": settings.facts["wire"]}
-    rules["microbatches"] = context.order.microbatches
+    rules |= {"microbatches": context.order.microbatches, "located": context.order.located}
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
     about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}

@@ -87,6 +87,7 @@ def test_only_what_a_strategy_can_change_is_advised() -> None:
     steps = [step_of([usual(), usual(compute=2.0)], exchange=0.0)] * STEPS
     assert [one.set for one in explain(steps, start=ALLREDUCE).advice] == ["strategy=stealing"]
     assert explain(steps, start={"strategy": "pipeline"}).advice == []
+    assert explain(steps, start={**ALLREDUCE, "located": True}).advice == [], "no other worker has the samples"
 
 
 def test_the_gain_of_stealing_is_that_of_workers_with_their_speeds() -> None:
@@ -148,17 +149,21 @@ def test_the_time_of_a_recovery_is_of_no_step(tmp_path: Path) -> None:
     index.close()
 
 
-def test_waits_between_steps_and_clocks_that_jump() -> None:
-    """Rank 1 takes 1 s to evaluate, while rank 0 waits. Clocks jump by 40 s."""
+@pytest.mark.parametrize("pause", ["checkpoint", "weights", "evaluate", "predict", "map", "extend"])
+def test_waits_between_steps_and_clocks_that_jump(pause: str) -> None:
+    """Rank 1 takes 0.9 s more, before even steps for a pause, in odd ones for its update. Rank 0 waits."""
     records: list[Record] = []
     for step, rank in ((step, rank) for step in range(STEPS) for rank in range(2)):
-        more = {"seconds": 1.0, "waited": 0.0, "between": 1.0, "update": 0.1, "step": step}
-        more |= {"awaited": 1.0, "awaited_between": 0.9} if rank == 0 else {"awaited": 0.1, "awaited_between": 0.0}
-        time = 2.0 * step + 40.0 * (step % 3)
-        records.append({"time": time, "event": "step", "rank": rank, "generation": 0, **more})
-        records.append({"time": time, "event": "evaluate", "rank": rank, "generation": 0, "seconds": 1.0})
-    first = find(records).culprits[0]
-    assert (first.kind, first.rank, first.share) == ("evaluate", 1, pytest.approx(0.9 / 2, abs=1e-3))
+        odd, early = step % 2, rank == 0
+        more = {"seconds": 1.0, "waited": 0.0, "between": 0.1 if odd else 1.0, "update": 0.9 * rank * odd}
+        more |= {"awaited": 0.9 * early, "awaited_between": 0.9 * early * (1 - odd), "step": step}
+        about = {"time": 2.0 * step + 40.0 * (step % 3), "rank": rank, "generation": 0}
+        records.append({**about, "event": "step", **more})
+        if not odd:
+            records.append({**about, "event": pause, "seconds": 1.0, "stall": 1.0})
+    found = find(records)
+    lost = {(one.kind, one.rank): one.share * found.seconds for one in found.culprits if one.rank is not None}
+    assert lost == {("update", 1): pytest.approx(8.1, abs=0.01), (pause, 1): pytest.approx(7.2, abs=0.01)}
 
 
 def write(run: Path, rank: int, step: int, end: float, **more: Any) -> None:

@@ -317,7 +317,7 @@ def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: flo
     for one in culprits:
         shares[one.kind] += one.share
     gains = {}
-    if shares["compute"] and start.get("strategy") == "allreduce":
+    if shares["compute"] and start.get("strategy") == "allreduce" and not start.get("located"):
         gains["strategy=stealing"] = stealing
     if shares["load"] and fixed:
         rest, before = max(1e-4, 1 - shares["load"]), number(start.get("workers_per_loader")) or 0.0
