@@ -63,11 +63,11 @@ CAUSES = {
     "stragglers-in-turn": Cause("compute", (0, 1, 2, 3), workers=4),
     "hiccup-of-a-host": Cause("compute", (2, 3), workers=6),
     "imbalanced-stage": Cause("compute", settings=("strategy=pipeline",)),
-    "slow-server": Cause("compute", (0,), settings=("strategy=parameter-server",)),
+    "slow-server": Cause("update", (0,), settings=("strategy=parameter-server",)),
     "slow-first-step": Cause("start"),
     "small-loader": Cause("load", (None,)),
     "slow-data-of-a-rank": Cause("load", workers=8),
-    "slow-evaluation": Cause("evaluate", (None, 0, 1, 2)),
+    "slow-evaluation": Cause("evaluate"),
     "large-checkpoints": Cause("checkpoint", (None,), settings=("checkpoint.every=2", "checkpoint.background=false")),
     "slow-disk": Cause("checkpoint", (None,), settings=("checkpoint.every=4", "checkpoint.background=false")),
     "chatty-logging": Cause("script"),
@@ -249,7 +249,7 @@ def once(seconds: float, usual: Callable[[], None]) -> Callable[[], None]:
 def between_steps(cause: str, session: Any, step: int) -> None:
     """Do what the script of a cause does after a step."""
     if cause == "slow-evaluation" and step % 8 == 7:
-        session.evaluate(Items(WIDTH, 0.005, 240))
+        session.evaluate(Items(WIDTH, 0.005 if session.rank == SLOW else 0.0, 240))
     if cause == "chatty-logging" and session.rank == SLOW:
         log = logging.FileHandler(os.devnull)
         for line in range(4000):

@@ -119,7 +119,7 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
     lines = sorted(lines, key=lambda line: float(line["time"]))
     processes = _processes(lines)
     starts = [line for line in lines if line["event"] == "start"]
-    asynchronous, own_losses = any(map(_is_asynchronous, starts)), any(map(_has_own_losses, starts))
+    asynchronous, own_losses = any(map(is_asynchronous, starts)), any(map(_has_own_losses, starts))
     for line in lines:
         when, event = float(line["time"]), line["event"]
         generation = int(line.get("generation", 0))
@@ -141,7 +141,7 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
     return Records(tuple(applied), tuple(recovered), tuple(resumed), tuple(updates), asynchronous, own_losses)
 
 
-def _is_asynchronous(start: Mapping[str, Any]) -> bool:
+def is_asynchronous(start: Mapping[str, Any]) -> bool:
     """Return whether each step is computed by one worker, according to a session's start event."""
     strategy = start.get("strategy")
     return strategy == "hogwild" or (strategy == "parameter-server" and start.get("server.mode", "sync") != "sync")
@@ -151,7 +151,7 @@ def _has_own_losses(start: Mapping[str, Any]) -> bool:
     """Return whether a worker reports the loss of its own share, or of the newest step that it knows."""
     strategy = start.get("strategy")
     unflushed = strategy == "pipeline" and start.get("pipeline.schedule") in ASYNC_SCHEDULES
-    return strategy in ("diloco", "local-sgd") or unflushed or _is_asynchronous(start)
+    return strategy in ("diloco", "local-sgd") or unflushed or is_asynchronous(start)
 
 
 def _processes(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:

@@ -21,12 +21,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.observe import noise
+from paceline.observe.ledger import is_asynchronous
 from paceline.observe.records import Record, number, printable
 from paceline.observe.why.links import Links, SlowLink, slow_link
+from paceline.schedule.shares import even
+from paceline.schedule.speed_shares import fit_counts
 
 _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
 _LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
-_LEAST_COMPUTE = 1e-9
+_STOLEN = 64  # microbatches of a worker from which more of them would save no more time
+_SAVING = 0.01
+"""Share of the time that saves take at the best interval, sqrt(stall / (2 MTBF)), for 20 s and a day."""
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
 _MOST_LOADERS = 8
@@ -263,7 +268,9 @@ def explain(
         of_ranks[one.kind] += one.share if one.rank is not None else 0.0
     culprits.sort(key=lambda one: (-(one.share if one.rank is None else of_ranks[one.kind]), -one.share))
     fixed = not pauses.get("map") and not pauses.get("extend")
-    return Findings(len(steps), total, culprits, _advice(culprits, start, _stealing(steps) / total, fixed))
+    return Findings(
+        len(steps), total, culprits, _advice(culprits, start, _stealing(steps, microbatches) / total, fixed)
+    )
 
 
 def _filling(step: Mapping[int, Times], about: Mapping[int, Mapping[str, Any]], rank: int) -> float:
@@ -294,25 +301,28 @@ def _lost_at_start(
     return defaultdict(float, {key: max(0.0, seconds - _PROBE_SECONDS) for key, seconds in lost.items()})
 
 
-def _stealing(steps: Sequence[Mapping[int, Times]]) -> float:
-    """Return the seconds that work stealing would save: all workers compute until the last microbatch, at their speeds.
+def _stealing(steps: Sequence[Mapping[int, Times]], microbatches: float) -> float:
+    """Return the seconds that work stealing would save: each worker computes as many microbatches as fit its speed.
 
     A pause of a worker cannot be stolen, so only what a worker usually takes counts.
     """
     ranks = [[step[rank] for step in steps if rank in step] for rank in steps[-1]]
     usual = [Times(*(median(column) for column in zip(*times, strict=True))) for times in ranks]
-    together = len(usual) / sum(1 / max(_LEAST_COMPUTE, times.compute) for times in usual)
-    compute = max(times.compute for times in usual)
-    return len(steps) * (compute - together)
+    total = max(len(usual), int(min(microbatches, _STOLEN * len(usual))))
+    each = [one.compute / len(share) for one, share in zip(usual, even(total, len(usual)), strict=True)]
+    together = max(one * count for one, count in zip(each, fit_counts(total, each), strict=True))
+    return len(steps) * (max(times.compute for times in usual) - together)
 
 
 def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: float, fixed: bool) -> list[Advice]:
     """Return settings that would save time, with the shares that they save.
 
     Args:
-        stealing: share that work stealing saves: all workers compute until the last microbatch, each at its speed.
+        stealing: share that work stealing saves.
         fixed: whether the data set stays the same. If not, loader processes would not see the changes.
     """
+    if is_asynchronous(start):
+        return []
     shares: dict[str, float] = defaultdict(float)
     for one in culprits:
         shares[one.kind] += one.share
@@ -327,7 +337,7 @@ def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: flo
     if shares["exchange"] and start.get("strategy") in ("allreduce", "stealing") and start.get("wire") == "float32":
         gains["wire=bfloat16"] = shares["exchange"] / 2
     if shares["checkpoint"]:
-        gains["checkpoint.every=auto"] = shares["checkpoint"] / 2
+        gains["checkpoint.every=auto"] = shares["checkpoint"] - _SAVING
     found = [Advice(key, round(gain, 4)) for key, gain in gains.items() if gain >= _LEAST_SHARE]
     return sorted(found, key=lambda one: -one.gain)
 
