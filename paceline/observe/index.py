@@ -109,11 +109,14 @@ class RecordIndex:
         for folder in self._folders:
             if not (folder / "events").is_dir():
                 raise InputError(f"{folder} has no folder 'events', so it is not the directory of a run.")
-        self._base, self._where = _open(run / _name_of(more))
-        self._base.create_function("corrected", 2, self._corrected)
+        self._use(*_open(run / _name_of(more)))
+        self.skipped = 0  # complete lines that are not records
+
+    def _use(self, base: sqlite3.Connection, where: str) -> None:
+        self._base, self._where = base, where
+        base.create_function("corrected", 2, self._corrected)
         self.clocks = Clocks()
         self._keys: dict[int, Key] = {}  # clocks by the numbers of their comparisons
-        self.skipped = 0  # complete lines that are not records
 
     def close(self) -> None:
         self._base.close()
@@ -125,7 +128,24 @@ class RecordIndex:
         return cells
 
     def update(self) -> None:
-        """Add the records that were written since the last call."""
+        """Add the records that were written since the last call. Uses memory if the disk is full."""
+        try:
+            self._add_new()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                raise InputError(self._failed(error)) from None
+            self._base.close()
+            self._use(*_in_memory())
+            self.update()
+        except sqlite3.Error as error:
+            raise InputError(self._failed(error)) from None
+
+    def _failed(self, error: sqlite3.Error) -> str:
+        cure = "Remove it: the next search builds it again."
+        cure = "Another search reads it for the first time. Try again later." if "locked" in str(error) else cure
+        return f"The index {self._where} cannot be brought up to date: {error}. {cure}"
+
+    def _add_new(self) -> None:
         try:
             self._base.execute("BEGIN IMMEDIATE")
             paths = [path.resolve() for folder in self._folders for path in sorted((folder / "events").glob("*.jsonl"))]
@@ -147,10 +167,6 @@ class RecordIndex:
             self.skipped = int(self._base.execute("SELECT TOTAL(skipped) FROM files").fetchone()[0])
             self._base.commit()
             self._compare_clocks()
-        except sqlite3.Error as error:
-            cure = "Remove it: the next search builds it again."
-            cure = "Another search reads it for the first time. Try again later." if "locked" in str(error) else cure
-            raise InputError(f"The index {self._where} cannot be brought up to date: {error}. {cure}") from None
         finally:
             if self._base.in_transaction:
                 self._base.rollback()
@@ -325,6 +341,10 @@ def _open(path: Path) -> tuple[sqlite3.Connection, str]:
                 base = _connect(str(path), new=True)
             if base is not None:
                 return base, str(path)
+    return _in_memory()
+
+
+def _in_memory() -> tuple[sqlite3.Connection, str]:
     base = _connect(":memory:", new=True)
     assert base is not None
     return base, "in memory"

@@ -142,6 +142,15 @@ def test_an_index_that_cannot_be_used(run: Path, tmp_path: Path) -> None:
     assert len(found(run)) == 17, "of another version"
 
 
+def test_an_index_on_a_full_disk(run: Path) -> None:
+    (run / "events" / "rank-4.jsonl").write_text("".join(line("step", 4, step, text="x" * 999) for step in range(99)))
+    index = RecordIndex(run)
+    index._base.execute("PRAGMA max_page_count = 1")
+    index.update()
+    assert len(list(index.find(Search(ranks=("4",))))) == 99, "in memory"
+    index.close()
+
+
 def test_files_that_are_none(run: Path, tmp_path: Path) -> None:
     os.mkfifo(run / "events" / "rank-5.jsonl")
     with pytest.raises(InputError, match=r"rank-5\.jsonl cannot be read: a pipe"):
