@@ -21,7 +21,10 @@ from paceline.launchers.workers import Supervisor
 
 _RESTARTS = 100  # largest number of replacement workers that an agent starts in one run
 _RESTART_DELAY_SECONDS = 2.0
-"""Delay before a replacement starts. It keeps a core busy for seconds, so survivors recover and take a step first."""
+"""Delay before a replacement starts. It keeps a core busy for seconds, so survivors recover and take a step first.
+
+The next standby always waits so long: its start took a third of the processor time of a recovery.
+"""
 _GRACE_BEFORE_TRAINING = 1.0, 3.0
 _GRACE = 3.0, 10.0
 _LAST_SECONDS = 10.0
@@ -98,7 +101,8 @@ class CoordinatorAgent(Supervisor):
         if self._discovery is not None:
             self._follow(self._discovery.slots)
         now = self._clock()
-        due = [when for when in self._due if at_once or when <= now or self._coordinator.waiting]
+        hurries = bool(self._due) and (at_once or self._coordinator.waiting) and self._coordinator.is_short
+        due = [when for when in self._due if hurries or when <= now]
         self._due = self._due[len(due) :]
         return len(due) if self._coordinator.over is None else 0
 

@@ -272,6 +272,12 @@ class MembershipProtocol:
             if one.state == "ready" and one.number not in self._ranks and one.session == session
         ]
 
+    @property
+    def is_short(self) -> bool:
+        """Whether fewer workers train, or are ready to, than wanted."""
+        there = sum(self.workers[member].state != "gone" for member in self.members)
+        return there + len(self._spares()) < self.bounds.wanted
+
     def _latest(self) -> int:
         """Return the session that the members are in or are about to enter."""
         there = (self.workers[member] for member in self.members)

@@ -192,6 +192,12 @@ class Coordinator:
         return self.membership.changing or self.membership.generation < 0
 
     @property
+    def is_short(self) -> bool:
+        """Whether the run lacks workers that no standby replaces."""
+        with self._lock:
+            return self.membership.is_short
+
+    @property
     def has_agents(self) -> bool:
         """Whether agents of other machines are connected."""
         return bool(self._agents)
