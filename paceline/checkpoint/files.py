@@ -22,6 +22,7 @@ import torch
 
 from paceline.checkpoint.manifest import EARLIER, METADATA, DamagedError, Manifest, dtype_of
 from paceline.checkpoint.tensors import begin_hash, each, hash_of
+from paceline.comm.shm.tensors import bytes_of
 from paceline.system.torch_internals import storage_info
 
 Create = Callable[[str], AbstractContextManager[BinaryIO]]
@@ -114,7 +115,7 @@ def _start_of_elements(head: bytearray, tensor: torch.Tensor) -> int:
     name = head.index(b"/data/0")
     header = head.rindex(b"PK\x03\x04", 0, name)
     start: int = header + 30 + sum(struct.unpack_from("<HH", head, header + 26))
-    first: bytes = tensor.reshape(-1).view(torch.uint8)[: _HEAD - start].numpy().tobytes()
+    first: bytes = bytes_of(tensor)[: _HEAD - start].numpy().tobytes()
     assert head[start : start + len(first)] == first, "this version of torch.save has another layout"
     return start
 
@@ -177,7 +178,7 @@ def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[st
 def _read_tensor(checked: _Checked, manifest: Manifest, name: str) -> torch.Tensor:
     dtype, shape = manifest.tensors[name]
     tensor = torch.empty(shape, dtype=dtype_of(dtype))
-    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    view = bytes_of(tensor).numpy().data
     if manifest.format == EARLIER:
         checked.fill(view)
         return tensor

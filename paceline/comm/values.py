@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
+from paceline.comm.shm.tensors import bytes_of
 from paceline.errors import InputError
 
 _HEAD = struct.Struct("<QQ")
@@ -126,8 +127,8 @@ class _Encoder:
         raise TypeError(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent")
 
     def tensor(self, value: torch.Tensor) -> list[Any]:
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return [str(value.dtype), list(value.shape), self.put(flat.view(torch.uint8).numpy().tobytes())]
+        data = bytes_of(value.detach().cpu().resolve_conj().resolve_neg()).numpy().tobytes()
+        return [str(value.dtype), list(value.shape), self.put(data)]
 
     def put(self, data: bytes) -> list[int]:
         self.parts.append(data)

@@ -25,6 +25,7 @@ from paceline.step.optimizers.calling import begin_training, closure_users, eval
 from paceline.step.optimizers.exclusive import refuse_other_steps, updating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.loss_scale import LossScale
+from paceline.step.optimizers.overlap import check_elements
 from paceline.step.optimizers.own_values import OwnValues, refuse_change, refuse_counters
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.step.optimizers.structure import Structure
@@ -116,6 +117,7 @@ class OptimizerStep:
         self._measured: dict[int, Measured] = {}
         if not self.parameters:
             raise InputError("No parameter of the model requires a gradient: there is nothing to train.")
+        check_elements(self.parameters)
         self.optimizer = make_optimizer(optimizer, model)
         self._take_owned(model)
         for group in self.optimizer.param_groups:

@@ -23,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.comm.collectives.step_header import StateDigest
+from paceline.comm.shm.tensors import bytes_of
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.objects.attributes import Attributes
 from paceline.errors import DisagreementError
@@ -82,7 +83,7 @@ def _sum_of_words(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     if value.is_sparse:
         value = value.to_dense()
-    flat = value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = bytes_of(value.resolve_conj().resolve_neg())
     if flat.storage_offset() % 8:
         flat = flat.clone()
     if rest := len(flat) & 7:

@@ -17,6 +17,7 @@ from paceline.partition.flags import requires_grad_flags
 from paceline.settings import Settings
 from paceline.step.checks import Sparse
 from paceline.step.context import TrainingContext
+from paceline.step.optimizers.overlap import check_apart
 from paceline.step.optimizers.own_values import check_own_tensors
 from paceline.step.probes.optimizer_probe import probe_optimizer
 from paceline.step.probes.row_probe import probe_rows
@@ -218,6 +219,7 @@ def check_optimizer(context: TrainingContext, able: Capabilities) -> None:
         if not able.cuts_model:
             context.update.divided_by = strategy
     if context.divides_update:
+        check_apart(context.update.parameters, strategy)
         probe_optimizer(context)
     if able.sparse_gradients == "modules":
         probe_rows(context)

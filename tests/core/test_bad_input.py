@@ -259,6 +259,20 @@ BEFORE_TRAINING = {
             "backup": "cannot give the same bits",
         }.items()
     },
+    "a parameter that was expanded": Bad(
+        "model = torch.nn.Linear(12, 4)\n"
+        "model.bias = torch.nn.Parameter(torch.zeros(1).expand(4))\n"
+        "go(model=model, strategy='sharded')",
+        "InputError",
+        ["'bias' of shape [4] and strides [0]", "in the same memory, as after expand()", "clone()"],
+    ),
+    "weights tied by their data": Bad(
+        "model = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.Linear(12, 12))\n"
+        "model[1].weight.data = model[0].weight.data\n"
+        "go(model=model, strategy='sharded')",
+        "InputError",
+        ["'0.weight' and '1.weight' have memory in common", "'sharded'", "decoder.weight = encoder.weight"],
+    ),
     "complex parameters in fixed point": Bad(
         "del given['loss']\nmodel = torch.nn.Linear(4, 4, dtype=torch.complex64)\n"
         "data = torch.utils.data.TensorDataset(torch.randn(64, 4, dtype=torch.complex64))\n"

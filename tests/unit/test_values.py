@@ -80,6 +80,8 @@ def test_bits_of_what_is_no_number() -> None:
         torch.arange(6).view(2, 3).t(),
         torch.tensor(1.5),
         torch.empty(0, 3),
+        torch.ones(()).expand(1),
+        torch.ones(()).expand(0),
         torch.tensor([math.nan, -0.0]),
         torch.randn(3, dtype=torch.complex64).conj(),
         torch.randn(4).to(torch.bfloat16),

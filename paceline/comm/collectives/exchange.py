@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.shm.tensors import CACHE_LINE, aligned
+from paceline.comm.shm.tensors import CACHE_LINE, aligned, bytes_of
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 
@@ -70,7 +70,7 @@ def fill_from(tensors: Iterable[torch.Tensor], start: int = 0) -> Fill:
     """Return a :data:`Fill` for tensors that are packed from byte ``start`` on, each aligned to a cache line."""
     segments = []
     for value in tensors:
-        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        plain = bytes_of(value.cpu())
         segments.append((start, plain))
         start += aligned(plain.numel())
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.tensors import bytes_of
 
 _SLOTS = 8  # number of lists in flight before the sender waits
 LARGEST_BYTES = 1 << 20
@@ -67,7 +68,7 @@ class Ring:
             self._shared_memory.wait(self._taken, self._number - _SLOTS + 1, [self._receiver])
         offset = self._next()
         for value in values:
-            offset += self._shared_memory.write(offset, _bytes_of(value))
+            offset += self._shared_memory.write(offset, bytes_of(value).numpy().data)
         self._shared_memory.announce(self._sent, self._number)
 
     def take(self, values: Sequence[torch.Tensor]) -> None:
@@ -75,7 +76,7 @@ class Ring:
         self._shared_memory.wait(self._sent, self._number + 1, [self._sender])
         offset = self._next()
         for value in values:
-            offset += self._shared_memory.read(self._sender, offset, _bytes_of(value))
+            offset += self._shared_memory.read(self._sender, offset, bytes_of(value).numpy().data)
         self._shared_memory.announce(self._taken, self._number)
 
     def _next(self) -> int:
@@ -83,7 +84,3 @@ class Ring:
         offset = (self._first_slot + self._number % _SLOTS) * LARGEST_BYTES
         self._number += 1
         return offset
-
-
-def _bytes_of(value: torch.Tensor) -> memoryview:
-    return value.reshape(-1).view(torch.uint8).numpy().data

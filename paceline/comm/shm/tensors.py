@@ -24,6 +24,13 @@ def view_of(block: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int
     return torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)
 
 
+def bytes_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor in row-major order. They are a view if the tensor is contiguous."""
+    flat = value.detach().contiguous()
+    # not reshape(-1): a tensor of at most one element counts as contiguous with a stride of 0, as an expanded one has
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def kinds_of(tensors: Mapping[str, torch.Tensor]) -> Kinds:
     """Return the types and shapes of tensors."""
     return {name: (value.dtype, value.shape) for name, value in tensors.items()}

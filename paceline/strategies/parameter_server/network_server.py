@@ -26,6 +26,7 @@ from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.network_claims import Order
 from paceline.comm.servers.rpc import Answer, RpcClient, holders
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
+from paceline.comm.shm.tensors import bytes_of
 from paceline.errors import WorkerLost
 from paceline.step.commit import means
 from paceline.step.context import StepResult
@@ -223,7 +224,7 @@ class NetworkServer(Server):
 def _bytes_of(value: torch.Tensor) -> memoryview:
     if value.numel() == 0:
         return memoryview(b"")
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return bytes_of(value).numpy().data
 
 
 def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,0 +1,37 @@
+"""Checks that each element of the parameters has memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from torch import nn
+
+from paceline.errors import InputError
+
+
+def check_elements(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise InputError if several elements of a parameter are one number in memory."""
+    for name, value in parameters.items():
+        if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True)):
+            raise InputError(
+                f"The parameter {name!r} of shape {list(value.shape)} and strides {list(value.stride())} has several "
+                f"elements in the same memory, as after expand(), so no optimizer can update it. Train the tensor that "
+                f"was expanded, and expand it in the forward pass, or clone() the expanded one."
+            )
+
+
+def check_apart(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
+    """Raise InputError if parameters have memory in common and different workers update them.
+
+    Only contiguous parameters are compared: others may lie between each other without a common element.
+    """
+    known = [(value.data_ptr(), value.nbytes, name) for name, value in parameters.items() if value.is_contiguous()]
+    for (start, size, name), (other, _, second) in pairwise(sorted(one for one in known if one[0] and one[1])):
+        if other < start + size:
+            raise InputError(
+                f"The parameters {name!r} and {second!r} have memory in common, so an update of one changes the "
+                f"other. With strategy {strategy!r}, different workers update them. To tie weights, assign the "
+                f"parameter itself, as in decoder.weight = encoder.weight, not its .data. Otherwise clone() one, or "
+                f"use strategy 'allreduce'."
+            )
