@@ -22,6 +22,7 @@ from torch.nn.modules import batchnorm
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.data import dataloader
 from torch.utils.data._utils import collate as _collate
+from torch.utils.hooks import RemovableHandle
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -61,6 +62,13 @@ def count_users(storage: torch.UntypedStorage) -> int:
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     both = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return [hook for hooks in both for hook in (hooks or {}).values()]
+
+
+def run_last(hook: RemovableHandle) -> None:
+    """Put a hook of a tensor behind all others of its kind."""
+    hooks = hook.hooks_dict_ref()
+    if hooks is not None:
+        hooks[hook.id] = hooks.pop(hook.id)
 
 
 # Modes

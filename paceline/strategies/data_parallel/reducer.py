@@ -34,6 +34,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value, divided
 from paceline.step.gradients.formats import codec_for
 from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, Slices, filled, groups_of, put
+from paceline.system.torch_internals import run_last
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
 
@@ -147,6 +148,8 @@ class Reducer:
         self._held: list[Piece] = []
         for group in self._groups:
             group.arrived.clear()
+        for hook in self._hooks:
+            run_last(hook)  # the script's own hooks, which may be newer, change the gradients before they are sent
         self._armed = True
 
     def nothing(self, header: StepHeader) -> None:
