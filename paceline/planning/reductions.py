@@ -29,12 +29,14 @@ class Bucket(NamedTuple):
     Attributes:
         nbytes: its size.
         full_after: number of layers, from the last, after whose backward pass it is full.
+        begun_after: number of layers after whose backward pass it gets its first gradient.
         home: rank of the worker that adds it up. None if each worker adds up a chunk.
         after: index of the bucket before it in the same memory, or -1.
     """
 
     nbytes: float
     full_after: int
+    begun_after: int
     home: int | None = None
     after: int = -1
 
@@ -56,6 +58,28 @@ def buckets_of(
 @lru_cache(maxsize=64)
 def _packed(nbytes: tuple[int, ...], size: float, homes: int, windowed: bool, whole: bool) -> tuple[Bucket, ...]:
     size = max(size, sum(nbytes) / _MOST_RUNS)
+    runs = _runs(nbytes, size)
+    if homes == 1 and not whole:
+        sums = [sum(nbytes[index] for index in run) for run in runs]
+        return tuple(Bucket(one, run[-1] + 1, run[0] + 1) for one, run in zip(sums, runs, strict=True) if one)
+    parts = sorted(slices.whole(nbytes, homes) if whole else slices.even(nbytes, runs, homes))
+    made = []
+    for run in _runs([part.stop - part.start for part in parts], size):
+        of_home: dict[int, list[slices.Slice]] = {}
+        for part in (parts[index] for index in run):
+            of_home.setdefault(part.owner, []).append(part)
+        for home, own in sorted(of_home.items()):
+            if total := sum(part.stop - part.start for part in own):
+                made.append(Bucket(total, own[-1].parameter + 1, own[0].parameter + 1, home))
+    if not windowed:
+        return tuple(made)
+    capacity = max(WINDOW_BUCKETS * size, 2 * max(one.nbytes for one in made))
+    placed = windows([int(one.nbytes) for one in made], int(capacity))
+    return tuple(one._replace(after=after) for one, (_, after) in zip(made, placed, strict=True))
+
+
+def _runs(nbytes: Sequence[int], size: float) -> list[list[int]]:
+    """Return the indices of the blocks of each run, which ends when it has this size."""
     runs: list[list[int]] = []
     held = 0
     for index, one in enumerate(nbytes):
@@ -63,23 +87,7 @@ def _packed(nbytes: tuple[int, ...], size: float, homes: int, windowed: bool, wh
             runs.append([])
         runs[-1].append(index)
         held = 0 if held + one >= size else held + one
-    ends = [run[-1] + 1 for run in runs]
-    if homes == 1 and not whole:
-        sums = [sum(nbytes[index] for index in run) for run in runs]
-        return tuple(Bucket(one, end) for one, end in zip(sums, ends, strict=True) if one)
-    owned = slices.whole(nbytes, homes) if whole else slices.even(nbytes, runs, homes)
-    run_of = {index: place for place, run in enumerate(runs) for index in run}
-    found: dict[tuple[int, int], tuple[int, int]] = {}  # bytes, and last layer, by run and home
-    for part in owned:
-        key = run_of[part.parameter], part.owner
-        before, last = found.get(key, (0, 0))
-        found[key] = before + part.stop - part.start, max(last, part.parameter + 1)
-    made = [Bucket(*found[key], key[1]) for key in sorted(found) if found[key][0]]
-    if not windowed:
-        return tuple(made)
-    capacity = max(WINDOW_BUCKETS * size, 2 * max(one.nbytes for one in made))
-    placed = windows([int(one.nbytes) for one in made], int(capacity))
-    return tuple(one._replace(after=after) for one, (_, after) in zip(made, placed, strict=True))
+    return runs
 
 
 class Updaters(NamedTuple):
@@ -160,11 +168,12 @@ class Reduction:
         sent = reduced = 0
         for done, layer in enumerate(reversed(layers), start=1):
             yield Compute(layer.backward, self._work.core_load)
+            room = 1 + max((one.after for one in self.buckets if one.begun_after == done), default=-1)
+            room = min(room, sent)
+            while reduced < room:  # its memory holds earlier sums
+                yield from self._reduce(reduced)
+                reduced += 1
             while sent < len(self.buckets) and self.buckets[sent].full_after <= done:
-                room = self.buckets[sent].after + 1  # its memory holds earlier sums
-                while reduced < room:
-                    yield from self._reduce(reduced)
-                    reduced += 1
                 yield from self._scatter(sent)
                 sent += 1
                 if self._at_homes is None and reduced < sent - (sent < len(self.buckets)):

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline import config
 from paceline.cli.display.alerts import predicted
+from paceline.comm.reduction.buckets import Layout as BucketLayout
+from paceline.comm.reduction.buckets import pack, split
 from paceline.environments import env
 from paceline.errors import ConfigError, InputError
 from paceline.launchers.base import Request
@@ -20,9 +23,10 @@ from paceline.planning.costs import Profile, Work, write
 from paceline.planning.memory import Run, need
 from paceline.planning.programs import asynchronous, data_parallel, pipeline
 from paceline.planning.query import Query
-from paceline.planning.reductions import Updaters
+from paceline.planning.reductions import Updaters, buckets_of
 from paceline.planning.search import Candidate, Layout, Measured, best, candidates, explained, front
 from paceline.planning.simulate import Compute, Exchange, Machine, Place, Program, Send, Simulation, Step, Wait
+from paceline.schedule import slices
 from paceline.schedule.balance import LayerCost
 from paceline.schedule.link_shares import WINDOW_BUCKETS, full
 from paceline.schedule.pipeline import clock
@@ -124,6 +128,31 @@ def test_equal_pipelines_are_simulated_once_and_exchange_their_gradients() -> No
 
     assert seconds(Place(machines, (0, 1, 2, 3))) == pytest.approx(2 * (1 / 2) * 3, abs=0.01)
     assert seconds(Place(machines, (0, 1, 2, 3) * 3, (0, 1, 2, 3))) == pytest.approx(2 * (5 / 6) * 3, abs=0.01)
+
+
+@pytest.mark.parametrize("megabytes", [[0.25] * 6 + [8, 8], [3, 1, 12, 0.5], [40] + [1] * 20])
+def test_owners_get_the_buckets_of_training(megabytes: list[float]) -> None:
+    workers, element = 4, 4
+    tensors = [torch.empty(int(one * 2**20) // element) for one in reversed(megabytes)]
+    owned = slices.even([one.numel() for one in tensors], split(tensors, full(workers)), workers)
+    layout = BucketLayout(full(workers), [1 / workers] * workers, homes=[one.owner for one in owned], windowed=True)
+    made = pack([tensors[one.parameter][one.start : one.stop] for one in owned], layout, layout.bucket_bytes)
+    costs = [LayerCost("", 0.0, 0.0, 0, int(one * 2**20), 0) for one in megabytes]
+    found = buckets_of(costs, full(workers), workers, windowed=True)
+    assert [(one.nbytes, one.home, one.after) for one in found] == [(one.nbytes, one.home, one.after) for one in made]
+
+
+def test_a_gradient_waits_for_the_memory_of_an_earlier_bucket() -> None:
+    costs = [LayerCost("", 0.0, 0.02, 0, int(one * 2**20), 0) for one in [0.25] * 6 + [8, 8]]
+    place = Place((Machine(bytes_per_second=2.5e7),) * 4, (0, 1, 2, 3))
+    work = Work({1: tuple(costs)}, 4, core_load=0.0)
+
+    def seconds(windowed: bool) -> float:
+        owners = Updaters(4, windowed=windowed)
+        programs = {rank: data_parallel(work, place, rank, 0, owners=owners) for rank in range(4)}
+        return Simulation(place.machines, place.of_worker).run(programs).seconds
+
+    assert seconds(windowed=True) > 1.05 * seconds(windowed=False)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet-101", "gpt-175b")]
