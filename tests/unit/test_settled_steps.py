@@ -21,6 +21,7 @@ def loop_at(steps: int, back_to: int) -> Any:
     loop.context.world.generation, loop.context.world.size = 1, 2
     loop.context.loop.not_restored.return_value = loop.context.loop.without_effect.return_value = None
     loop._closed = loop._strategy_ready = False
+    loop.records.begin.return_value = 0.0
     loop._progress, loop._recovery, loop._script, loop._notice = Progress(steps, repeat_until=6), Mock(), Mock(), 0
     loop._run_step = lambda *_: StepResult(0.5, 1.0, 0.1, notice=2)
     loop.strategy.settle.side_effect = [WorkerLost("rank 1 was lost"), None, None, None, None]

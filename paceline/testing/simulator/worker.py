@@ -137,6 +137,9 @@ class Feed:
             samples.check(self._order, step, STEPS)
         return groups
 
+    def take_seconds(self) -> float:
+        return 0.0
+
     def receive(self, step: int, groups: list[range], events: Any) -> list[range]:
         return groups
 
@@ -240,5 +243,5 @@ class Worker:
             probe_results=ProbeResults(repeatable=True), audits=AuditSchedule(off=True),
             events=EventLog(None, -1), warnings=[], prepared=[], sparse=(), held=HeldShare(), replicas={},
             compute=SimpleNamespace(buffers=buffers, model=model, batch_loss=None), state=state,
-            update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
+            update=SimpleNamespace(parameters={}, take_seconds=float), every=frozenset(name for name, _ in names),
         )  # fmt: skip
