@@ -108,7 +108,8 @@ class SharedMemoryExchange:
         self._rank, self._size = memory.place, len(memory.ranks)
         self._shared, self._windowed = SharedBuckets(memory, windowed), windowed
         self.open = self._shared.open
-        self.layout = Layout(SMALLEST_BUCKET, [1 / self._size] * self._size, homes=homes, windowed=windowed)
+        size = SMALLEST_BUCKET // 2 if windowed else SMALLEST_BUCKET  # the windows are memory that owners save
+        self.layout = Layout(size, [1 / self._size] * self._size, homes=homes, windowed=windowed)
 
     def expect(self, bucket: Bucket) -> list[Message]:
         """Return nothing, because parts stay where they were written."""

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 _SLOTS = 1 << 15
 _SPINS = 20
+"""Number of polls before the first sleep. They take about 10 us, a fifth of the time to sleep and be woken."""
 _SPIN_SECONDS = 1e-4
 """Least duration of a wait without sleep that is recorded. On a busy machine a yield of the processor takes longer."""
-"""Number of polls before the first sleep. They take about 10 us, a fifth of the time to sleep and be woken."""
 _SLEEP_SECONDS = 5e-3  # longest sleep of a waiting worker without a wake-up, because the worker must also notice losses
 _TOKEN_BYTES = 16
 _ARENA_BYTES = 1 << 42

@@ -20,7 +20,7 @@ from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 from paceline.schedule.slices import split_name
 
-ROUND_BYTES = 1 << 23  # bytes that a round moves at most, unless a single tensor has more
+ROUND_BYTES = 1 << 22  # bytes that a round moves at most, unless a single tensor has more
 _TAG = (1 << 26) - 1
 
 
