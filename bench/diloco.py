@@ -37,6 +37,11 @@ from launched import run
 from namespaces import network, obstacle
 
 
+OF_TRAINING = ("steps", "lr", "cosine", "microbatches")
+LOCAL = ("outer_lr", "outer_momentum", "after", "replicas", "adaptive", "fragments", "delay", "mixing")
+"""Options that are arguments of :func:`loss_of`, and settings ``local.*``."""
+
+
 def loss_of(task: str, seed: int, steps: int, lr: float | None, cosine: bool, microbatches: int, **more: Any) -> float:
     """Train, and return the loss of the data set."""
     torch.manual_seed(seed)
@@ -111,22 +116,13 @@ def main() -> None:
             links(rate, options.workers, ways, options.megabytes)
         return
     for task in options.tasks.split(","):
-        common = {"steps": options.steps, "lr": options.lr, "cosine": options.cosine}
-        train = partial(loss_of, task, microbatches=options.microbatches, **common)
+        train = partial(loss_of, task, **{key: getattr(options, key) for key in OF_TRAINING})
         plain = [train(seed) for seed in range(options.seeds)]
         print(f"{task:>5}  {'allreduce':>9}  {statistics.fmean(plain):.4f}", flush=True)
         for strategy in options.strategies.split(","):
             for every in periods:
                 for wire in wires if strategy == "diloco" else wires[:1]:
-                    local = {"every": every, "outer_lr": options.outer_lr, "outer_momentum": options.outer_momentum}
-                    local |= {
-                        "after": options.after,
-                        "replicas": options.replicas,
-                        "adaptive": options.adaptive,
-                        "fragments": options.fragments,
-                        "delay": options.delay,
-                        "mixing": options.mixing,
-                    }
+                    local = {"every": every, **{key: getattr(options, key) for key in LOCAL}}
                     found = [train(seed, strategy=strategy, wire=wire, local=local) for seed in range(options.seeds)]
                     over = [one / base - 1 for one, base in zip(found, plain, strict=True)]
                     print(

@@ -5,8 +5,7 @@ over the last fifth of the steps; the table has the mean of the seeds, and the l
 
     python bench/wire_losses.py
     python bench/wire_losses.py --tasks mlp --formats int4 --microbatches 4 --seeds 1
-    python bench/wire_losses.py --tasks mlp --seconds       # after equal seconds on a slow link, in place of samples
-    python bench/wire_losses.py --unscaled                  # 8-bit floats without the scales of the parameters
+    python bench/wire_losses.py --formats fp8-e4m3,fp8-e5m2 --unscaled      # without the scales of the parameters
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ from paceline.step.gradients.floats import Rounded
 from paceline.strategies.base import WIRES
 
 LENGTH = 64
-SECONDS = {"bfloat16": 0.52, "float16": 0.52, "fp8-e4m3": 0.27, "fp8-e5m2": 0.28, "int8": 0.41, "int4": 0.25}
-"""Seconds of a step over those of float32 on links of 100 Mbit/s, as ``bench/wire.py`` has measured them."""
 
 
 def text(length: int, letters: int = 48) -> list[int]:
@@ -103,7 +100,7 @@ def loss_of(task: str, wire: str, seed: int, steps: int, microbatches: int) -> f
 
 
 def unscale() -> None:
-    """Let formats of floating-point numbers round gradients as they are, so that 8-bit floats overflow and underflow."""
+    """Let formats of floating-point numbers round gradients as they are."""
     formats.Scaled = lambda dtype, nodes, microbatches: Rounded(dtype, nodes)  # type: ignore[assignment,misc]
 
 
@@ -115,19 +112,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--seconds", action="store_true", help="train in the seconds that float32 takes on a slow link")
     parser.add_argument("--unscaled", action="store_true", help="leave out the scales of floating-point formats")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.unscaled:
         unscale()
     for task in options.tasks.split(","):
-        train = partial(loss_of, task, microbatches=options.microbatches)
-        plain = [train("float32", seed, options.steps) for seed in range(options.seeds)]
+        train = partial(loss_of, task, steps=options.steps, microbatches=options.microbatches)
+        plain = [train("float32", seed) for seed in range(options.seeds)]
         print(f"{task:>5}  {'float32':>9}  {fmean(plain):.4f}", flush=True)
         for wire in options.formats.split(","):
-            steps = round(options.steps / SECONDS[wire]) if options.seconds else options.steps
-            over = [train(wire, seed, steps) / base - 1 for seed, base in enumerate(plain)]
+            over = [train(wire, seed) / base - 1 for seed, base in enumerate(plain)]
             print(f"{task:>5}  {wire:>9}  {fmean(over):+.2%}  largest {max(over, key=abs):+.2%}", flush=True)
 
 

@@ -249,7 +249,14 @@ for batch in session.batches(steps=9):
 first = [value.tolist() for value in mlp(6, 1, torch.float64).state_dict().values()]
 with session.averaged():
     average = [value.tolist() for value in session.model_state().values()]
-tell(shorter=shorter, longer=longer, in_flight=in_flight, left=left, auto=auto, averages=average != first)
+adaptive = {"exact": True, "local": {"every": 5, "adaptive": True}}
+whole = values(saved(19, "5", **adaptive))
+saved(16, "6", **adaptive).save()  # in a period of 3 steps, after 3 periods of 5
+adapted = values(saved(19, "6", **adaptive)) == whole
+tell(
+    shorter=shorter, longer=longer, in_flight=in_flight, left=left, auto=auto, averages=average != first,
+    adapted=adapted,
+)
 """
 
 
@@ -260,6 +267,7 @@ def test_another_period_format_or_strategy(printed: Printed, tmp_path: Path) -> 
     assert "local.delay = 1, but local.delay = 0 now" in found["in_flight"]
     assert found["left"] == [], "errors of the format before"
     assert "checkpoint.every = 'auto'" in found["auto"] and "wire = 'topk' does not give" in found["auto"]
+    assert found["adapted"]
     assert found["averages"], "an outer step that lands later counts as the step after which it was sent"
 
 
