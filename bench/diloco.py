@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).with_name("machines")))
 from launched import run
 from namespaces import network, obstacle
 
-
 OF_TRAINING = ("steps", "lr", "cosine", "microbatches")
 LOCAL = ("outer_lr", "outer_momentum", "after", "replicas", "adaptive", "fragments", "delay", "mixing")
 """Options that are arguments of :func:`loss_of`, and settings ``local.*``."""
