@@ -358,9 +358,11 @@ class Settings(BaseModel):
     @field_validator("trackers", mode="before")
     @classmethod
     def _tracker_names(cls, value: object) -> object:
-        names = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-        if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
-            return names
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("trackers")
+    @classmethod
+    def _known_trackers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if name not in TRACKERS:
                 raise ValueError(f"there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}")
