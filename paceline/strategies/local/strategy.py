@@ -195,7 +195,8 @@ class LocalTraining(Strategy):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         self._begin()
-        apart = bool(self._trained) or self._local.fragments > 1 or self._local.delay > 0
+        local = self._local
+        apart = bool(self._trained) or local.fragments > 1 or local.delay > 0 or local.mixing > 0
         return {name: value for one in self._replicas.values() for name, value in one.tensors(weights=apart).items()}
 
     @property
