@@ -78,8 +78,9 @@ class TrainingContext:
     own. They are saved in checkpoints and sent to workers that join. ``warnings``: sentences about the run that the
     user must read. ``given`` maps the keys of settings that were set to where they were set. ``sparse``: names of the
     weights of embeddings with sparse gradients; ``any_sparse``: whether any code may give such gradients.
-    ``divides_update``: whether different workers update different parameters. These apply to the largest number of
-    workers that the run may have, so that no joining worker is refused.
+    ``divides_update``: whether different workers update different parameters. ``divides_state``: whether they hold the
+    optimizer's state in shares, between steps and when they synchronize. These apply to the largest number of workers
+    that the run may have, so that no joining worker is refused.
     ``replicated``: all workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a
     batch has several (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which
     steps are audited (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was
@@ -104,6 +105,7 @@ class TrainingContext:
     sparse: frozenset[str] = frozenset()
     any_sparse: bool = False
     divides_update: bool = False
+    divides_state: bool = False
     replicated: bool = True
     phases: Mapping[str, Forward] = field(default_factory=dict)
     prepared: list[Any] = field(default_factory=list)

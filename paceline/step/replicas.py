@@ -288,7 +288,7 @@ def _tensors(context: TrainingContext) -> dict[str, Fetch]:
         found[f"parameter {name}"] = partial(_itself, value)
     for name in context.compute.buffers.every:
         found[f"buffer {name}"] = partial(context.compute.buffers.at_start, name)
-    if context.divides_update:
+    if context.divides_update or context.divides_state:
         return found
     states = context.update.optimizer.state
     for name, value in context.compute.model.named_parameters():

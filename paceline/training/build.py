@@ -141,6 +141,7 @@ def build_context(
         sparse=sparse,
         any_sparse=allowed == "any",
         divides_update=capabilities.divides_update,
+        divides_state=capabilities.divides_state > 0,
         replicated=capabilities.replicated,
         phases=phases,
         audits=AuditSchedule.of(settings.audit, settings.checkpoint.every),
