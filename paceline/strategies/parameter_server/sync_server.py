@@ -146,11 +146,13 @@ class Servers:
         for name, parameter in update.parameters.items():
             if name not in self.own:
                 parameter.grad = None
-        _, rate = update.apply(step, norm=norm, here=self._shard is not None)
         if self._shard is not None:
+            _, rate = update.apply(step, norm=norm)
             self._shard.write(copy)
             self._memory.announce(self._flag, self.version + 1)
         self._memory.wait(self._flag, self.version + 1, places=self._servers)
+        if self._shard is None:  # after the wait: this worker keeps no schedule to go back to
+            _, rate = update.apply(step, norm=norm, here=False)
         for shard in self.shards:
             if shard is not self._shard:
                 shard.read(copy, states=False)
