@@ -22,7 +22,7 @@ from subjects import mlp
 held = "abcdef"
 if "HELD" in os.environ:  # by worker, not by rank: one that takes the place of another has other shards
     held = json.loads(os.environ["HELD"]).get(str(env.launch_info().worker), "ab")
-sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21)
+sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21, g=5)  # g is no shard of the run
 every = {name: torch.randn(size, 12, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
 data = Located(
     {name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held},
@@ -47,7 +47,7 @@ def total(shard):
 for batch in session.batches(epochs=2):
     scripted.say(session, session.step(batch))
     if batch.step == 4:  # after which a worker is lost, with what it has computed
-        assert session.map(total, data) == [every[name].sum().item() for name in sorted(every)]
+        assert session.map(total, data) == [every[name].sum().item() for name in "abcdef"]
 scripted.end(session)
 """
 
@@ -93,6 +93,17 @@ def test_workers_wait_for_a_worker_that_has_a_lost_shard(run: Run, undisturbed: 
         killed.report()
     )
     assert killed.memberships() in ([[0, 1], [0], [0, joiner]] for joiner in (2, 3)), killed.report()
+    assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()
+
+
+@pytest.mark.slow
+def test_a_worker_with_an_unknown_shard_leaves_and_the_run_goes_on(run: Run, undisturbed: Any) -> None:
+    alone = undisturbed(SCRIPT)
+    held = json.dumps({"0": "abcdef", "1": "abcdef", "2": "abg"})
+    killed = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=6), HELD=held)
+    assert killed.code == 0, killed.report()
+    told = "training goes on without a worker that was to join. Shard 'g' of rank 1 (", "start a new run"
+    assert all(text in killed.said for text in told), killed.report()
     assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import NamedTuple
 
 from paceline.comm.values import sendable
@@ -13,16 +13,16 @@ _LISTED = 8
 
 
 class ShardsLost(InputError):
-    """No worker has some shards of the run any more, named in ``shards``. A worker that joins may have them."""
+    """No worker has some shards of the run any more: ``names``, and with their holders ``shards``."""
 
-    def __init__(self, shards: str) -> None:
+    def __init__(self, shards: str, names: Sequence[str]) -> None:
         super().__init__(
             f"No worker has these shards of the data any more: {shards}. An epoch uses each sample once, so training "
             f"cannot go on without them. Resume the run with workers that have them. A run survives the loss of a "
             f"machine if each of its shards is on another machine, too, or if Located(..., wait_seconds=...) lets the "
             f"others wait for a worker that has them."
         )
-        self.shards = shards
+        self.shards, self.names = shards, names
 
 
 @sendable
@@ -77,6 +77,19 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
     return agreed, {name: tuple(found) for name, found in ranks.items()}
 
 
+def strangers(everyone: Sequence[Given], joined: Collection[int]) -> dict[int, str]:
+    """Return why workers cannot join, by rank: they have shards that the run does not have, or that differ from its."""
+    found = {}
+    for rank in joined:
+        holders = dict.fromkeys(everyone[rank][1], _worker(everyone, rank))
+        for run in (run for *_, run in everyone if run.shards):
+            try:
+                _check_run(run, everyone[rank][1], holders, all_present=False)
+            except InputError as error:
+                found[rank] = str(error)
+    return found
+
+
 def _worker(everyone: Sequence[Given], rank: int) -> str:
     return f"rank {rank} ({everyone[rank][0]})"
 
@@ -94,7 +107,7 @@ def _difference(left: ShardFacts, right: ShardFacts) -> str:
 def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str], all_present: bool) -> None:
     if all_present and (lost := [name for name in run.shards if name not in found]):
         listed = ", ".join(f"{name!r} of {run.holders[name]}" for name in lost[:_LISTED])
-        raise ShardsLost(f"{listed}{_more(lost)}")
+        raise ShardsLost(f"{listed}{_more(lost)}", lost)
     for name, one in found.items():
         if name not in run.shards:
             raise InputError(

@@ -17,7 +17,7 @@ The order does not depend on which worker has which shard, which workers tell ea
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import torch
 
 from paceline.comm.world import World
 from paceline.data.keys import ORDER, seed_of
-from paceline.data.located.agreement import Holding, agree
+from paceline.data.located.agreement import Given, Holding, agree, strangers
 from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.shards import Located, ShardFacts, firsts_of
 from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
@@ -66,6 +66,7 @@ class LocatedOrder(BatchOrder):
         self.moves, self.wait_seconds, self.goes_on = data.move == "samples", data.wait_seconds, data.lost != "stop"
         self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
         self._ranks: dict[str, tuple[int, ...]] = {}
+        self.lost_since: dict[str, float] = {}  # times at which workers found that no worker has a shard any more
         self._set_shards(self._own)
 
     def _set_shards(self, shards: Mapping[str, ShardFacts]) -> None:
@@ -222,12 +223,21 @@ class LocatedOrder(BatchOrder):
         return [torch.randperm(length, generator=one) for length, one in zip(self._lengths, generators, strict=True)]
 
     def meet(self, world: World, doing: str, without: bool = False) -> None:
-        given = world.gather((platform.node(), self._own, self._run), doing)
+        given = self._gather(world, doing)
         self.incomplete = without
         self._run, self._ranks = agree(given, all_present=self._all_present and not without)
+        if not without:
+            self.lost_since.clear()
         self._set_shards(self._run.shards)
         sends = self.moves and world.size > 1
         self.exchange = SampleExchange(world, self._moves, self._bytes_of) if sends else None
+
+    def strangers(self, world: World, joined: Collection[int], doing: str) -> dict[int, str]:
+        """Return why workers cannot join, by rank, given the ranks that do. All workers call this together."""
+        return strangers(self._gather(world, doing), joined)
+
+    def _gather(self, world: World, doing: str) -> list[Given]:
+        return world.gather((platform.node(), self._own, self._run), doing)
 
     def _bytes_of(self, step: int, microbatch: int) -> int:
         """Return the expected size of a microbatch."""

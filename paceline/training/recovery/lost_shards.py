@@ -1,4 +1,4 @@
-"""Lost shards, which no worker has any more: waiting for a worker that has them, or training without them.
+"""Data of workers that join, and lost shards: waiting for a worker that has them, or training without them.
 
 ::
 
@@ -6,7 +6,8 @@
     worker 1    step 7 †     with shard b
     worker 2    ............................ ready, with shard b ─ membership 2 ─ catch up ─ step 7
 
-The workers decide together, several times a second, whether to wait on.
+The workers decide together, several times a second, whether to wait on. They wait ``wait_seconds`` from the loss, also
+if the membership changes meanwhile.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from __future__ import annotations
 import logging
 import time
 
+from paceline.coordinator.types import Generation
+from paceline.data.growing.order import GrowingOrder
 from paceline.data.located.agreement import ShardsLost
+from paceline.data.located.order import LocatedOrder
 from paceline.environments import env
-from paceline.errors import WorkerLost
+from paceline.errors import PREEMPTED, WorkerLost
 from paceline.step.context import TrainingContext
+from paceline.training.recovery.activity import RE_FORMING
+from paceline.training.recovery.state_transfer import share_samples
 
 _log = logging.getLogger("paceline")
 _POLL_SECONDS = 0.2
@@ -25,6 +31,32 @@ _POLL_SECONDS = 0.2
 
 class WorkersJoin(WorkerLost):
     """The workers re-form, because workers are ready to join, which may have the lost shards."""
+
+
+def join_data(context: TrainingContext, generation: Generation) -> None:
+    """Get the samples that others have added, and leave the run if this worker joins with shards of other data.
+
+    All workers call this together, before a state moves.
+
+    Raises:
+        SystemExit: this worker leaves the run, which goes on.
+        WorkerLost: others do.
+    """
+    world, order = context.world, context.order
+    if isinstance(order, GrowingOrder):
+        share_samples(world, order)  # before a state that has been trained with them
+    if not isinstance(order, LocatedOrder) or generation.fresh:
+        return
+    joined = [rank for rank, member in enumerate(generation.members) if member.worker in generation.joined]
+    refused = order.strangers(world, joined, RE_FORMING)
+    if world.rank in refused:
+        reason = f"This worker leaves the run, which goes on without it. {refused[world.rank]}"
+        _log.error(reason)
+        context.events.mark("departure", code=PREEMPTED, reason=reason)
+        raise SystemExit(PREEMPTED)
+    if refused:
+        _tell(context, f"training goes on without a worker that was to join. {' '.join(refused.values())}")
+        raise WorkerLost(f"Rank {min(refused)} leaves the run: {refused[min(refused)]}", tuple(refused))
 
 
 def meet(context: TrainingContext, doing: str) -> None:
@@ -46,20 +78,28 @@ def meet(context: TrainingContext, doing: str) -> None:
 
 
 def _wait(context: TrainingContext, doing: str, lost: ShardsLost) -> None:
-    world, seconds, launched = context.world, context.order.wait_seconds, env.launch_info()
-    if not seconds or world.coordinator is None or launched is None or not launched.elastic:  # nobody can join
+    world, order, launched = context.world, context.order, env.launch_info()
+    assert isinstance(order, LocatedOrder)
+    seconds, coordinator = order.wait_seconds, world.coordinator
+    if not seconds or coordinator is None or launched is None or not launched.elastic:  # nobody can join
         return
-    _tell(
-        context, f"waiting at most {seconds:g} s (wait_seconds) for shards that no worker has any more: {lost.shards}"
-    )
-    end, is_over = time.monotonic() + seconds, False
-    while not is_over:
-        own = world.coordinator.pending > world.generation, time.monotonic() > end
-        joins, over = zip(*world.gather(own, doing), strict=True)
-        if any(joins):
-            raise WorkersJoin from lost
-        is_over = over[0]
+    order.lost_since = {name: order.lost_since.get(name, time.monotonic()) for name in lost.names}
+
+    def meanwhile() -> tuple[bool, float]:
+        since = time.monotonic() - max(order.lost_since.values())
+        joins, waited = zip(*world.gather((coordinator.pending > world.generation, since), doing), strict=True)
+        return any(joins), max(waited)  # a worker that has joined since then has waited for less
+
+    joins, waited = meanwhile()
+    left = seconds - waited
+    if left > 0:
+        what = f"waiting at most {left:.3g} s (wait_seconds)"
+        _tell(context, f"{what} for shards that no worker has any more: {lost.shards}")
+    while not joins and waited <= seconds:
         time.sleep(_POLL_SECONDS)
+        joins, waited = meanwhile()
+    if joins:
+        raise WorkersJoin from lost
 
 
 def _tell(context: TrainingContext, text: str) -> None:

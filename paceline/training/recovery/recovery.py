@@ -26,7 +26,6 @@ import torch
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Generation
-from paceline.data.growing.order import GrowingOrder
 from paceline.environments import env
 from paceline.errors import PREEMPTED, CheckpointError, DisagreementError, InputError, WorkerLost
 from paceline.strategies.base import Strategy
@@ -44,11 +43,11 @@ from paceline.training.progress import (
 )
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning
-from paceline.training.recovery.lost_shards import WorkersJoin, meet
+from paceline.training.recovery.lost_shards import WorkersJoin, join_data, meet
 from paceline.training.recovery.points import Points
 from paceline.training.recovery.standby import move_to_device, warm_up
 from paceline.training.recovery.state_shards import assemble, go_back, is_replaced, loads_shares, move
-from paceline.training.recovery.state_transfer import StateBytes, share_samples, transfer
+from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
 
@@ -163,16 +162,15 @@ class Recovery:
         return not holds or self._context.held.is_handed_on
 
     def _connect(self, generation: Generation) -> None:
-        """Join a generation, perhaps on another device, and get the samples that others have added."""
-        world, order = self._context.world, self._context.order
+        """Join a generation, perhaps on another device, with the data of the run."""
+        world = self._context.world
         before = world.device
         self._context.held.is_handed_on = False  # the workers divide the state anew, with this one
         self._formation.join(generation)
         if world.device != before:
             self._undo_warm_up()
             move_to_device(self._context)
-        if isinstance(order, GrowingOrder):
-            share_samples(world, order)  # before a state that has been trained with them
+        join_data(self._context, generation)
 
     def _begin(self) -> Progress:
         progress = self._beginning.begin()
