@@ -156,7 +156,7 @@ class DividedState(Protocol):
     """Tensors of the optimizer's state of which each worker has a share. Rank 0 collects them for a save."""
 
     hashes: Mapping[str, str] | None  # hash of each tensor by name. None if they are not known for the current step
-    prefix: str  # prefix of the names of the tensors
+    prefix: str | tuple[str, ...]  # prefix of the names of the tensors
 
     def collect(self, local: Mapping[str, torch.Tensor]) -> StreamedTensors:
         """Return the local tensors and the divided ones. Rank 0 calls this while the others call :meth:`send`."""
@@ -300,7 +300,8 @@ class TrainingState:
         self.load(content.tensors, content.manifest.state)
         if self.shares is not None and content.manifest.hashes:
             known = content.manifest.hashes
-            self.shares.hashes = {name: value for name, value in known.items() if name.startswith("optimizer/")}
+            divided = "optimizer/", "parameter/"
+            self.shares.hashes = {name: value for name, value in known.items() if name.startswith(divided)}
         return content.manifest.step
 
     def load(self, tensors: dict[str, torch.Tensor], encoded: Any) -> None:
@@ -384,5 +385,5 @@ class TrainingState:
             )
 
 
-def _undivided(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def _undivided(tensors: Mapping[str, torch.Tensor], prefix: str | tuple[str, ...]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in tensors.items() if not name.startswith(prefix)}

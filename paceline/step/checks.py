@@ -115,6 +115,8 @@ def sparse_parameters(model: nn.Module, allowed: Sparse) -> frozenset[str]:
             _check_embedding(name, one)
             sparse[id(one.weight)] = name
         elif isinstance(one, SparseEmbedding):
+            if one.source is not None:
+                one.source.check()
             sparse.update((id(block), name) for block in one.blocks if block.requires_grad)
     if sparse and allowed == "none":
         raise sparse_gradients(f"{next(iter(sparse.values()))!r} gives")

@@ -43,6 +43,39 @@ for batch in session.batches(steps=STEPS):
         time.sleep(0.25)
 print("fingerprint", session.fingerprint(), flush=True)
 """
+TABLE = """
+import os, time
+from pathlib import Path
+from functools import partial
+import torch
+import paceline
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.top = paceline.SparseEmbedding(500, 4, block=120), torch.nn.Linear(4, 4)
+    def forward(self, words):
+        return self.top(self.words(words).mean(1))
+
+torch.manual_seed(0)
+words = torch.randint(0, 500, (512, 6))
+session = paceline.start(
+    model=Net(),
+    optimizer=partial(torch.optim.Adagrad, lr=0.1),
+    loss=torch.nn.functional.cross_entropy,
+    data=torch.utils.data.TensorDataset(words, words[:, 0] % 4),
+    batch=32,
+    strategy="sharded",
+    exact=True,
+    hang_seconds=3,
+)
+print("pid", os.getpid(), "at", session.position, flush=True)
+for batch in session.batches(steps=STEPS):
+    session.step(batch)
+    if not Path("GO").exists():
+        time.sleep(0.25)
+print("fingerprint", session.fingerprint(), flush=True)
+"""
 able = os.getuid() == 0 and shutil.which("ip") is not None
 needs_root = pytest.mark.skipif(not able, reason="needs root and the command ip, to make network namespaces")
 
@@ -166,9 +199,9 @@ def steps_done(hosts: Hosts) -> int:
     return max((event["step"] for event in hosts.events() if event["event"] == "step"), default=-1)
 
 
-def alone(folder: Path, steps: int) -> str:
+def alone(folder: Path, steps: int, script: str = SCRIPT) -> str:
     """The fingerprint of one process that nobody disturbs."""
-    return last_line_of(folder, SCRIPT.replace("STEPS", str(steps)).replace("GO", str(folder)))
+    return last_line_of(folder, script.replace("STEPS", str(steps)).replace("GO", str(folder)))
 
 
 def last_line_of(folder: Path, script: str, *arguments: str) -> str:
@@ -209,6 +242,26 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path, worker
     assert {event["step"] for event in steps} == set(range(STEPS))
     first = [event["step"] for event in steps if event["rank"] == 0]  # the killed worker's last events may be missing
     assert len(first) == len(set(first))
+
+
+@pytest.mark.slow(turns=9)
+@needs_root
+@pytest.mark.parametrize("machines", [2, 3])
+def test_a_table_that_machines_divide_survives(hosts: Hosts, tmp_path: Path, machines: int) -> None:
+    """A worker is killed and replaced. Then a machine is lost: of two machines, the last worker has the whole table."""
+    hosts.script = TABLE
+    agents = [hosts.start(place, 50, "--nodes", f"1:{machines}", "--name", "job") for place in range(machines)]
+    until(lambda: any(len(members) == machines for members in memberships(hosts)))
+    until(lambda: steps_done(hosts) > 5)
+    os.kill(hosts.worker(1), signal.SIGKILL)
+    until(lambda: any(event["event"] == "recovered" and event["lost"] for event in hosts.events()))
+    until(lambda: len(memberships(hosts)[-1]) == machines)
+    after = steps_done(hosts)
+    until(lambda: steps_done(hosts) > after + 5)
+    hosts.pull_cable(machines - 1)
+    hosts.go.touch()
+    assert [one.wait(90) for one in agents[:-1]] == [0] * (machines - 1)
+    assert hosts.fingerprints() == {alone(tmp_path, 50, TABLE)}
 
 
 def memberships(hosts: Hosts) -> list[list[int]]:

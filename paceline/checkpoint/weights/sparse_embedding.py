@@ -5,12 +5,15 @@
     table    block 0   rows 0 to 131,071         each block is a parameter: it is built, divided among the workers,
              block 1   rows 131,072 to 262,143   hashed, saved and read by itself
              ...
+
+With several machines, a source of rows stands for the memory of the blocks, which then only have a shape
+(``strategies.sharded.pulled_rows``).
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +21,21 @@ from torch import nn
 from paceline.errors import InputError
 
 _BLOCK_ELEMENTS = 1 << 22
+
+
+class RowSource(Protocol):
+    """Rows of a table, some of which are on other machines."""
+
+    def __call__(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows at sorted indices without duplicates."""
+
+    def check(self) -> None:
+        """Raise InputError if the rows cannot be read any more."""
+
+
+def without_memory(like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a shape and type whose elements are all one NaN."""
+    return torch.full((1,), torch.nan, dtype=like.dtype).expand(like.shape)
 
 
 class SparseEmbedding(nn.Module):
@@ -54,6 +72,8 @@ class SparseEmbedding(nn.Module):
         self.blocks: nn.ParameterList = nn.ParameterList(
             nn.Parameter(torch.empty(size, width).normal_()) for size in sizes
         )
+        self.source: RowSource | None = None  # of the rows while several machines have them
+        self.register_state_dict_post_hook(_with_rows)  # type: ignore[no-untyped-call]
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the rows at these indices."""
@@ -64,24 +84,42 @@ class SparseEmbedding(nn.Module):
                 f"The index {wrong} is not in a table of {self.rows:,} rows (0 to {self.rows - 1:,}). Look at the data "
                 f"of this step, or set rows of paceline.SparseEmbedding to more."
             )
-        rows: torch.Tensor = _Rows.apply(unique, self._starts, *self.blocks)  # type: ignore[no-untyped-call]
+        rows: torch.Tensor = _Rows.apply(unique, self._starts, self.source, *self.blocks)  # type: ignore[no-untyped-call]
         return nn.functional.embedding(places, rows)
+
+    def hold(self) -> None:
+        """Give the blocks memory for all rows, which have no values then, if they are on several machines."""
+        if self.source is not None:
+            self.source = None
+            for block in self.blocks:
+                block.data = torch.empty(block.shape, dtype=block.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.width}"
+
+
+def _with_rows(table: SparseEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Put the values of all rows into a state_dict."""
+    if (source := table.source) is not None:
+        for number, (start, stop) in enumerate(pairwise(table._starts)):
+            state[f"{prefix}blocks.{number}"] = source(torch.arange(start, stop))
 
 
 class _Rows(torch.autograd.Function):
     """Rows of the blocks at sorted indices without duplicates. The gradient of each block is sparse."""
 
     @staticmethod
-    def forward(ctx: Any, indices: torch.Tensor, starts: list[int], *blocks: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, indices: torch.Tensor, starts: list[int], source: RowSource | None, *blocks: torch.Tensor
+    ) -> torch.Tensor:
         ends = torch.searchsorted(indices, indices.new_tensor(starts)).tolist()
         ctx.parts = [
             (indices[begin:end] - start, begin, end)
             for start, (begin, end) in zip(starts, pairwise(ends), strict=False)
         ]
         ctx.shapes = [one.shape for one in blocks]
+        if source is not None:
+            return source(indices)
         rows = blocks[0].new_empty(len(indices), blocks[0].shape[1])
         for block, (local, begin, end) in zip(blocks, ctx.parts, strict=True):
             if begin < end:
@@ -96,4 +134,4 @@ class _Rows(torch.autograd.Function):
             )
             for (local, begin, end), shape in zip(ctx.parts, ctx.shapes, strict=True)
         ]
-        return None, None, *sums
+        return None, None, None, *sums

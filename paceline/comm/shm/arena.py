@@ -129,6 +129,14 @@ def attach_hosts(waiting: Waiting, arena: Arena | None, gather: Callable[[Any, s
     return SharedMemory(waiting, opened, [pid for pid, *_ in known], ranks)
 
 
+def attach_alone(waiting: Waiting) -> SharedMemory | None:
+    """Return memory for the only worker of a machine, to be used as if others shared it. None if it has none."""
+    if not can_share():
+        return None
+    arena = Arena()  # closes its file
+    return SharedMemory(waiting, [os.dup(arena.file)], [os.getpid()], [waiting.rank])
+
+
 class SharedMemory:
     """Shared blocks of memory, one per worker, with flags that announce their contents.
 

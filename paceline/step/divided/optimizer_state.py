@@ -28,11 +28,14 @@ class DividedOptimizerState:
 
     Args:
         own: function that returns this worker's tensors and slices of tensors by name (``schedule.slices``).
-        prefix: prefix of their names.
+        prefix: prefix of their names, or prefixes.
     """
 
     def __init__(
-        self, context: TrainingContext, own: Callable[[], Mapping[str, torch.Tensor]], prefix: str = "optimizer/"
+        self,
+        context: TrainingContext,
+        own: Callable[[], Mapping[str, torch.Tensor]],
+        prefix: str | tuple[str, ...] = "optimizer/",
     ) -> None:
         self._world, self._model, self._own, self.prefix = context.world, context.compute.model, own, prefix
         self._coming: Iterator[tuple[str, torch.Tensor]] = iter(())

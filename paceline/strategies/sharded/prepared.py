@@ -14,7 +14,8 @@ from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import parameter_of
 from paceline.step.divided.moves import full_name, move_shares
 from paceline.strategies.sharded.holders import Owners, copies_of, heirs_of, seats_of, writer_of
-from paceline.strategies.sharded.shards import OptimizerShard, slices_of
+from paceline.strategies.sharded.pulled_rows import pulled_tables
+from paceline.strategies.sharded.shards import OptimizerShard, part_of, slices_of
 from paceline.strategies.sharded.shared_weights import share_weights
 
 
@@ -52,7 +53,11 @@ class PreparedShards:
         copies = copies_of(owners, numbers)
         self.copies = {seats[one]: sorted(seats[copy] for copy in every) for one, every in copies.items()}
         held = [index for index, one in enumerate(self.slices) if rank in self.holders(one)]
-        self.weights = share_weights(context, self.slices, held, not moves)
+        self._tables = pulled_tables(context)
+        here = next(ranks for ranks in self._hosts if rank in ranks)
+        self.weights = share_weights(
+            context, self.slices, held, [self._writer(one, here) for one in self.slices], not moves
+        )
         self.shard = OptimizerShard(context, self.slices, held, self.weights.own if self.weights else None)
         self.is_loaded = False
         self.hashes: Mapping[str, str] | None = None
@@ -79,9 +84,13 @@ class PreparedShards:
         ranks = next(ranks for ranks in self._hosts if rank in ranks)
         if parameter in self._frozen:
             return everything if ranks[self._frozen[parameter] % len(ranks)] == rank else []
-        return [
-            slice(one.start, one.stop) for one in self.of_parameter[parameter] if writer_of(one.owner, ranks) == rank
-        ]
+        return [slice(one.start, one.stop) for one in self.of_parameter[parameter] if self._writer(one, ranks) == rank]
+
+    def _writer(self, one: Slice, ranks: Sequence[int]) -> int | None:
+        """Return which of a machine's ranks writes a slice into the weights of the machine. None if none holds it."""
+        if one.parameter in self._tables:
+            return next((rank for rank in self.holders(one) if rank in ranks), None)
+        return writer_of(one.owner, ranks)
 
     def parts(self, parameter: str, shape: torch.Size, slices: Sequence[Slice]) -> list[slice]:
         """Return the parts of a tensor of the optimizer's state that belong to slices of its parameter."""
@@ -101,7 +110,9 @@ class PreparedShards:
                 return kept
             wanted = shape if part.stop - part.start == shape.numel() else (part.stop - part.start,)
             return torch.empty(wanted, dtype=dtype, device=parameter.device if shape == parameter.shape else "cpu")
-        value = parameter.detach() if self.weights is None else self.weights.memory_of(parameter)
+        if self.weights is not None:
+            return self.weights.memory_of(parameter, part)
+        value = parameter.detach()
         return value if part.stop - part.start == shape.numel() else value.view(-1)[part]
 
     def move(self, owned: frozenset[str] | None, what: str) -> None:
@@ -121,8 +132,10 @@ class PreparedShards:
             self._held.clear()
 
     def _value_of(self, name: str) -> torch.Tensor:
-        """Return the values of a parameter, or of a slice, in the memory of this worker's model."""
+        """Return the values of a parameter, or of a slice, in the memory of this worker."""
         full, part = split_name(name)
+        if (kept := self._held.tensors.get(f"parameter/{name}")) is not None:
+            return kept
         value = self._parameters[full].detach()
         return value if part is None else value.view(-1)[part]
 
@@ -153,7 +166,10 @@ class PreparedShards:
         if self.weights is not None:
             self.weights.enter()
         for name, value in kept.items():
-            self._value_of(name).copy_(value)
+            if any(self._parameters[split_name(name)[0]].stride()):
+                self._value_of(name).copy_(value)
+            else:  # other machines have some of its rows
+                self._held.tensors[f"parameter/{name}"] = value
         torch.autograd.graph.increment_version([*self._parameters.values()])
 
     def hand_on(self, leaving: Collection[int], what: str) -> None:
@@ -165,14 +181,24 @@ class PreparedShards:
         found = heirs_of([*map(self.holders, self.slices)], sizes, leaving, self._world.size)
         if found:
             heirs = {self.slices[index]: rank for index, rank in found.items()}
-            moved = move_shares(self._world, self.shard.tensors(), _Inherited(self, heirs), what)
+            moved = move_shares(self._world, self.divided_rows() | self.shard.tensors(), _Inherited(self, heirs), what)
             mine = [one for one, rank in heirs.items() if rank == self._world.rank]
             self._held.add(map(self.shard.name_of, mine), moved)
+
+    def take_rows(self, values: dict[str, torch.Tensor]) -> None:
+        """Take this worker's rows of tables that the machines divide from whole tables, and remove these."""
+        names = list(self.of_parameter)
+        if self.weights is not None:
+            for index in self.weights.divided:
+                if (value := values.get(names[self.slices[index].parameter])) is not None:
+                    self.weights.own[index].copy_(part_of(value, self.slices[index]))
+            for place in self._tables:
+                values.pop(names[place], None)
 
     def settle(self) -> None:
         """Give all workers the weights that each of them has written into its parameters. All workers call this."""
         if self.weights is not None:
-            self.weights.take()
+            self.weights.take(received=True)
             self.weights.publish()
             FreedMemory().trim()
 
@@ -185,12 +211,33 @@ class PreparedShards:
         owned: frozenset[str] | None = None
         if self.is_loaded:
             buffers = (name for name, _ in self._model.named_buffers())
-            self._held.add(self.shard.names, self.shard.release())
+            self._held.add(self.shard.names, self.divided_rows() | self.shard.release())
             self._held.has_weights, self._held.number = self.weights is None, self.number
             owned = frozenset(self._held.names).union(buffers, self._frozen)
-        self.weights = None
+        self.drop_weights()
         self.shard.drop()
         return owned
+
+    def drop_weights(self) -> None:
+        """Release the shared weights."""
+        if self.weights is not None:
+            self.weights.close()
+        self.weights = None
+
+    @property
+    def divided_names(self) -> tuple[str, ...]:
+        """Prefixes of the names of the tensors that no worker has whole."""
+        names = list(self.of_parameter)
+        tables = () if self.weights is None else self._tables
+        return "optimizer/", *(f"parameter/{names[place]}" for place in tables)
+
+    def divided_rows(self) -> dict[str, torch.Tensor]:
+        """Return the held rows of tables that the machines divide, by name (``schedule.slices``)."""
+        own = {} if self.weights is None else {index: self.weights.own[index] for index in self.weights.divided}
+        named = {self.shard.name_of(self.slices[index]): value for index, value in own.items()}
+        return {
+            f"parameter/{name}": value if name in self.of_parameter else value.view(-1) for name, value in named.items()
+        }
 
 
 class _Inherited:
@@ -198,13 +245,19 @@ class _Inherited:
 
     def __init__(self, shares: PreparedShards, heirs: Mapping[Slice, int]) -> None:
         self._heirs, self._of_parameter, self._parts = heirs, shares.of_parameter, shares.parts
-        self.shape_of, self.target = shares.shape_of, shares.target
+        self.shape_of, self._target = shares.shape_of, shares.target
 
     def parts_of(self, name: str, shape: torch.Size, rank: int) -> list[slice]:
         """See ``NewShares``."""
         parameter = parameter_of(name)
         mine = [one for one in self._of_parameter.get(parameter, ()) if self._heirs.get(one) == rank]
         return self._parts(parameter, shape, mine)
+
+    def target(self, name: str, part: slice, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """See ``NewShares``."""
+        if name.startswith("parameter/"):  # rows that this worker's weights do not have
+            return torch.empty(part.stop - part.start, dtype=dtype)
+        return self._target(name, part, dtype, shape)
 
 
 def prepare(context: TrainingContext, moves: bool = False, owners: Owners | None = None) -> PreparedShards:

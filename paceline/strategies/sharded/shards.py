@@ -66,7 +66,8 @@ def _can_be_cut(value: torch.Tensor) -> bool:
 
     16-bit types are not cut, because torch's threads divide their updates at indices that depend on the tensor's size.
     """
-    return value.is_contiguous() and value.dtype in (torch.float32, torch.float64)
+    laid_out_in_order = value.is_contiguous() or not any(value.stride())  # the rows may be on other machines
+    return laid_out_in_order and value.dtype in (torch.float32, torch.float64)
 
 
 class OptimizerShard:
@@ -239,6 +240,10 @@ def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
     }
     while tensors:
         full, value = tensors.popitem()
+        if full.startswith("parameter/"):  # rows of a table that machines had divided
+            name, part = split_name(full.removeprefix("parameter/"))
+            update.parameters[name].detach().view(-1)[part or slice(None)] = value.view(-1)
+            continue
         name, part = split_name(full.removeprefix("optimizer/"))
         name, _, key = name.rpartition("/")
         parameter = update.parameters[name]

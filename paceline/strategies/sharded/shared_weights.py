@@ -10,7 +10,8 @@ If the script writes to a weight, only its own worker sees the change until the 
 of a slice then copies its own change into the file. All workers must make the same change, as with an all-reduce. The
 slices of another machine are written into the file by one worker each, which receives them or makes the same update.
 A copy on the machine of the owner updates weights of its own, because an owner that is lost may have written half of
-its slice into the file.
+its slice into the file. Of tables that the machines divide (``sharded.pulled_rows``), the file has only the slices that
+this machine's workers update.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from paceline.checkpoint.tensors import hash_of
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.checkpoint.weights.deferred.model import has_records, materialize, move_into, write_values
 from paceline.checkpoint.weights.deferred.tensors import deferred_in
+from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding, without_memory
 from paceline.comm.collectives.agreement import compare
 from paceline.comm.reduction.buckets import view_like
-from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.arena import SharedMemory, attach_alone
 from paceline.comm.shm.mapping import drop_changes, drop_pages, map_pages, map_private, map_shared
 from paceline.comm.shm.tensors import aligned
 from paceline.errors import InputError, StartError
 from paceline.schedule.slices import Slice, split_name, whole
 from paceline.step.context import TrainingContext
-from paceline.strategies.sharded.holders import writer_of
+from paceline.strategies.sharded.pulled_rows import PulledRows, pulled_tables
 from paceline.strategies.sharded.shards import part_of
 from paceline.system.torch_internals import count_users
 
@@ -52,21 +54,33 @@ class SharedWeights:
         memory: memory shared by the workers of this machine.
         slices: slices of the trained parameters. Frozen parameters are added whole.
         held: indices of the slices that this worker updates.
+        writers: rank that writes each slice into the file. None if the file lacks it.
 
     Attributes:
         own: the slices that this worker updates, by index. They are in the file if this worker writes them there.
         received: slices in the file that this worker receives from other machines, by index.
+        divided: the slices in ``own`` of tables that the machines divide.
     """
 
     def __init__(
-        self, context: TrainingContext, memory: SharedMemory, slices: Sequence[Slice], held: Collection[int]
+        self,
+        context: TrainingContext,
+        memory: SharedMemory,
+        slices: Sequence[Slice],
+        held: Collection[int],
+        writers: Sequence[int | None],
     ) -> None:
         trained = list(context.update.parameters.values())
         self._parameters = trained + _frozen(context)
         sizes = [value.numel() for value in self._parameters[len(trained) :]]
         frozen = [one._replace(parameter=len(trained) + one.parameter) for one in whole(sizes, len(memory.ranks))]
         self._memory, self._flag, self._updates = memory, memory.reserve(1), 0
-        starts = [*accumulate((aligned(value.nbytes) for value in self._parameters), initial=0)]
+        self._tables, self._slices = pulled_tables(context), slices
+        self._every_table = _tables_of(context)
+        present = [at for at, rank in enumerate(writers) if rank is not None and slices[at].parameter in self._tables]
+        bytes_of = [0 if at in self._tables else value.nbytes for at, value in enumerate(self._parameters)]
+        bytes_of += [_like(trained[slices[at].parameter], slices[at]).nbytes for at in present]
+        starts = [*accumulate(map(aligned, bytes_of), initial=0)]
         file = memory.new_file(size := max(starts[-1], 1))
         try:
             self._seen, kept = map_private(file, size), map_shared(file, size)
@@ -78,21 +92,43 @@ class SharedWeights:
             ) from error
         finally:
             os.close(file)
-        self._views = [_view(self._seen, *pair) for pair in zip(starts, self._parameters, strict=False)]
-        stored = self._stored = [_view(kept, *pair) for pair in zip(starts, self._parameters, strict=False)]
-        self._kept = kept
-        rank, of = context.world.rank, {index: part_of(stored[one.parameter], one) for index, one in enumerate(slices)}
-        mine = {index: one for index, one in enumerate(slices) if writer_of(one.owner, memory.ranks) == rank}
+        self._views, seen = self._in_file(self._seen, starts, present)
+        stored, self._rows = self._in_file(kept, starts, present)
+        self._stored, self._kept, rank = stored, kept, context.world.rank
+        shared = {at: part_of(stored[one.parameter], one) for at, one in enumerate(slices) if at not in self._rows}
+        of = shared | self._rows
+        self._pulled = PulledRows(context, self._tables, slices, seen) if self._tables else None
+        mine = {index: one for index, one in enumerate(slices) if writers[index] == rank}
         self.received = {index: of[index] for index in mine if index not in held}
         self._copied = {index: (slices[index], torch.empty_like(of[index])) for index in held if index not in mine}
         self.own = {index: self._copied[index][1] if index in self._copied else of[index] for index in held}
+        self.divided = self.own.keys() & self._rows.keys()
         frozen = [one for one in frozen if one.owner == memory.place]
-        taken = [*(slices[index] for index in self.own if index in mine), *frozen]
+        taken = [*(slices[index] for index in self.own if index in mine and index not in self._rows), *frozen]
         self._taken = [(part_of(stored[one.parameter], one), one) for one in taken]
 
-    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the memory of a parameter in the file."""
-        return next(stored for value, stored in zip(self._parameters, self._stored, strict=True) if value is parameter)
+    def _in_file(
+        self, block: memoryview, starts: Sequence[int], present: Sequence[int]
+    ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+        """Return views of a mapping of the file: parameters, and slices of tables that the machines divide."""
+        views = [
+            without_memory(value) if at in self._tables else _view(block, starts[at], value)
+            for at, value in enumerate(self._parameters)
+        ]
+        likes = [_like(self._parameters[self._slices[at].parameter], self._slices[at]) for at in present]
+        rows = zip(present, starts[len(views) :], likes, strict=False)
+        return views, {at: _view(block, start, like) for at, start, like in rows}
+
+    def memory_of(self, parameter: torch.Tensor, part: slice) -> torch.Tensor:
+        """Return the memory of a part of a flattened parameter in the file."""
+        at = next(place for place, value in enumerate(self._parameters) if value is parameter)
+        if at not in self._tables:
+            return self._stored[at].view(-1)[part] if part.stop - part.start < parameter.numel() else self._stored[at]
+        return next(
+            rows.view(-1) if part.stop - part.start < parameter.numel() else rows
+            for index, rows in self._rows.items()
+            if self._slices[index][:3] == (at, part.start, part.stop)
+        )
 
     def enter(self) -> None:
         """Move the parameters into the file, in which all values have been written."""
@@ -101,6 +137,10 @@ class SharedWeights:
             move_into(parameter, view)
         FreedMemory().trim()  # the workers' own copies
         map_pages(self._seen)
+        for table in self._every_table:
+            table.source = None
+        if self._pulled is not None:
+            self._pulled.enter()
 
     def fill(self) -> None:
         """Write the values of all parameters into the file, each on one worker, and move the parameters there.
@@ -111,7 +151,7 @@ class SharedWeights:
         everyone = _divided([value.numel() for value in self._parameters], len(self._memory.ranks))
         freed, flag = FreedMemory(), self._memory.reserve(1)
         for number, index in enumerate(everyone[self._memory.place], 1):
-            write_values(self._parameters[index], self._stored[index])
+            self._write(index)
             freed.add(self._stored[index].nbytes)
             drop_pages(self._kept)
             self._memory.announce(flag, number)
@@ -121,6 +161,15 @@ class SharedWeights:
             self._memory.wait(flag, number)
         self.enter()
 
+    def _write(self, index: int) -> None:
+        """Write the values of a parameter into the file."""
+        if index not in self._tables:
+            write_values(self._parameters[index], self._stored[index])
+        elif present := [at for at in self._rows if self._slices[at].parameter == index]:
+            write_values(self._parameters[index], block := torch.empty(self._parameters[index].shape))
+            for at in present:
+                self._rows[at].copy_(part_of(block, self._slices[at]))
+
     def load(self, tensors: dict[str, torch.Tensor], names: Mapping[int, str]) -> None:
         """Write whole parameters and slices into the file, and remove them from ``tensors``. All workers call this.
 
@@ -129,11 +178,11 @@ class SharedWeights:
             names: name of each parameter by ``id``.
         """
         drop_changes(self._seen)
-        of = {names[id(value)]: stored for value, stored in zip(self._parameters, self._stored, strict=True)}
+        of = {names[id(value)]: value for value in self._parameters}
         for full in [name for name in tensors if name.startswith("parameter/")]:
             name, part = split_name(full.removeprefix("parameter/"))
-            stored = of[name] if part is None else of[name].view(-1)[part]
-            stored.copy_(tensors.pop(full))
+            stored = self.memory_of(of[name], slice(0, of[name].numel()) if part is None else part)
+            stored.copy_(tensors.pop(full).view(stored.shape))
         drop_pages(self._kept)
         self.publish()
         torch.autograd.graph.increment_version(self._parameters)
@@ -152,9 +201,14 @@ class SharedWeights:
         for one, value in self._copied.values():
             value.copy_(part_of(self._views[one.parameter], one))
 
-    def take(self) -> None:
-        """Copy changes that the script has made to the slices that this worker writes into the file."""
-        for part, one in self._taken:
+    def take(self, received: bool = False) -> None:
+        """Copy changes that the script has made to the slices that this worker updates into the file.
+
+        Args:
+            received: whether to copy those of slices that it receives, too.
+        """
+        others = [(part, self._slices[index]) for index, part in self.received.items()] if received else []
+        for part, one in [*self._taken, *others]:
             part.copy_(part_of(self._views[one.parameter], one))
         drop_changes(self._seen)
 
@@ -163,9 +217,16 @@ class SharedWeights:
         for one, value in self._copied.values():
             part_of(self._views[one.parameter], one).copy_(value)
 
+    def close(self) -> None:
+        """Release the rows of tables that the machines divide."""
+        if self._pulled is not None:
+            self._pulled.close()
+
     def publish(self) -> None:
         """Wait until this machine's workers have written their slices. Raises WorkerLost if one was lost."""
         self._updates += 1
+        if self._pulled is not None:
+            self._pulled.advance(self._updates)
         self._memory.announce(self._flag, self._updates)
         self._memory.wait(self._flag, self._updates)
 
@@ -200,6 +261,12 @@ def _kind(value: torch.Tensor) -> str:
     return f"{value.dtype} with strides {value.stride()}"
 
 
+def _like(value: torch.Tensor, one: Slice) -> torch.Tensor:
+    """Return a tensor without memory of the shape of a slice of a table."""
+    rows = (one.stop - one.start) * len(value) // value.numel()
+    return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
+
+
 def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
     if not like.numel():
         return torch.empty_like(like)
@@ -207,27 +274,40 @@ def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
     return view_like(flat, 0, like)
 
 
+def _tables_of(context: TrainingContext) -> list[SparseEmbedding]:
+    return [one for one in context.compute.model.modules() if isinstance(one, SparseEmbedding)]
+
+
 def share_weights(
-    context: TrainingContext, every: Sequence[Slice], held: Collection[int], filled: bool = True
+    context: TrainingContext,
+    every: Sequence[Slice],
+    held: Collection[int],
+    writers: Sequence[int | None],
+    filled: bool = True,
 ) -> SharedWeights | None:
     """Return the weights in memory that the workers of a machine share. None if each worker keeps its own.
 
     Args:
+        writers: see :class:`SharedWeights`.
         filled: whether all workers have the values of the parameters, and move them into the shared memory.
     """
     memory, world = context.world.host_memory, context.world
+    if max(map(len, world.hosts)) == 1 and pulled_tables(context):
+        memory = attach_alone(world)
     if context.settings.shard != "parameters":
         return None
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).backward()  # torch keeps a graph interrupted by a loss until the next one
     if not all(world.gather(memory is not None and can_share(context), "start")):
         materialize(context.compute.model)
+        for table in _tables_of(context):
+            table.hold()
         return None
     assert memory is not None
     if not filled:
-        return SharedWeights(context, memory, every, held)
+        return SharedWeights(context, memory, every, held, writers)
     computed = len(world.hosts) > 1 and any(world.gather(has_records(context.compute.model), "start"))
-    weights = SharedWeights(context, memory, every, held)
+    weights = SharedWeights(context, memory, every, held, writers)
     with world.awaiting("to give the shared weights their values"):
         weights.fill()
     if computed:  # from equal records, but on machines that may round differently

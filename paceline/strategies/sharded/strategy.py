@@ -36,7 +36,7 @@ from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.environments import env
-from paceline.errors import ConfigError, WorkerLost
+from paceline.errors import ConfigError, InputError, WorkerLost
 from paceline.schedule.shares import even
 from paceline.schedule.slices import STAGES
 from paceline.settings import Settings
@@ -53,6 +53,7 @@ from paceline.strategies.sharded.averaged import DividedAverages
 from paceline.strategies.sharded.exchange import SliceExchange
 from paceline.strategies.sharded.holders import Owners, receivers_of
 from paceline.strategies.sharded.prepared import prepared
+from paceline.strategies.sharded.pulled_rows import pulled_tables
 from paceline.strategies.sharded.shards import part_of, unite
 from paceline.strategies.sharded.tables import Tables
 from paceline.system.torch_internals import foreach_norm
@@ -121,9 +122,11 @@ class Sharded(Strategy):
         in_order = sorted(range(len(self._slices)), key=lambda index: self._slices[index][:2])
         self._order = {index: place for place, index in enumerate(in_order)}  # of the model, as norms are combined
         self._dtypes = [self._parts[index].dtype for index in in_order]
-        self._divided = DividedOptimizerState(context, self._shard.tensors)
+        self._divided = DividedOptimizerState(context, self._own_tensors, state.divided_names)
         self._divided.hashes = state.hashes
-        self._tables, self._receivers = Tables(context, self._slices, copies, receivers), receivers
+        every = pulled_tables(context) if self._weights is not None else ()
+        pulled = {index for index, one in enumerate(self._slices) if one.parameter in every}
+        self._tables, self._receivers = Tables(context, self._slices, copies, receivers, pulled), receivers
         self._tell_copies(held)
         self._mark = None if world.host_memory is None else world.host_memory.mark()
         self._begin_exchange()
@@ -133,6 +136,9 @@ class Sharded(Strategy):
         context.update.averages.divided = lambda: None if self._is_whole else self._averages.in_place()
         self._undecided: _Update | None = None
         self._unfinished: WorkerLost | None = None
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        return self._division.divided_rows() | self._shard.tensors()
 
     def _begin_exchange(self) -> None:
         """Set the exchange, and the all-reduce that uses it."""
@@ -328,6 +334,11 @@ class Sharded(Strategy):
         return None if self._is_whole else self._divided
 
     def unite(self, steps: int) -> None:
+        if self._tables.pulled:
+            raise InputError(
+                "A traced run records the whole state after each step, and here several machines divide the tables of "
+                "paceline.SparseEmbedding: use workers on one machine, or torch.nn.Embedding with sparse=True."
+            )
         if not self._is_whole:
             unite(self._context.update, self._shard.release())
             consolidate_state_dict(self._context, self._context.world.gather(self._owned, "synchronizing"))
@@ -374,9 +385,10 @@ class Sharded(Strategy):
             self._weights.restore()
         self._context.update.averages.divided = lambda: None
         if not self._is_whole:
-            self._context.held.add(self._shard.names, self._shard.release())
+            self._context.held.add(self._shard.names, self._division.divided_rows() | self._shard.release())
             self._context.held.has_weights = self._weights is None and not interrupted
             self._context.held.number = self._division.number
-        self._parts, self._weights, self._division.weights = [], None, None
+        self._parts, self._weights = [], None
+        self._division.drop_weights()
         self._shard.drop()
         del self.all_reduce, self._exchange  # an ended session may keep its strategy

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -31,12 +31,14 @@ class Tables:
         slices: slices of all parameters, those of tables last.
         copies: ranks that make the same updates as each owner.
         receivers: ranks that get the changed rows of each owner.
+        pulled: indices of the slices whose rows the workers pull instead (``sharded.pulled_rows``).
 
     Attributes:
         first: index of the first slice of a table.
         others: all other parameters, by name.
         slices_of_others: their slices, by index in ``others``.
         sections: slices of the tables, as sections of their gradients.
+        pulled: whether workers pull rows of any table.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Tables:
         slices: Sequence[Slice],
         copies: Mapping[int, Sequence[int]],
         receivers: Mapping[int, Sequence[int]],
+        pulled: Collection[int] = (),
     ) -> None:
-        self._world, self._receivers = context.world, receivers
+        self._world, self.pulled = context.world, bool(pulled)
         named = [*context.update.parameters.items()]
         places = [at for at, (name, _) in enumerate(named) if name in context.sparse]
         others = [at for at in range(len(named)) if at not in places]
@@ -54,6 +57,9 @@ class Tables:
         self.slices_of_others = [one._replace(parameter=others.index(one.parameter)) for one in slices if not one.row]
         self.first = len(self.slices_of_others)
         self._slices = slices[self.first :]
+        self._receivers = [
+            () if self.first + at in pulled else receivers[one.owner] for at, one in enumerate(self._slices)
+        ]
         self._names = [named[one.parameter][0] for one in self._slices]
         self._widths = [math.prod(named[one.parameter][1].shape[1:]) for one in self._slices]
         self.sections = [
@@ -101,9 +107,9 @@ class Tables:
             index, tag, owner = self.first + at, _TAGS + 2 * at, self._slices[at].owner
             if count and owner == world.rank:
                 values = own[index].detach()[changed[at]]
-                for peer in self._receivers[owner]:
+                for peer in self._receivers[at]:
                     sends += [Message(changed[at], peer, tag), Message(values, peer, tag + 1)]
-            elif count and world.rank in self._receivers[owner]:
+            elif count and world.rank in self._receivers[at]:
                 target = targets[index]
                 rows = torch.empty(count, dtype=self._narrow, device=target.device)
                 coming.append((target, rows, target.new_empty(count, *target.shape[1:])))

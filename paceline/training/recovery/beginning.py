@@ -101,6 +101,8 @@ def load_initial(context: TrainingContext) -> None:
         received = transfer(world, [0], None if matched is None else StateBytes(tensors, None))
         tensors = dict(received.tensors) if received is not None else tensors
     with torch.no_grad():
+        for one in context.prepared:
+            one.take_rows(tensors)
         model.load_state_dict(tensors, strict=False)
         for one in context.prepared:
             one.settle()
