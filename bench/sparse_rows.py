@@ -4,10 +4,11 @@ A table of 1,000,000 x 32 and SparseAdam or Adam; a batch touches 4,096 rows. Th
 without shared memory, and train with strategies allreduce, sharded and parameter-server, which has a server at each
 worker. Bytes are those of all messages of a worker in a step. A row needs its values and an index of 4 bytes: with
 allreduce for each other worker; otherwise for its owner and, without shared memory, once more from there for each other
-worker. Asynchronous servers send no messages: workers change the rows in shared memory.
+worker. Asynchronous servers send no messages: workers change the rows in shared memory. Of a divided table
+(``paceline.SparseEmbedding``, each worker on a machine of its own), a row goes to its owner and comes from there.
 
     python bench/sparse_rows.py
-    python bench/sparse_rows.py --workers 4 --steps 5
+    python bench/sparse_rows.py --workers 4 --steps 5 --only "sharded, divided"
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 import paceline
 from paceline.comm import world
+from paceline.comm.servers import rpc
 
 kind, steps, given = os.environ["KIND"], int(os.environ["STEPS"]), json.loads(os.environ["GIVEN"])
 sent, transfers = [0], world.World.start_transfers
@@ -36,11 +38,21 @@ def counted(self, sends, receives, *more, **named):
     sent[0] += sum(one.tensor.nbytes for one in sends)
     return transfers(self, sends, receives, *more, **named)
 world.World.start_transfers = counted
+send = rpc._send
+def counted_send(write, words, parts):
+    sent[0] += sum(memoryview(part).nbytes for part in parts)
+    send(write, words, parts)
+rpc._send = counted_send
+
+class Rows(paceline.SparseEmbedding):
+    def forward(self, words):
+        return super().forward(words).mean(1)
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.top = nn.EmbeddingBag(ROWS, WIDTH, sparse=kind == "sparse"), nn.Linear(WIDTH, 1)
+        self.top = nn.Linear(WIDTH, 1)
+        self.table = Rows(ROWS, WIDTH) if kind == "divided" else nn.EmbeddingBag(ROWS, WIDTH, sparse=kind == "sparse")
     def forward(self, words):
         return self.top(self.table(words)).squeeze(1)
 
@@ -64,13 +76,15 @@ print(json.dumps({"seconds": middle, "bytes": sorted(crossed[3:])[steps // 2], "
 """
 
 
-def ways(workers: int) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return the name of each way to train, its settings, and whether the workers share memory."""
+def ways(workers: int) -> list[tuple[str, dict[str, Any], bool, str]]:
+    """Return the name of each way to train, its settings, whether the workers share memory, and the kind of table."""
     servers = {"strategy": "parameter-server", "exact": True, "server": {"count": workers}}
     waiting = {"allreduce": {"exact": True}, "sharded": {"strategy": "sharded", "exact": True}}
     waiting |= {"parameter-server": servers}
-    found = [(name, given, shared) for name, given in waiting.items() for shared in (True, False)]
-    return [*found, ("parameter-server, async", servers | {"exact": False, "server": {"mode": "async"}}, True)]
+    found = [(name, given, shared, "sparse") for name, given in waiting.items() for shared in (True, False)]
+    found += [(f"{name}, divided", waiting[name], False, "divided") for name in ("sharded", "parameter-server")]
+    own = servers | {"exact": False, "server": {"mode": "async"}}
+    return [*found, ("parameter-server, async", own, True, "sparse")]
 
 
 def measure(kind: str, given: dict[str, Any], workers: int, steps: int, one_machine: bool) -> dict[str, float]:
@@ -96,21 +110,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="ways whose name begins so")
     options = parser.parse_args()
     workers, steps = options.workers, options.steps
-    alone = measure("sparse", {"exact": True}, 1, steps, True)
+    alone = dict[str, str]()
     own = BATCH * WORDS / workers * (4 * WIDTH + 4) * (workers - 1)
-    for name, given, one_machine in ways(workers):
+    for name, given, one_machine, table in ways(workers):
         if not name.startswith(options.only):
             continue
+        if table not in alone:
+            alone[table] = str(measure(table, {"exact": True}, 1, steps, True)["fingerprint"])
         ratios, found = [], {}
         for _ in range(options.rounds):
-            found = {kind: measure(kind, given, workers, steps, one_machine) for kind in ("dense", "sparse")}
-            ratios.append(found["sparse"]["seconds"] / found["dense"]["seconds"])
-        needed = own if name == "allreduce" else own / workers + own * (not one_machine)
-        same = f"; same bits as one worker: {found['sparse']['fingerprint'] == alone['fingerprint']}"
+            found = {kind: measure(kind, given, workers, steps, one_machine) for kind in ("dense", table)}
+            ratios.append(found[table]["seconds"] / found["dense"]["seconds"])
+        back = own / workers if table == "divided" else own * (not one_machine)
+        needed = own if name == "allreduce" else own / workers + back
+        same = f"; same bits as one worker: {found[table]['fingerprint'] == alone[table]}"
         print(
             f"{name}, {workers} workers, {'shared memory' if one_machine else 'sockets'}: step "
-            f"{statistics.median(ratios):.2f} of dense ({found['sparse']['seconds']:.3f} s); bytes "
-            f"{found['sparse']['bytes'] / needed:.2f} of what the rows need, {found['dense']['bytes']:,} with dense"
+            f"{statistics.median(ratios):.2f} of dense ({found[table]['seconds']:.3f} s); bytes "
+            f"{found[table]['bytes'] / needed:.2f} of what the rows need, {found['dense']['bytes']:,} with dense"
             f"{same if given['exact'] else ''}",
             flush=True,
         )

@@ -123,7 +123,7 @@ def start(rows, **more):
 def megabytes():  # of this worker alone, and its part of the memory that the workers share
     text = open("/proc/self/smaps_rollup").read() + open("/proc/self/status").read()
     sizes = {name: int(size) for name, size in re.findall(r"^(\\w+):\\s+(\\d+) kB", text, re.MULTILINE)}
-    return (sizes["Pss_Anon"] + sizes["RssShmem"] / workers) / 1e3
+    return (sizes["Pss_Anon"] + sizes["RssShmem"] / int(os.environ["LOCAL_WORLD_SIZE"])) / 1e3
 
 data, session = start(99)
 for batch in session.batches(steps=2):
@@ -149,13 +149,16 @@ tell(most=most[0], fingerprint=session.fingerprint())
 
 
 @pytest.mark.slow(turns=9)
-@pytest.mark.parametrize("strategy", ["sharded", "parameter-server"])
-def test_a_table_of_twice_the_memory_of_a_worker_trains(printed: Printed, tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "machines"), [("sharded", [4]), ("parameter-server", [1, 1, 1, 1])], ids=str)
+def test_a_table_of_twice_the_memory_of_a_worker_trains(
+    printed: Printed, tmp_path: Path, strategy: str, machines: list[int]
+) -> None:
+    """A worker, or each of the machines, needs less than half of the memory of the table."""
     table = 1_000_000 * 32 * 4 / 1e6
     environment = {"STRATEGY": strategy, "SAVED": str(tmp_path / "saved")}
     (single,) = printed(TABLE, 1, tmp_path, environment={"SAVED": str(tmp_path / "alone")})
     assert single["most"] > table
     for most in (table / 2, table * 7 / 8):  # to resume, a worker has its share of the weights twice, and chunks
-        everyone = printed(TABLE, 4, tmp_path, environment=environment)
+        everyone = printed(TABLE, 4, tmp_path, machines=machines, environment=environment)
         assert max(one["most"] for one in everyone) < most
         assert most > table / 2 or {one["fingerprint"] for one in everyone} == {single["fingerprint"]}

@@ -134,6 +134,7 @@ BYTES = (
     MODEL
     + """
 from paceline.comm import world
+from paceline.comm.servers import rpc
 from subjects import tell
 
 sent, transfers = [0], world.World.start_transfers
@@ -141,14 +142,21 @@ def counted(self, sends, receives, *more, **named):
     sent[0] += sum(one.tensor.nbytes for one in sends)
     return transfers(self, sends, receives, *more, **named)
 world.World.start_transfers = counted
+send = rpc._send
+def counted_send(write, words, parts):
+    sent[0] += sum(memoryview(part).nbytes for part in parts)
+    send(write, words, parts)
+rpc._send = counted_send
 found = {}
 for sparse, strategy in ((False, "allreduce"), (True, "allreduce"), (True, "sharded")):
-    session = paceline.start(model=Net(sparse, rows=20_000), data=DATA, optimizer=SGD, loss=nn.functional.mse_loss,
+    model = Net(sparse, rows=20_000)
+    session = paceline.start(model=model, data=DATA, optimizer=SGD, loss=nn.functional.mse_loss,
                              exact=True, batch=24, microbatches=6, strategy=strategy)
     before = sent[0]
     for batch in session.batches(steps=3):
         session.step(batch)
     found[f"{sparse}, {strategy}"] = (sent[0] - before) / 3
+    found[f"table of {sparse}, {strategy}"] = session.fingerprint(), model.blocks.blocks[0].untyped_storage().nbytes()
 tell(**found)
 """
 )
@@ -157,12 +165,16 @@ tell(**found)
 def test_the_rows_alone_are_sent(printed: Printed, tmp_path: Path) -> None:
     """Of a batch of 24 samples: at most 3 x 17 rows a node, with an index each, to one other worker.
 
-    If the rows have owners, about half of them, and the rows that the owner has updated.
+    If the rows have owners, about half of them, and the rows that the owner has updated. If the machines divide a
+    table, a machine has no memory for the rows of the other one, and each row that it needs comes from there.
     """
     for one in printed(BYTES, 2, tmp_path, one_machine=False):
         assert one["False, allreduce"] > 20_000 * 8 * 4
         for strategy in ("allreduce", "sharded"):
             assert one[f"True, {strategy}"] < 3 * 3 * 17 * (8 * 4 + 4) + 8_000  # and headers, counts, digests, a layer
+        fingerprint, size = one["table of True, allreduce"]
+        assert size == 70 * 8 * 4
+        assert one["table of True, sharded"] == [fingerprint, 4]
 
 
 REFUSED = {

@@ -39,7 +39,7 @@ def without_memory(like: torch.Tensor) -> torch.Tensor:
 
 
 class SparseEmbedding(nn.Module):
-    """Embedding with sparse gradients for tables that are larger than the memory of a worker.
+    """Embedding with sparse gradients for tables that are larger than the memory of a worker, or of a machine.
 
     Each index is replaced by its row, as in :class:`torch.nn.Embedding`. The initial values are normally distributed.
 
