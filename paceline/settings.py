@@ -18,6 +18,23 @@ Fraction = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number)]
 Part = Annotated[float, Field(gt=0, le=1), BeforeValidator(number)]
 
 
+def _path_or_url(value: object) -> object:
+    if isinstance(value, str):
+        return value if "://" in value else Path(value)
+    if isinstance(value, Path) and (found := re.match(r"(\w[\w+.-]+):/(?=[^/])", str(value))):
+        raise ValueError(f"a Path cannot hold a URL; write {found[1]}://... as a string")
+    return value
+
+
+def _split(value: object) -> object:
+    """Split a text at commas."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Location = Annotated[Path | str, BeforeValidator(_path_or_url)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
+
+
 class _Group(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +42,7 @@ class _Group(BaseModel):
 class CheckpointSettings(_Group):
     """Checkpoint settings: directory, interval and retention."""
 
-    directory: Path | str | None = Field(
+    directory: Location | None = Field(
         None, description="directory of the checkpoints, or a URL; none: the run's, otherwise checkpoints/<script>"
     )
     every: PositiveInt | Literal["auto"] | None = Field(
@@ -45,40 +62,24 @@ class CheckpointSettings(_Group):
     )
     mtbf_hours: PositiveFloat = Field(24.0, description="expected hours between two failures of the run, for auto")
 
-    @field_validator("directory", mode="before")
-    @classmethod
-    def _path_or_url(cls, value: object) -> object:
-        if isinstance(value, str):
-            return value if "://" in value else Path(value)
-        if isinstance(value, Path) and (found := re.match(r"(\w[\w+.-]+):/(?=[^/])", str(value))):
-            raise ValueError(f"a Path cannot hold a URL; write {found[1]}://... as a string")
-        return value
-
 
 class WeightsSettings(_Group):
     """Initial weights from a file, folder, checkpoint or URL."""
 
-    path: Path | str | None = Field(
+    path: Location | None = Field(
         None, description="weights to start from: a .safetensors or .pt file, a folder of them, a checkpoint, or a URL"
     )
     strict: bool = Field(True, description="refuse weights that lack names of the model or have other names")
-    rename: tuple[str, ...] = Field(
+    rename: Texts = Field(
         (), description="name prefixes in the file and in the model: encoder.=backbone.; the longest counts"
     )
-    skip: tuple[str, ...] = Field((), description="name prefixes of parameters that keep their initial values")
+    skip: Texts = Field((), description="name prefixes of parameters that keep their initial values")
     key: str | None = Field(None, description="key of the state_dict in a .pt file that holds more")
 
-    @field_validator("path", mode="before")
-    @classmethod
-    def _path_or_url(cls, value: object) -> object:
-        return Path(value) if isinstance(value, str) and "://" not in value else value
-
-    @field_validator("rename", "skip", mode="before")
+    @field_validator("rename", mode="before")
     @classmethod
     def _texts(cls, value: object) -> object:
-        if isinstance(value, Mapping):
-            return tuple(f"{old}={new}" for old, new in value.items())
-        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+        return tuple(f"{old}={new}" for old, new in value.items()) if isinstance(value, Mapping) else value
 
     @field_validator("rename")
     @classmethod
@@ -178,9 +179,8 @@ class PipelineSettings(BaseModel):
     @field_validator("cut", "replicas", mode="before")
     @classmethod
     def _parts(cls, value: object) -> object:
-        if isinstance(value, int | float) and not isinstance(value, bool):  # a single number is a list of one
-            return (value,)
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return (value,) if is_number else _split(value)
 
 
 TRACKERS = ("comet", "csv", "mlflow", "tensorboard", "trackio", "wandb")
@@ -358,7 +358,7 @@ class Settings(BaseModel):
     @field_validator("trackers", mode="before")
     @classmethod
     def _tracker_names(cls, value: object) -> object:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        return _split(value)
 
     @field_validator("trackers")
     @classmethod
@@ -371,11 +371,9 @@ class Settings(BaseModel):
     @field_validator("recompute", mode="before")
     @classmethod
     def _class_names(cls, value: object) -> object:
-        if isinstance(value, str) and value != "auto":
-            return tuple(part for part in value.split(",") if part)
         if isinstance(value, list | tuple | set):
             return tuple(item.__name__ if isinstance(item, type) else item for item in value)
-        return value
+        return value if value == "auto" else _split(value)
 
 
 STRATEGIES = (
