@@ -47,7 +47,9 @@ def test_what_a_hook_has_caught_is_named() -> None:
     )
     real = session._context
     context: Any = SimpleNamespace(
-        **{key: getattr(real, key) for key in ("compute", "update", "settings", "events", "divides_update", "audits")},
+        **{key: getattr(real, key) for key in ("compute", "update", "settings", "events", "audits")},
+        divides_update=False,
+        divides_state=False,
         world=World(),
     )
     model(torch.ones(2, 4))

@@ -22,7 +22,7 @@ from paceline.testing.simulator.world import Broken
 from paceline.training import loop, progress
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import Progress
-from paceline.training.recovery import recovery, state_shards
+from paceline.training.recovery import lost_shards, recovery, state_shards
 from paceline.training.recovery.recovery import Recovery
 
 HISTORIES = 2000
@@ -132,7 +132,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
         progress, "lacks_script", "most.steps < most.repeat_until", "False"),
     "a step before the checkpoint is taken again": (progress, "gone_back", "own.steps >= steps and ", ""),
     "added samples are not sent": (
-        Recovery, "_connect", "share_samples(world, order)", "pass"),
+        lost_shards, "join_data", "share_samples(world, order)", "pass"),
     "an epoch that is running gets samples": (GrowingOrder, "add_result", "epoch + (index > 0)", "epoch"),
 }  # fmt: skip
 

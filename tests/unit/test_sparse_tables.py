@@ -149,7 +149,7 @@ def test_the_norm_of_a_table_is_that_of_its_rows_in_order() -> None:
     world: Any = SimpleNamespace(rank=1, size=2, shared_memory=None, gather=lambda own, _: [{0: 2}, own])
     update = SimpleNamespace(parameters={"head": nn.Parameter(torch.ones(3)), "table": nn.Parameter(torch.ones(6, 3))})
     context: Any = SimpleNamespace(world=world, update=update, sparse={"table"})
-    tables = Tables(context, rows({1: (6, 3)}, 2), {0: [], 1: []}, {})
+    tables = Tables(context, rows({1: (6, 3)}, 2), {0: [], 1: []}, {0: [], 1: []})
     tables.begin({1: torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 3), (3, 3), is_coalesced=True)})
     parts, shapes = tables.whole_means()
     assert list(parts) == ["table[6:9]"] and shapes == {"table": (3, 3)}

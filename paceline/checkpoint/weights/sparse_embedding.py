@@ -87,15 +87,16 @@ class SparseEmbedding(nn.Module):
         rows: torch.Tensor = _Rows.apply(unique, self._starts, self.source, *self.blocks)  # type: ignore[no-untyped-call]
         return nn.functional.embedding(places, rows)
 
-    def hold(self) -> None:
-        """Give the blocks memory for all rows, which have no values then, if they are on several machines."""
-        if self.source is not None:
-            self.source = None
-            for block in self.blocks:
-                block.data = torch.empty(block.shape, dtype=block.dtype)
-
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.width}"
+
+
+def hold_rows(table: SparseEmbedding) -> None:
+    """Give the blocks memory for all rows, which have no values then, if they are on several machines."""
+    if table.source is not None:
+        table.source = None
+        for block in table.blocks:
+            block.data = torch.empty(block.shape, dtype=block.dtype)
 
 
 def _with_rows(table: SparseEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -27,7 +27,7 @@ from paceline.checkpoint.tensors import hash_of
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.checkpoint.weights.deferred.model import has_records, materialize, move_into, write_values
 from paceline.checkpoint.weights.deferred.tensors import deferred_in
-from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding, without_memory
+from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding, hold_rows, without_memory
 from paceline.comm.collectives.agreement import compare
 from paceline.comm.reduction.buckets import view_like
 from paceline.comm.shm.arena import SharedMemory, attach_alone
@@ -301,7 +301,7 @@ def share_weights(
     if not all(world.gather(memory is not None and can_share(context), "start")):
         materialize(context.compute.model)
         for table in _tables_of(context):
-            table.hold()
+            hold_rows(table)
         return None
     assert memory is not None
     if not filled:

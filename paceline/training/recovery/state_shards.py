@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.load import Shares
 from paceline.checkpoint.training_state import TrainingState
-from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding
+from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding, hold_rows
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.schedule.slices import not_owned
@@ -60,7 +60,7 @@ def _hold_tables(context: TrainingContext) -> None:
     """Give this worker memory for whole tables if the machines have divided them."""
     for one in context.compute.model.modules():
         if isinstance(one, SparseEmbedding):
-            one.hold()
+            hold_rows(one)
 
 
 def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Shares | None:
