@@ -166,7 +166,7 @@ def test_which_strategies_refuse_them(strategy: str) -> None:
     named = dict(model.named_parameters())
     update = SimpleNamespace(optimizer=Lookahead(SGD(named.values(), lr=0.1)), parameters=named, divided_by="")
     context: Any = SimpleNamespace(
-        settings=settings, update=update, compute=SimpleNamespace(model=model), divides_update=False
+        settings=settings, update=update, compute=SimpleNamespace(model=model), divides_update=False, sparse=frozenset()
     )
     refused = pytest.raises(InputError, match=r"optimizer\.slow") if strategy not in EACH_UPDATES_ALL else nullcontext()
     with refused:

@@ -26,8 +26,13 @@ def check_apart(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
 
     Only contiguous parameters are compared: others may lie between each other without a common element.
     """
-    known = [(value.data_ptr(), value.nbytes, name) for name, value in parameters.items() if value.is_contiguous()]
-    for (start, size, name), (other, _, second) in pairwise(sorted(one for one in known if one[0] and one[1])):
+    known = []
+    for name, value in parameters.items():
+        # not its data_ptr(), which gives memory to the values of a deferred model
+        storage = value.untyped_storage().data_ptr() if value.is_contiguous() else 0
+        if storage and value.nbytes:
+            known.append((storage + value.storage_offset() * value.element_size(), value.nbytes, name))
+    for (start, size, name), (other, _, second) in pairwise(sorted(known)):
         if other < start + size:
             raise InputError(
                 f"The parameters {name!r} and {second!r} have memory in common, so an update of one changes the "
