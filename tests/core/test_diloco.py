@@ -238,6 +238,10 @@ longer = refused(6, "1", every=6)  # the period is over
 saved(5, "2", local=STREAMING, replicas=4).save()
 in_flight = refused(6, "2", local=STREAMING | {"delay": 0})
 
+own_weights = STREAMING | {"every": 2, "fragments": 1, "delay": 0}
+saved(2, "5", local=own_weights).save()
+mixed = [saved(4, folder, local=own_weights).fingerprint() for folder in "56"]
+
 saved(2, "3", strategy="allreduce", wire="topk").save()
 session = saved(4, "3")
 session.save()
@@ -254,8 +258,8 @@ whole = values(saved(19, "5", **adaptive))
 saved(16, "6", **adaptive).save()  # in a period of 3 steps, after 3 periods of 5
 adapted = values(saved(19, "6", **adaptive)) == whole
 tell(
-    shorter=shorter, longer=longer, in_flight=in_flight, left=left, auto=auto, averages=average != first,
-    adapted=adapted,
+    shorter=shorter, longer=longer, in_flight=in_flight, mixed=mixed, left=left, auto=auto,
+    averages=average != first, adapted=adapted,
 )
 """
 
@@ -265,6 +269,7 @@ def test_another_period_format_or_strategy(printed: Printed, tmp_path: Path) -> 
     assert "local.every = 3, but local.every = 2 now" in found["shorter"]
     assert found["longer"] is None
     assert "local.delay = 1, but local.delay = 0 now" in found["in_flight"]
+    assert found["mixed"][0] == found["mixed"][1]  # a resumed run, and one that was not stopped
     assert found["left"] == [], "errors of the format before"
     assert "checkpoint.every = 'auto'" in found["auto"] and "wire = 'topk' does not give" in found["auto"]
     assert found["adapted"]

@@ -115,11 +115,14 @@ def test_the_state_after_the_last_whole_step_is_put_back() -> None:
     def act(world: Any) -> list[list[Any]]:
         worker, found = Worker(world, 2), []
         for step in range(3):
+            if step == 2:
+                worker.servers.read_states()  # as before an evaluation
             worker.lose(step)
             world.gather(None, "step")
             worker.servers.put_back()
             found.append(state_of(worker.update))
             if not step:
+                assert worker.update.learning_rate == 0.5
                 assert all(torch.equal(worker.update.parameters[name], fresh[name]) for name in worker.servers.own)
                 assert not worker.servers.own or not worker.update.optimizer.state
             world.gather(None, "step")

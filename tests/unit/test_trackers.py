@@ -304,6 +304,8 @@ def test_names_of_trackers() -> None:
     assert config.resolve({"trackers": "csv, tensorboard,csv"}).settings.trackers == ("csv", "tensorboard")
     with pytest.raises(ConfigError, match="there is no tracker 'tensorbord'; the trackers are comet, csv"):
         config.parse_command_line(["trackers=tensorbord"])
+    with pytest.raises(ConfigError, match="there is no tracker '1'"):
+        config.resolve({"trackers": [1]})
     with pytest.raises(ConfigError, match="trackers"):
         config.resolve({"trackers": [{"csv": True}]})
     assert set(registry._PACKAGES) == set(TRACKERS)
