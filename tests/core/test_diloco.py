@@ -254,9 +254,9 @@ first = [value.tolist() for value in mlp(6, 1, torch.float64).state_dict().value
 with session.averaged():
     average = [value.tolist() for value in session.model_state().values()]
 adaptive = {"exact": True, "local": {"every": 5, "adaptive": True}}
-whole = values(saved(19, "5", **adaptive))
-saved(16, "6", **adaptive).save()  # in a period of 3 steps, after 3 periods of 5
-adapted = values(saved(19, "6", **adaptive)) == whole
+whole = values(saved(19, "7", **adaptive))
+saved(16, "8", **adaptive).save()  # in a period of 3 steps, after 3 periods of 5
+adapted = values(saved(19, "8", **adaptive)) == whole
 tell(
     shorter=shorter, longer=longer, in_flight=in_flight, mixed=mixed, left=left, auto=auto,
     averages=average != first, adapted=adapted,
