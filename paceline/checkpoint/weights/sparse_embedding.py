@@ -91,12 +91,13 @@ class SparseEmbedding(nn.Module):
         return f"{self.rows}, {self.width}"
 
 
-def hold_rows(table: SparseEmbedding) -> None:
-    """Give the blocks memory for all rows, which have no values then, if they are on several machines."""
-    if table.source is not None:
-        table.source = None
-        for block in table.blocks:
-            block.data = torch.empty(block.shape, dtype=block.dtype)
+def hold_rows(model: nn.Module) -> None:
+    """Give tables whose rows are on several machines memory for all rows, which have no values then."""
+    for table in model.modules():
+        if isinstance(table, SparseEmbedding) and table.source is not None:
+            table.source = None
+            for block in table.blocks:
+                block.data = torch.empty(block.shape, dtype=block.dtype)
 
 
 def _with_rows(table: SparseEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:

@@ -76,7 +76,7 @@ class SharedWeights:
         frozen = [one._replace(parameter=len(trained) + one.parameter) for one in whole(sizes, len(memory.ranks))]
         self._memory, self._flag, self._updates = memory, memory.reserve(1), 0
         self._tables, self._slices = pulled_tables(context), slices
-        self._every_table = _tables_of(context)
+        self._every_table = [one for one in context.compute.model.modules() if isinstance(one, SparseEmbedding)]
         present = [at for at, rank in enumerate(writers) if rank is not None and slices[at].parameter in self._tables]
         bytes_of = [0 if at in self._tables else value.nbytes for at, value in enumerate(self._parameters)]
         bytes_of += [_like(trained[slices[at].parameter], slices[at]).nbytes for at in present]
@@ -274,10 +274,6 @@ def _view(block: memoryview, start: int, like: torch.Tensor) -> torch.Tensor:
     return view_like(flat, 0, like)
 
 
-def _tables_of(context: TrainingContext) -> list[SparseEmbedding]:
-    return [one for one in context.compute.model.modules() if isinstance(one, SparseEmbedding)]
-
-
 def share_weights(
     context: TrainingContext,
     every: Sequence[Slice],
@@ -300,8 +296,7 @@ def share_weights(
         torch.zeros((), requires_grad=True).backward()  # torch keeps a graph interrupted by a loss until the next one
     if not all(world.gather(memory is not None and can_share(context), "start")):
         materialize(context.compute.model)
-        for table in _tables_of(context):
-            hold_rows(table)
+        hold_rows(context.compute.model)
         return None
     assert memory is not None
     if not filled:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.load import Shares
 from paceline.checkpoint.training_state import TrainingState
-from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding, hold_rows
+from paceline.checkpoint.weights.sparse_embedding import hold_rows
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.schedule.slices import not_owned
@@ -49,18 +49,11 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
 
 def _gather(context: TrainingContext, owned: Sequence[frozenset[str] | None]) -> None:
     if not loads_shares(context):
-        _hold_tables(context)
+        hold_rows(context.compute.model)
         if context.held.names:  # the shares of a strategy whose last worker this is
             unite(context.update, context.held.tensors)
             context.held.clear()
         consolidate_state_dict(context, owned)
-
-
-def _hold_tables(context: TrainingContext) -> None:
-    """Give this worker memory for whole tables if the machines have divided them."""
-    for one in context.compute.model.modules():
-        if isinstance(one, SparseEmbedding):
-            hold_rows(one)
 
 
 def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Shares | None:
@@ -131,7 +124,7 @@ def go_back(
     """Load the newest checkpoint on all workers and return its number of steps."""
     context.held.clear()
     if not loads_shares(context):
-        _hold_tables(context)
+        hold_rows(context.compute.model)
     modes, trained = training_flags(context.compute.model), requires_grad_flags(context.compute.model.parameters())
     with (
         modes.set_to(modes.current()),
