@@ -97,7 +97,7 @@ SLOW = pytest.mark.slow
         pytest.param([1, 2], {}, marks=SLOW),
         pytest.param([3], {"shard": "gradients"}, marks=SLOW),
         pytest.param([5], {"shard_copy": True}, marks=SLOW),
-        pytest.param([1, 2], {"strategy": "parameter-server", "server": {"count": 1}}, marks=SLOW),
+        pytest.param([1, 1], {"strategy": "parameter-server", "server": {"count": 1}}, marks=SLOW),
         pytest.param([1, 2], {"strategy": "parameter-server", "server": {"count": 2, "dedicated": True}}, marks=SLOW),
     ],
     ids=str,
