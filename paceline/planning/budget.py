@@ -19,7 +19,7 @@ from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
 from paceline.planning.blocks import blocks_of, measure_blocks
 from paceline.planning.memory import Choice, Run, Segment, cures, fit, need
-from paceline.schedule.link_shares import WINDOW_BUCKETS, full
+from paceline.schedule.link_shares import window_bytes
 from paceline.step.context import TrainingContext
 from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of
@@ -220,7 +220,7 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
         tree=settings.along_tree,
         stage=able.divides_state,
         sharing=1 if context.world.host_memory is None else min(map(len, context.world.hosts)),
-        window=min(gradients, WINDOW_BUCKETS * full(context.world.size)),
+        window=min(gradients, window_bytes(context.world.size, context.world.shared_memory is not None)),
         holders=1 + len(copies_of(owners, context.world.hosts)[0]) if able.divides_state else 1,
         even_shares=able.even_shares,
     )

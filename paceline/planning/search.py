@@ -16,7 +16,7 @@ from paceline.planning.reductions import Updaters
 from paceline.planning.renting.money import Bill
 from paceline.planning.simulate import Machine, Place, Program, Simulation
 from paceline.schedule.balance import Cluster, balance, fit_bounds
-from paceline.schedule.link_shares import WINDOW_BUCKETS, full
+from paceline.schedule.link_shares import window_bytes
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.slices import STAGES
 from paceline.schedule.speed_shares import contiguous, fit_counts
@@ -162,7 +162,7 @@ def candidates(
             sharing = min(layout.per_machine, workers) if shared else 1
             owners = Updaters(workers, holders - 1, shared, windowed=stage >= STAGES["gradients"])
             program = partial(data_parallel, work, folded, exact=exact, owners=owners)
-            window = min(sizes.gradients, WINDOW_BUCKETS * full(workers))
+            window = min(sizes.gradients, window_bytes(workers, shared=len(place.machines) == 1))
             yield judge(
                 "sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window, holders=holders)
             )

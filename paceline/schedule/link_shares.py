@@ -19,6 +19,8 @@ _AS_FAST = 0.75  # links whose rate is at least this fraction of the median coun
 _BUCKETS = 16
 _LEAST_MESSAGE = 2**16
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
+SHARED_WINDOWED = SMALLEST_BUCKET // 2
+"""Size of a full bucket in a window that workers share: a window is memory that owners save, and no link carries it."""
 _MESSAGE_BYTES = 2**19
 WINDOW_BUCKETS = 3
 """Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
@@ -56,6 +58,14 @@ def full(chunks: int) -> int:
     5 MB would be cut into many small messages.
     """
     return min(max(SMALLEST_BUCKET, chunks * _MESSAGE_BYTES), LARGEST_BUCKET)
+
+
+def window_bytes(workers: int, shared: bool) -> int:
+    """Return the memory for the sums of a node, if buckets overwrite earlier ones.
+
+    ``shared``: whether all workers share memory.
+    """
+    return WINDOW_BUCKETS * (SHARED_WINDOWED if shared else full(workers))
 
 
 def windows(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ from paceline.planning.search import Candidate, Layout, Measured, best, candidat
 from paceline.planning.simulate import Compute, Exchange, Machine, Place, Program, Send, Simulation, Step, Wait
 from paceline.schedule import slices
 from paceline.schedule.balance import LayerCost
-from paceline.schedule.link_shares import WINDOW_BUCKETS, full
+from paceline.schedule.link_shares import full, window_bytes
 from paceline.schedule.pipeline import clock
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.settings import PipelineSettings
@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_no_choice() -> None:
 def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     found = _found(Layout(Machine(), 1), 4, convergent=True)
     sizes = _measured().profile.sizes
-    window = min(sizes.gradients, WINDOW_BUCKETS * full(4))
+    window = min(sizes.gradients, window_bytes(4, shared=False))
     gradients = next(one for one in found if one.settings.get("shard") == "gradients")
     assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window)).total
     copied = replace(_measured(), profile=replace(_measured().profile, shard_copy=True))

@@ -11,7 +11,7 @@ from paceline.comm.reduction.exchange import Parts, Phase, in_order
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned
 from paceline.comm.transport.base import Message
-from paceline.schedule.link_shares import SMALLEST_BUCKET
+from paceline.schedule.link_shares import SHARED_WINDOWED, SMALLEST_BUCKET
 from paceline.schedule.tree import Node
 
 
@@ -108,7 +108,7 @@ class SharedMemoryExchange:
         self._rank, self._size = memory.place, len(memory.ranks)
         self._shared, self._windowed = SharedBuckets(memory, windowed), windowed
         self.open = self._shared.open
-        size = SMALLEST_BUCKET // 2 if windowed else SMALLEST_BUCKET  # the windows are memory that owners save
+        size = SHARED_WINDOWED if windowed else SMALLEST_BUCKET
         self.layout = Layout(size, [1 / self._size] * self._size, homes=homes, windowed=windowed)
 
     def expect(self, bucket: Bucket) -> list[Message]:
