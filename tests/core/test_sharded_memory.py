@@ -123,7 +123,8 @@ def start(rows, **more):
 def megabytes():  # of this worker alone, and its part of the memory that the workers share
     text = open("/proc/self/smaps_rollup").read() + open("/proc/self/status").read()
     sizes = {name: int(size) for name, size in re.findall(r"^(\\w+):\\s+(\\d+) kB", text, re.MULTILINE)}
-    return (sizes["Pss_Anon"] + sizes["RssShmem"] / int(os.environ["LOCAL_WORLD_SIZE"])) / 1e3
+    near = int(os.environ["LOCAL_WORLD_SIZE"])  # a worker alone has mapped its pages twice
+    return (sizes["Pss_Anon"] + (sizes["RssShmem"] / near if near > 1 else sizes["Pss_Shmem"])) / 1e3
 
 data, session = start(99)
 for batch in session.batches(steps=2):
