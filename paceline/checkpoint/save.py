@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -118,10 +119,13 @@ def _exists(
 
 
 def _at_step(state: Any, hashes: Mapping[str, str]) -> Any:
-    """Return a state without the results of calls of the script, which may be added after the step."""
+    """Return a state without the results of calls of the script, which may be added after the step.
+
+    Values are compared as text, in which a NaN, such as the loss of a skipped step, equals itself.
+    """
     script = {name: value for name, value in state.get("script", {}).items() if name not in _OF_CALLS}
     named = {name: value for name, value in hashes.items() if not name.startswith(PREFIX)}
-    return named, _hashed({**state, "script": script}, hashes)
+    return named, json.dumps(_hashed({**state, "script": script}, hashes), sort_keys=True)
 
 
 def _hashed(value: Any, hashes: Mapping[str, str]) -> Any:

@@ -5,11 +5,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import paceline
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -205,3 +208,20 @@ def test_every_worker_ends(ranks: Run, tmp_path: Path) -> None:
     for one in ended:
         assert one.code == 4
         assert one.err.startswith(f"paceline: rank {one.rank}: CheckpointError: The checkpoint folder already holds ")
+
+
+def test_a_skipped_step_is_saved_once(tmp_path: Path) -> None:
+    """Its loss is NaN, which equals no number, not even itself."""
+    data = torch.utils.data.TensorDataset(torch.full((8, 4), torch.nan), torch.zeros(8, 1))
+    session = paceline.start(
+        model=torch.nn.Linear(4, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        data=data,
+        batch=8,
+        nonfinite="skip",
+        checkpoint={"directory": tmp_path, "every": 1},
+    )
+    for batch in session.batches(steps=1):
+        session.step(batch)
+    assert session.save() == session.save()
