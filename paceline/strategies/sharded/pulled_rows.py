@@ -21,6 +21,7 @@ import torch
 
 from paceline.checkpoint.weights.sparse_embedding import SparseEmbedding
 from paceline.comm.servers.rpc import Answer, RpcPeers
+from paceline.comm.shm.tensors import bytes_of
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.slices import Slice
 from paceline.step.context import TrainingContext
@@ -110,7 +111,7 @@ class PulledRows:
         with self._world.awaiting("to send rows of a table"):
             for owner, slices in wanted.items():
                 words = self._version, {index: len(places) for index, places in slices.items()}
-                clients[owner].start("rows.pull", words, [_bytes_of(places) for places in slices.values()])
+                clients[owner].start("rows.pull", words, [bytes_of(places).numpy().data for places in slices.values()])
             for owner, slices in wanted.items():
                 rows = torch.frombuffer(clients[owner].finish()[1], dtype=like.dtype).view(-1, like.shape[1])
                 found.update(zip(slices, rows.split([*map(len, slices.values())]), strict=True))
@@ -128,7 +129,7 @@ class PulledRows:
                 f"{self._version} updates, or it has left the step."
             )
         places = torch.frombuffer(data, dtype=torch.int32).to(torch.int64).split([*counts.values()])
-        return None, [_bytes_of(one[at]) for one, at in zip(rows, places, strict=True) if one is not None]
+        return None, [bytes_of(one[at]).numpy().data for one, at in zip(rows, places, strict=True) if one is not None]
 
 
 class TableRows:
@@ -180,7 +181,3 @@ class TableRows:
             "A paceline.SparseEmbedding whose rows are on several machines cannot be copied or pickled: use its "
             "state_dict(), session.export or a checkpoint."
         )
-
-
-def _bytes_of(value: torch.Tensor) -> Any:
-    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
