@@ -191,9 +191,11 @@ def options_of(optimizer: Optimizer) -> dict[str, str]:
 
 def _option_text(value: object) -> str:
     """Return the value, but only the class of an object, whose repr may contain an address."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()  # all digits, and no device, which differs among the workers of a machine
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_option_text, value))})"
-    plain = int, float, str, bool, type(None), torch.Tensor
+    plain = int, float, str, bool, type(None)
     return str(value) if isinstance(value, plain) else type(value).__name__
 
 

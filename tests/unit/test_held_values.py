@@ -79,3 +79,10 @@ def test_an_object_in_an_option_is_described_by_its_class() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.param_groups[0]["rules"] = (object(), [0.5])
     assert replicas.options_of(optimizer)["rules of group 0"] == "(object, (0.5))"
+
+
+def test_all_digits_of_a_tensor_in_an_option_are_compared() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(1))]
+    rates = [torch.optim.Adam(parameters, lr=torch.tensor(rate)) for rate in (1e-3, 1.00001e-3)]
+    first, second = (replicas.options_of(one)["lr of group 0"] for one in rates)
+    assert float(first) == pytest.approx(1e-3) and first != second
