@@ -182,7 +182,7 @@ class StepResult:
     ``applied`` is False for a step that was skipped because its loss, or a gradient in float16, was not finite.
     ``notice``: notice from any worker (``comm.rendezvous.coordinator_client``) that the membership is about to change,
     or that a worker is to leave. ``metrics``: means over the batch of the metrics that the forward pass returns, by
-    name. ``paced_over``: number of newest steps over which the throughput is averaged. More than 1 if another worker
+    name. ``paced_over``: number of newest steps over which the throughput is averaged. More than 1 if other workers
     may have computed the step, so that it took this worker no time.
     """
 

@@ -23,7 +23,7 @@ class Report:
         samples: number of samples since the beginning of training, including this step.
         seconds: time to load the batch and run the step, in seconds.
         samples_per_second: throughput of this step over all workers. If workers compute different steps at the same
-            time, that of the newest eight steps of each worker.
+            time, that of the newest eight steps of each worker, or of ``local.every`` steps with ``local.uneven``.
         gradient_norm: global 2-norm of the mean gradient, before clipping.
         learning_rate: learning rate of the update, from the first parameter group.
         applied: whether the update was applied. False if the loss, or a gradient in float16, was not finite.

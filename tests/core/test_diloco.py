@@ -257,9 +257,13 @@ adaptive = {"exact": True, "local": {"every": 5, "adaptive": True}}
 whole = values(saved(19, "7", **adaptive))
 saved(16, "8", **adaptive).save()  # in a period of 3 steps, after 3 periods of 5
 adapted = values(saved(19, "8", **adaptive)) == whole
+flying = {"every": 5, "delay": 1, "adaptive": True}
+saved(17, "9", local=flying).save()
+periods = [saved(steps, "9", local=flying | more)._context.strategy_state["local"]["period"]
+           for steps, more in ((17, {}), (22, {"adaptive": False}))]
 tell(
     shorter=shorter, longer=longer, in_flight=in_flight, mixed=mixed, left=left, auto=auto,
-    averages=average != first, adapted=adapted,
+    averages=average != first, adapted=adapted, periods=periods,
 )
 """
 
@@ -273,6 +277,7 @@ def test_another_period_format_or_strategy(printed: Printed, tmp_path: Path) -> 
     assert found["left"] == [], "errors of the format before"
     assert "checkpoint.every = 'auto'" in found["auto"] and "wire = 'topk' does not give" in found["auto"]
     assert found["adapted"]
+    assert found["periods"][0] < 5 and found["periods"][1] == 5, "of a run that was to adapt, and does not any more"
     assert found["averages"], "an outer step that lands later counts as the step after which it was sent"
 
 

@@ -293,7 +293,12 @@ def test_a_slow_worker_leaves_its_inner_steps_to_others(monkeypatch: pytest.Monk
         counts.append(known)
         sent(outer, step, fragment, known, seconds)
 
-    sent = OuterSteps.send
+    def step(strategy: local_strategy.LocalTraining, *given: Any) -> Any:
+        paced.add((result := stepped(strategy, *given)).paced_over)
+        return result
+
+    sent, stepped, paced = OuterSteps.send, local_strategy.LocalTraining.step, set[int]()
+    monkeypatch.setattr(local_strategy.LocalTraining, "step", step)
     monkeypatch.setattr(ClaimedParts, "pace", property(lambda self: (1.0, 100.0)[self._rank]))
     monkeypatch.setattr(local_strategy, "inner_step", inner_step)
     monkeypatch.setattr(OuterSteps, "send", send)
@@ -302,6 +307,7 @@ def test_a_slow_worker_leaves_its_inner_steps_to_others(monkeypatch: pytest.Monk
     assert sorted(made) == [(step, part) for step in range(8) for part in range(2 if step in (2, 5) else 4)]
     assert sorted(map(sorted, map(dict.items, counts))) == [[(0, 48), (1, 8)]] * 2 + [[(0, 56), (1, 0)]] * 2
     assert first == second
+    assert paced == {4}, "throughput is that of a period, as a batch may take a worker no time"
 
 
 @pytest.mark.parametrize(

@@ -259,18 +259,20 @@ class LocalTraining(Strategy):
         self._outer.go_on()
         if len(self._trained) == self._period:
             self._trained.clear()
-            if self._local.adaptive:
-                self._adapt(step, result.loss)
+            self._begin_period(step, result.loss)
         if self._settled:
             result, self._notice = replace(result, notice=self._notice), 0
-        return result
+        # a worker takes no time for a batch whose parts others have claimed
+        return result if self._claimed is None else replace(result, paced_over=self._local.every)
 
-    def _adapt(self, step: int, loss: float) -> None:
-        """Choose the next period by the loss at the end of this one."""
-        kept, before = self._context.strategy_state[STATE], self._period
-        if 0 < loss < math.inf:
-            kept.setdefault("first loss", loss)
-        kept["period"] = self._bounded(adapted(self._local.every, kept.get("first loss", loss), loss))
+    def _begin_period(self, step: int, loss: float) -> None:
+        """Choose the length of the next period, by the loss at the end of this one if ``local.adaptive``."""
+        kept, before, steps = self._context.strategy_state[STATE], self._period, self._local.every
+        if self._local.adaptive:
+            if 0 < loss < math.inf:
+                kept.setdefault("first loss", loss)
+            steps = self._bounded(adapted(steps, kept.get("first loss", loss), loss))
+        kept["period"] = steps
         if self._period != before:
             self._context.events.mark("period", step=step, steps=self._period, loss=loss)
 
