@@ -165,11 +165,12 @@ class PreparedShards:
         kept = {name: self._value_of(name).clone() for name in self._held.names}
         if self.weights is not None:
             self.weights.enter()
+        divided = self.divided_names
         for name, value in kept.items():
-            if any(self._parameters[split_name(name)[0]].stride()):
-                self._value_of(name).copy_(value)
-            else:  # other machines have some of its rows
+            if f"parameter/{split_name(name)[0]}" in divided:  # other machines have some of its rows
                 self._held.tensors[f"parameter/{name}"] = value
+            else:
+                self._value_of(name).copy_(value)
         torch.autograd.graph.increment_version([*self._parameters.values()])
 
     def hand_on(self, leaving: Collection[int], what: str) -> None:
