@@ -347,6 +347,7 @@ def _open(path: Path) -> tuple[sqlite3.Connection, str]:
 def _in_memory() -> tuple[sqlite3.Connection, str]:
     base = _connect(":memory:", new=True)
     assert base is not None
+    base.execute("PRAGMA temp_store = MEMORY")  # sorting would use files, and the disk may be full
     return base, "in memory"
 
 

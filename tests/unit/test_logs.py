@@ -148,6 +148,7 @@ def test_an_index_on_a_full_disk(run: Path) -> None:
     index._base.execute("PRAGMA max_page_count = 1")
     index.update()
     assert len(list(index.find(Search(ranks=("4",))))) == 99, "in memory"
+    assert index._base.execute("PRAGMA temp_store").fetchone() == (2,), "sorted there, too"
     index.close()
 
 
