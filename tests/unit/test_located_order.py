@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -159,20 +160,23 @@ def test_workers_wait_together_for_lost_shards(joins: bool, elastic: bool, monke
     If no worker can join, they stop at once.
     """
     monkeypatch.setattr(lost_shards.env, "launch_info", lambda: SimpleNamespace(elastic=elastic))
-    orders = [order_of(names, {"wait_seconds": 60 if joins else 0.01}) for names in ("ab", "cd", "e")]
+    orders = [order_of(names, {"wait_seconds": 36_000 if joins else 0.01}) for names in ("ab", "cd", "e")]
     threads.run(3, lambda world: orders[world.rank].meet(world, "start"))
+    told = list[str]()
 
     def wait(world: Any) -> None:
         world.coordinator = SimpleNamespace(
             pending=world.generation + (joins and world.rank == 1), alarm=-1, generation=0
         )
-        events = SimpleNamespace(mark=lambda *_, **__: None)
+        events = SimpleNamespace(mark=lambda *_, text, **__: told.append(text))
         with pytest.raises((WorkersJoin, InputError)) as raised:
             lost_shards.meet(SimpleNamespace(world=world, order=orders[world.rank], events=events), "start")  # type: ignore[arg-type]
 
         assert raised.type is (WorkersJoin if joins and elastic else ShardsLost)
 
     threads.run(2, wait)
+    if joins and elastic:
+        assert re.match(r"waiting at most 3\d{4} s \(wait_seconds\) for shards", told[0]), "with all its digits"
 
 
 A, B, LONGER, OTHER = (ShardFacts(*one) for one in ((5, "x", "x"), (5, "y", "y"), (6, "x", "x"), (5, "z", "z")))

@@ -13,6 +13,7 @@ if the membership changes meanwhile.
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 from paceline.coordinator.types import Generation
@@ -93,7 +94,7 @@ def _wait(context: TrainingContext, doing: str, lost: ShardsLost) -> None:
     joins, waited = meanwhile()
     left = seconds - waited
     if left > 0:
-        what = f"waiting at most {left:.3g} s (wait_seconds)"
+        what = f"waiting at most {math.ceil(left)} s (wait_seconds)"
         _tell(context, f"{what} for shards that no worker has any more: {lost.shards}")
     while not joins and waited <= seconds:
         time.sleep(_POLL_SECONDS)
