@@ -8,9 +8,8 @@
     worker 1   ▓ ▓ ▓ ▓ ▓   O                  the last three to the others, which compute them sooner than it would
     worker 2   ▓▓▓▓▓▓▓     O                  compute one.
 
-A part is the share of a batch on which a replica would train if all made the same number of inner steps. As many inner
-steps as a worker can make: asynchronous local SGD with dynamic local updates (Liu et al. 2024, arXiv 2401.09135), whose
-outer steps are not asynchronous here.
+A part is the share of a batch on which a replica would train if all made the same number of inner steps. These are the
+dynamic local updates of asynchronous local SGD (Liu et al. 2024, arXiv 2401.09135), but with synchronous outer steps.
 """
 
 from __future__ import annotations
