@@ -241,7 +241,7 @@ class Settings(BaseModel):
     bucket_megabytes: PositiveFloat | None = Field(
         None,
         description="size of the gradient buckets that are sent together; none: along a tree 5 in shared memory (2.6 "
-        "if gradients are sharded), 5 to 25 over the network, less for a slow link; with collective 5 on CPUs, 25 on GPUs",
+        "if they are sharded), 5 to 25 over the network, less for a slow link; with collective 5 on CPUs, 25 on GPUs",
     )
     backup: BackupSettings = BackupSettings()
     server: ServerSettings = ServerSettings()
