@@ -29,7 +29,8 @@ def made_for() -> tuple[PreparedShards, Any]:
     made._parameters, made._moved, made._held = dict(model.named_parameters()), None, HeldShare()
     made.number, made._kept = (0, 2), {}
     made._optimizer, made._sizes, made._world = optimizer, {"0.weight": 16}, None  # type: ignore[assignment]
-    made.shard = OptimizerShard(context, [Slice(0, 0, 8, 0), Slice(0, 8, 16, 1)], [0])
+    slices = [Slice(0, 0, 8, 0), Slice(0, 8, 16, 1)]
+    made.shard, made.of_parameter = OptimizerShard(context, slices, [0]), {"0.weight": slices}
     return made, context.update
 
 

@@ -76,19 +76,19 @@ class StoreClaims:
     """Claims through the store. Each takes a round trip, also the last one of a step, which finds no part."""
 
     def __init__(self, world: World) -> None:
-        self._rank = world.rank
         self._store = Store(world, "parts", "while they claimed parts of a batch")
-        self._keys = set[str]()
+        self._made = list[str]()  # keys that this worker has added
 
     def claim(self, step: int, parts: int) -> int | None:
         if not self._store.is_open:
             self._store.open()
         key = self._store.key(step)
-        self._keys.add(key)
         claimed: int = self._store.ask(lambda store: store.add(key, 1))
+        if claimed == 1:
+            self._made.append(key)
         return claimed - 1 if claimed <= parts else None
 
     def forget(self) -> None:
-        if self._rank == 0:
-            self._store.ask(lambda store: [store.delete_key(key) for key in self._keys])
-        self._keys.clear()
+        if self._made:
+            self._store.ask(lambda store: [store.delete_key(key) for key in self._made])
+        self._made.clear()
