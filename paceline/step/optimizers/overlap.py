@@ -8,6 +8,7 @@ from itertools import pairwise
 from torch import nn
 
 from paceline.errors import InputError
+from paceline.system.torch_internals import storage_id
 
 
 def check_elements(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -26,14 +27,13 @@ def check_apart(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
 
     Only contiguous parameters are compared: others may lie between each other without a common element.
     """
-    known = []
-    for name, value in parameters.items():
-        # not its data_ptr(), which gives memory to the values of a deferred model
-        storage = value.untyped_storage().data_ptr() if value.is_contiguous() else 0
-        if storage and value.nbytes:
-            known.append((storage + value.storage_offset() * value.element_size(), value.nbytes, name))
-    for (start, size, name), (other, _, second) in pairwise(sorted(known)):
-        if other < start + size:
+    known = sorted(  # not by data_ptr(), which gives memory to the values of a deferred model
+        (storage_id(value), value.storage_offset() * value.element_size(), value.nbytes, name)
+        for name, value in parameters.items()
+        if value.is_contiguous() and value.nbytes
+    )
+    for (storage, start, size, name), (other, begin, _, second) in pairwise(known):
+        if storage == other and begin < start + size:
             raise InputError(
                 f"The parameters {name!r} and {second!r} have memory in common, so an update of one changes the "
                 f"other. With strategy {strategy!r}, different workers update them. To tie weights, assign the "
