@@ -45,10 +45,10 @@ def measured(names: list[str], one: Candidate, given: dict[str, Any], rounds: in
         with tempfile.TemporaryDirectory() as folder:
             run(names, {**given, "settings": settings}, Path(folder))
             of_workers = [json.loads(path.read_text())["seconds"] for path in Path(folder).glob("*.json")]
-        if one.strategy == "diloco" or one.settings.get("server", {}).get("mode") == "async":
-            found.append(max(map(statistics.fmean, of_workers)))  # workers wait after some steps, or never
-        else:
+        if one.meets:
             found.append(statistics.median(max(step) for step in zip(*of_workers, strict=True)))
+        else:
+            found.append(max(map(statistics.fmean, of_workers)))
     return statistics.median(found)
 
 

@@ -120,6 +120,11 @@ class Candidate:
     bill: Bill | None = None
 
     @property
+    def meets(self) -> bool:
+        """Whether the workers wait for each other in each step, so that all steps take equally long."""
+        return self.strategy != "diloco" and self.settings.get("server", {}).get("mode") != "async"
+
+    @property
     def time(self) -> float:
         """What users wait for: the hours of the bill, or else the seconds of a step."""
         return self.step_seconds if self.bill is None else self.bill.hours.mean

@@ -67,7 +67,7 @@ def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
 def run_last(hook: RemovableHandle) -> None:
     """Put a hook of a tensor behind all others of its kind."""
     hooks = hook.hooks_dict_ref()
-    if hooks is not None:
+    if hooks is not None and hook.id in hooks:  # else the script has removed it
         hooks[hook.id] = hooks.pop(hook.id)
 
 

@@ -446,6 +446,27 @@ def test_receives_of_all_homes_are_posted_before_the_first_send() -> None:
         assert [float(value[0]) for value in values] == [10 * (member + 0.5) for member in range(2)]
 
 
+def test_an_owner_waits_for_no_bucket_before_it_has_sent_all() -> None:
+    sent = threading.Event()
+
+    def act(world: ThreadWorld) -> list[float]:
+        tensors, homes = [torch.zeros(64) for _ in range(4)], [0, 1, 0, 1]
+        exchange = DirectExchange(world, TAGS, homes=homes, copies={0: [], 1: []})
+        exchange.layout = exchange.layout._replace(eager=True)  # as over gloo
+        reduction = Reduction(world, exchange, tensors, Facts(), "pushes", 512)
+        reduction.begin([[Node(0, 0)], [Node(0, 1)]], 2.0)
+        assert world.rank == 0 or sent.wait(5), "rank 0 waits for rank 1"
+        for member in range(4):
+            if member == 3:
+                sent.set()
+            reduction.slots(member)[0].fill_(member + world.rank)
+            reduction.written(member)
+        reduction.finish()
+        return [float(reduction.mean(member)[0]) for member in range(4) if homes[member] == world.rank]
+
+    assert run(2, act) == [[0.5, 2.5], [1.5, 3.5]]
+
+
 def test_an_ordered_transport_gets_messages_in_the_same_order_from_every_worker() -> None:
     """A worker may ask for the memory of a bucket before the one ahead of it is written."""
 

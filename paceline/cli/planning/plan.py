@@ -308,8 +308,7 @@ def _prove(base: Request, ordered: Sequence[Candidate], count: int) -> list[str]
     errors = []
     for one in [*ordered[:count], *ordered[count:][-1:]]:
         seconds, _ = steps_of(base, one.workers, settings_text(one), _start)
-        alone = one.strategy == "diloco" or one.settings.get("server", {}).get("mode") == "async"
-        took = fmean(seconds) if alone else median(seconds)  # workers wait after some steps, or never
+        took = median(seconds) if one.meets else fmean(seconds)
         errors.append(abs(one.step_seconds / took - 1))
         error = f"{100 * (one.step_seconds / took - 1):+.0f} %"
         rows.append(

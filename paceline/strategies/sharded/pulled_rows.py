@@ -95,8 +95,10 @@ class PulledRows:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Release the rows."""
-        self._local.clear()
+        """Release the rows, and refuse those that others still wait for."""
+        with self._changed:
+            self._local.clear()
+            self._changed.notify_all()
         for source in self._sources.values():
             source.close()
 
@@ -121,7 +123,7 @@ class PulledRows:
         """Answer in the thread of another worker."""
         version, counts = words
         with self._changed:
-            ready = self._changed.wait_for(lambda: self._version >= version, self._world.timeout)
+            ready = self._changed.wait_for(lambda: self._version >= version or not self._local, self._world.timeout)
         rows = [self._local.get(index) for index in counts]
         if not ready or any(one is None for one in rows):
             raise WorkerLost(
