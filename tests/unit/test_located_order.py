@@ -177,6 +177,10 @@ def test_workers_wait_together_for_lost_shards(joins: bool, elastic: bool, monke
     threads.run(2, wait)
     if joins and elastic:
         assert re.match(r"waiting at most 3\d{4} s \(wait_seconds\) for shards", told[0]), "with all its digits"
+        for order in orders[:2]:  # in the next membership, which forms ten thousand seconds later
+            order.lost_since = {name: since - 10_000 for name, since in order.lost_since.items()}
+        threads.run(2, wait)
+        assert re.match(r"waiting at most 2\d{4} s", told[-1]), "from the loss, not from the membership"
 
 
 A, B, LONGER, OTHER = (ShardFacts(*one) for one in ((5, "x", "x"), (5, "y", "y"), (6, "x", "x"), (5, "z", "z")))
