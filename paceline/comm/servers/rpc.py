@@ -58,14 +58,17 @@ class RpcServer:
         self._unproven = threading.Semaphore(_MOST_UNPROVEN)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
+        self._registered = threading.Condition(self._lock)
         self._closed = False
         self._listener = socket.create_server((host, 0), backlog=256)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="paceline-rpc", daemon=True).start()
 
     def serve(self, what: str, handler: Handler) -> None:
-        """Register the handler for requests named ``what``."""
-        self._handlers[what] = handler
+        """Register the handler for requests named ``what``, and answer those that have arrived."""
+        with self._registered:
+            self._handlers[what] = handler
+            self._registered.notify_all()
 
     def on_end(self, act: Callable[[int], None]) -> None:
         """Register a function to be called with the rank of a worker whose connection has ended."""
@@ -78,6 +81,7 @@ class RpcServer:
         """End all connections and stop listening."""
         with self._lock:
             self._closed = True
+            self._registered.notify_all()
             for one in (self._listener, *self._open):
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
@@ -123,12 +127,18 @@ class RpcServer:
     def _answer(self, connection: socket.socket, rank: int) -> None:
         while True:
             (what, words), data = _receive(connection.recv_into, self._most)
+            self._await_handler(what)
             try:
                 answer, parts = self.handle(rank, what, words, data)
                 said = ("ok", answer)
             except Exception as error:  # noqa: BLE001 - the client raises it
                 said, parts = ("error", (type(error).__name__, str(error))), ()
             _send(connection.send, said, parts)
+
+    def _await_handler(self, what: str) -> None:
+        """Wait for a handler: another worker may ask while this one still prepares what it will give out."""
+        with self._registered:
+            self._registered.wait_for(lambda: what in self._handlers or self._closed)
 
 
 class RpcClient:
