@@ -4,8 +4,8 @@ Each stage has a copy of the model of its own, without the parameters of the oth
 pass through. What is compared are bits: of the losses and of all gradients. Weights are random, nothing is loaded::
 
     pip install timm transformers torchvision snntorch
-    python bench/pipeline/models.py                 all
-    python bench/pipeline/models.py timm bert       those with this in their names
+    python bench/pipeline/public_models.py                 all
+    python bench/pipeline/public_models.py timm bert       those with this in their names
 """
 
 from __future__ import annotations
