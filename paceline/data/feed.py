@@ -113,6 +113,7 @@ class Feed:
         self.owners = {} if self._plain is None or loaders else self._plain.owners
         # sizes of the batches from the user's collate function; None without such a function
         self.sizes = None if collate is None else CollatedSizes()
+        self._newest = 0  # newest step whose groups were asked for
         self._seconds = 0.0  # that load() has read data, since they were last taken
         self._values: dict[int, Values] = {}  # plain values with which the newest batches were read, by step
         self._collate = partial(collated, collate=collate or default_collate)
@@ -143,6 +144,7 @@ class Feed:
             if step < oldest:  # it had no groups, so the loader comes to it only with the next request
                 return _Asked([], [])
             if step not in asked:
+                self._newest = max(step, self._newest)
                 asked[step] = _Asked(groups_of(step), [] if self._exchange is None else self._exchange.sent(step))
             return asked[step]
 
@@ -191,8 +193,9 @@ class Feed:
         Raises:
             WorkerLost: another worker was lost.
         """
-        if self._exchange is None:
+        if self._exchange is None or not isinstance(self._order, LocatedOrder):
             return groups
+        self._order.choose(step, max(step, self._newest), events)
         arrived = self._arrived(step, self._exchange)
         if sent := self._exchange.bytes[step]:
             events.mark("samples-sent", step=step, bytes=sent)

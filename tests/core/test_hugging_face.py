@@ -14,6 +14,7 @@ import os
 from functools import partial
 import torch
 import paceline
+from paceline.data import Located
 from subjects import tell
 
 COLUMNS = {"values": torch.arange(159.0).view(53, 3) / 100, "label": torch.arange(53) % 3}
@@ -51,7 +52,15 @@ class Table:
         columns = self[numbers]
         return [{name: columns[name][place] for name in columns} for place in range(len(numbers))]
 
-tell(table=train(Table()))
+class Shard(Table):
+    def __init__(self, shard):
+        self.shard = range(18 * shard, min(53, 18 * shard + 18))
+    def __len__(self):
+        return len(self.shard)
+    def __getitem__(self, key):
+        return super().__getitem__(torch.tensor(self.shard)[key])
+
+tell(table=train(Table()), shards=train(Located({str(shard): Shard(shard) for shard in range(3)})))
 """
 )
 
@@ -62,6 +71,8 @@ import datasets
 
 table = datasets.Dataset.from_dict({name: column.tolist() for name, column in COLUMNS.items()}).with_format("torch")
 tell(table=train(table))
+own = {str(shard): table.shard(3, shard) for shard in range(3) if shard >= int(os.environ["RANK"])}
+tell(shards=train(Located(datasets.DatasetDict(own))))
 for name, shuffled in ("plain", False), ("shuffled", True):
     def stream():
         found = table.to_iterable_dataset(num_shards=3)
@@ -82,7 +93,7 @@ def test_items_that_are_dictionaries(printed: Printed, tmp_path: Path) -> None:
 def test_data_sets_of_both_kinds(printed: Printed, tmp_path: Path) -> None:
     (alone,) = printed(STAND_IN, 1, tmp_path)
     for one in printed(REAL, 2, tmp_path, environment={"SAVED": str(tmp_path / "saved-")}):
-        assert one["table"][0] == alone["table"][0]
+        assert one["table"][0] == alone["table"][0] and one["shards"][0] == alone["shards"][0]
         for name in ("plain", "shuffled"):
             whole, resumed = one[name]
             assert resumed[0] == whole[0]

@@ -61,6 +61,7 @@ def train(placed, move="never", **settings):
     mean.fill_(sum(totals) / sum(counts))
     for batch in session.batches(epochs=2):
         report = session.step(batch)
+    assert move != "auto" or session._context.order.state(0)["sends"] is not None  # both ways were used
     warned.append("; ".join(session._context.warnings))
     return [batch.step, report.loss, session.fingerprint(), mean.item(), counts, draws]
 
@@ -85,7 +86,7 @@ def results(printed: Printed, folder: Path, workers: int, cases: list[Any], **op
 def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:
     (alone,), nothing = results(printed, tmp_path, 1, [["apart", {}]])
     cases: list[Any] = [["twice", {}], ["apart", {}], ["twice", {"strategy": "stealing"}]]
-    found, warned = results(printed, tmp_path, 3, [*cases, ["on the last only", {"move": "samples"}]])
+    found, warned = results(printed, tmp_path, 3, [*cases, ["on the last only", {"move": "auto"}]])
     assert found == [alone] * 12
     assert nothing == [""] and "the others wait for rank 1" in warned[1] and warned[::3] == ["", ""], warned
 
@@ -146,7 +147,7 @@ def test_shards_that_cannot_be_used_are_refused(shards: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"move": "always"}, "move='always'.* give 'never', or 'samples'"),
+        ({"move": "always"}, "move='always'.* give 'never', 'samples' .* or 'auto'"),
         ({"lost": "skip"}, "lost='skip'.* give 'stop', or 'leave out'"),
         ({"wait_seconds": -1}, "wait_seconds=-1"),
     ],
@@ -160,7 +161,8 @@ def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], text: 
     ("options", "given", "text"),
     [
         ({"lost": "leave out"}, {"exact": True}, "leave out exact or lost"),
-        ({"move": "samples"}, {"strategy": "diloco", "local": {"sites": True}}, "move='samples'. sends samples"),
+        ({"move": "samples"}, {"strategy": "diloco", "local": {"sites": True}}, "lets workers send samples"),
+        ({"move": "auto"}, {"strategy": "local-sgd", "local": {"sites": True}}, "lets workers send samples"),
     ],
 )
 def test_options_that_contradict_settings_are_refused(

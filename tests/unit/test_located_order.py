@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import threading
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,27 @@ def test_workers_have_one_order_and_compute_what_they_have() -> None:
         assert holders == tuple(tuple(rank for rank in range(3) if name in held[rank]) for name in names)
 
 
+def test_samples_are_read_in_one_call_from_shards_that_can() -> None:
+    asked = list[list[int]]()
+
+    class Table(list[int]):
+        def __getitems__(self, samples: list[int]) -> list[int]:
+            asked.append(samples)
+            return [self[sample] for sample in samples]
+
+    order = order_of(b=Table(located("b")["b"]))
+    for step in epoch_of(order):
+        for numbers in step:
+            assert order._data.__getitems__(numbers) == numbers
+    counts = [len(samples) for samples in asked]
+    assert sum(counts) == SIZES["b"] and max(counts) == BATCH // MICROBATCHES, "a microbatch in one call"
+    assert order._data.__getitems__([0, 1, 7, 9, 2]) == [0, 1, 7, 9, 2] and asked[-1] == [0, 2]
+    with pytest.raises(IndexError) as raised:
+        order._data.shards["b"].clear()
+        order._data.__getitems__([7])
+    assert raised.value.__notes__ == ["Shard 'b' was asked for its samples 0."]
+
+
 def test_the_placement_ends_as_early_as_possible() -> None:
     drawn = random.Random(1)
     for _ in range(300):
@@ -125,6 +147,42 @@ def test_samples_travel_until_no_worker_has_more_than_an_even_share() -> None:
         assert max(map(len, placed)) == -(-count // workers), (holders, sent)
         assert all(at in placed[one.worker] for at, one in sent.items()), (holders, sent)
     assert moves(((0, 1),) * 8, 2) == ()
+
+
+@pytest.mark.parametrize(("faster", "held"), [(0.5, ""), (0.99, ""), (0.5, "abcdefgh")])
+def test_samples_are_sent_from_a_step_that_no_worker_has_asked_for_if_steps_then_take_less_time(
+    monkeypatch: pytest.MonkeyPatch, faster: float, held: str
+) -> None:
+    """Rank 0 has asked for more steps than rank 1, and rank 1 is slower. A resumed run goes on with the choice."""
+    clock = threading.local()
+    monkeypatch.setattr(order_module, "perf_counter", lambda: clock.now)
+    held, options = ["abcdefgh", held], {"move": "auto"}
+
+    def train(world: Any, state: Any = None) -> tuple[list[bool], list[str], dict[str, Any]]:
+        order, told = order_of(held[world.rank], options), list[str]()
+        if state is not None:
+            order.load(state)
+        order.meet(world, "start")
+        clock.now, sent, asked = 0.0, list[bool](), dict[int, bool]()
+        for step in range(30):
+            ahead = range(step, step + (4 if world.rank == 0 else 2))
+            asked |= {one: one in order._choice.sending for one in ahead if one not in asked}
+            order.choose(step, ahead[-1], SimpleNamespace(mark=lambda _, text: told.append(text)))  # type: ignore[arg-type]
+            sent.append(step in order._choice.sending)
+            assert sent[-1] == asked[step], "a change of a step that was asked for"
+            clock.now += (faster if sent[-1] else 1.0) * (1.0 if world.rank == 0 else 1.5) + 50 * (step == 3)
+        return sent, told, order.state(30)
+
+    (sent, told, state), other = threads.run(2, train)
+    assert (sent, told, state) == other
+    if held[1]:
+        assert not any(sent) and not told and state["sends"] is None
+        return
+    assert sent[:13] == [False] * 13 and all(sent[13:26]) and sent[26:] == [faster < 0.97] * 4, sent
+    assert re.match(r"from step 13: the largest share is 2\.\d times", told[0]) and f"{faster:.2f} times" in told[1]
+    assert state["sends"] is (faster < 0.97)
+    for sent, told, again in threads.run(2, lambda world: train(world, state if world.rank else None)):
+        assert sent == [faster < 0.97] * 30 and not told and again == state
 
 
 def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> None:

@@ -31,6 +31,7 @@ class Holding(NamedTuple):
 
     shards: dict[str, ShardFacts]
     holders: dict[str, str]
+    sends: bool | None = None  # what the workers have decided with move="auto"
 
 
 Given = tuple[str, Mapping[str, ShardFacts], Holding]
@@ -73,7 +74,8 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
             "No worker has a shard of the Located data. Give each worker the shards that its machine has, and check "
             "the folder in which the script looks for them."
         )
-    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders})
+    sends = next((one.sends for *_, one in everyone if one.sends is not None), None)
+    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders}, sends)
     return agreed, {name: tuple(found) for name, found in ranks.items()}
 
 

@@ -16,10 +16,12 @@ The order does not depend on which worker has which shard, which workers tell ea
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,14 +31,17 @@ import torch
 from paceline.comm.world import World
 from paceline.data.keys import ORDER, seed_of
 from paceline.data.located.agreement import Given, Holding, agree, strangers
+from paceline.data.located.choice import STEPS, MoveChoice
 from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.shards import Located, ShardFacts, firsts_of
 from paceline.data.order import LARGEST_SHUFFLE, BatchOrder
 from paceline.errors import ConfigError, InputError
+from paceline.events import EventLog
 from paceline.schedule import feistel
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.schedule.placement import Move, after, moves
 
+_log = logging.getLogger("paceline")
 Numbers = npt.NDArray[np.int64]
 
 
@@ -63,7 +68,8 @@ class LocatedOrder(BatchOrder):
     ) -> None:
         self.batch, self.microbatches, self.seed, self._all_present = batch, microbatches, seed, all_present
         self._data, self._own = data, data.facts(seed, exact=exact)
-        self.moves, self.wait_seconds, self.goes_on = data.move == "samples", data.wait_seconds, data.lost != "stop"
+        self.moves, self.wait_seconds, self.goes_on = data.move != "never", data.wait_seconds, data.lost != "stop"
+        self._choice = MoveChoice({"never": False, "samples": True, "auto": None}[data.move])
         self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
         self._ranks: dict[str, tuple[int, ...]] = {}
         self.lost_since: dict[str, float] = {}  # times at which workers found that no worker has a shard any more
@@ -132,7 +138,8 @@ class LocatedOrder(BatchOrder):
         return tuple(holders[part.shard] for part in self._parts(step))
 
     def _moves(self, step: int) -> tuple[Move, ...]:
-        return () if self.exchange is None else moves(self._readers(step), self.exchange.world.size)
+        sends = self.exchange is not None and step in self._choice.sending
+        return moves(self._readers(step), self.exchange.world.size) if self.exchange and sends else ()
 
     @property
     def names(self) -> list[str]:
@@ -229,8 +236,28 @@ class LocatedOrder(BatchOrder):
         if not without:
             self.lost_since.clear()
         self._set_shards(self._run.shards)
+        if self._data.move == "auto":
+            self._choice, self.moves = MoveChoice(self._run.sends), self._run.sends is not False
         sends = self.moves and world.size > 1
         self.exchange = SampleExchange(world, self._moves, self._bytes_of) if sends else None
+
+    def choose(self, step: int, asked: int, events: EventLog) -> None:
+        """Measure a step, and decide with the other workers if enough steps are measured. All workers call this.
+
+        Args:
+            asked: newest step whose microbatches this worker has asked for.
+        """
+        choice = self._choice
+        if self.exchange is None or not choice.begin(step, perf_counter()):
+            return
+        world = self.exchange.world
+        seconds, others = zip(*world.gather((choice.seconds, asked), "step"), strict=True)
+        readers = [self._readers(one) for one in range(max(0, step - STEPS), step)]
+        text = choice.go_on(max(seconds), max(others) + 1, readers, world.size)
+        self._run = self._run._replace(sends=choice.sends)
+        if text:
+            events.mark("note", text=text)
+            _log.log(logging.INFO if world.rank == 0 else logging.DEBUG, text)
 
     def strangers(self, world: World, joined: Collection[int], doing: str) -> dict[int, str]:
         """Return why workers cannot join, by rank, given the ranks that do. All workers call this together."""
@@ -245,8 +272,10 @@ class LocatedOrder(BatchOrder):
         return len(self._slice(part)) * self._run.shards[self._names[part.shard]].bytes
 
     def state(self, step: int) -> dict[str, Any]:
-        return {"shards": {name: list(one) for name, one in self._run.shards.items()}, "holders": self._run.holders}
+        shards = {name: list(one) for name, one in self._run.shards.items()}
+        return {"shards": shards, "holders": self._run.holders, "sends": self._run.sends}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the shards of the run from a state. The workers compare them with their own when they meet."""
-        self._run = Holding({name: ShardFacts(*one) for name, one in state["shards"].items()}, state["holders"])
+        shards, sends = {name: ShardFacts(*one) for name, one in state["shards"].items()}, state.get("sends")
+        self._run = Holding(shards, state["holders"], self._run.sends if sends is None else sends)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sized
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch.utils.data import Dataset
@@ -17,7 +18,7 @@ from paceline.data.nested import leaves_in
 from paceline.errors import InputError
 from paceline.system.user_code import in_user_call
 
-Move = Literal["never", "samples"]
+Move = Literal["never", "samples", "auto"]
 Lost = Literal["stop", "leave out"]
 
 
@@ -38,10 +39,11 @@ class Located(Dataset[Any]):
     computes microbatches whose samples its machine has. ``len()`` counts the samples given here.
 
     Args:
-        shards: data sets with a length and items by number, by the names of the shards. With ``move="samples"`` a
+        shards: data sets with a length and items by number, by the names of the shards. Unless ``move="never"``, a
             worker may have none.
-        move: ``"never"`` if no sample may be sent to another worker, or ``"samples"`` to send as many as give all
-            workers an even share of each batch. The same on all workers. Defaults to ``"never"``.
+        move: ``"never"`` if no sample may be sent to another worker, ``"samples"`` to send as many as give all workers
+            an even share of each batch, or ``"auto"`` to try this and go on if steps take less time. The same on all
+            workers. Defaults to ``"never"``.
         wait_seconds: time for which a run under ``paceline run --elastic`` waits for a worker with a shard that no
             worker has any more. The same on all workers. Defaults to 0.
         lost: whether the run then stops, or goes on with ``"leave out"``, without the microbatches of the shard. The
@@ -56,8 +58,8 @@ class Located(Dataset[Any]):
     ) -> None:
         if move not in get_args(Move):
             raise InputError(
-                f"Located(..., move={move!r}) is unknown: give 'never', or 'samples' to send samples to workers that "
-                f"have too few."
+                f"Located(..., move={move!r}) is unknown: give 'never', 'samples' to send samples to workers that have "
+                f"too few, or 'auto' to do so if it is faster."
             )
         if lost not in get_args(Lost):
             raise InputError(
@@ -93,13 +95,29 @@ class Located(Dataset[Any]):
 
     def __getitem__(self, number: int) -> Any:
         """Return a sample by its number in the whole data set."""
+        return self._read(*self._place_of(number))
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        """Return samples by their numbers, adjacent ones of a shard in one call if the shard has this method, too."""
+        found = list[Any]()
+        for name, places in groupby(map(self._place_of, numbers), lambda place: place[0]):
+            samples = [sample for _, sample in places]
+            if not hasattr(self.shards[name], "__getitems__"):
+                found += [self._read(name, sample) for sample in samples]
+                continue
+            with _naming(name, f"samples {', '.join(map(str, samples))}"):
+                found += self.shards[name].__getitems__(samples)
+        return found
+
+    def _place_of(self, number: int) -> tuple[str, int]:
+        """Return the name of a shard, and the number of a sample in it."""
         place = bisect_right(self._firsts, number) - 1
         if place < 0 or number - self._firsts[place] >= self._lengths[self._names[place]]:
             raise InputError(
                 f"Located data have no sample {number} on this worker. Samples are numbered over the shards of all "
                 f"workers, and this worker has {', '.join(map(repr, self._names[:8]))}: read data.shards[name][sample]."
             )
-        return self._read(self._names[place], number - self._firsts[place])
+        return self._names[place], number - self._firsts[place]
 
     def check_lengths(self, step: int) -> None:
         """Raise InputError if a shard has another length than at the start."""
@@ -112,11 +130,8 @@ class Located(Dataset[Any]):
                 )
 
     def _read(self, name: str, sample: int) -> Any:
-        try:
+        with _naming(name, f"sample {sample}"):
             return self.shards[name][sample]
-        except Exception as error:
-            in_user_call(error, f"Shard {name!r} was asked for its sample {sample}.")
-            raise
 
     def facts(self, seed: int, *, exact: bool) -> dict[str, ShardFacts]:
         """Read a few samples of each shard, with random numbers keyed by the sample, and return its facts."""
@@ -131,6 +146,16 @@ class Located(Dataset[Any]):
                 most = max(sum(getattr(leaf, "nbytes", 8) for leaf in leaves_in(sample)) for sample in samples)
                 found[name] = ShardFacts(len(shard), bits if exact else digest_of(samples, exact=False), bits, most)
         return found
+
+
+@contextmanager
+def _naming(name: str, samples: str) -> Iterator[None]:
+    """Name the shard and the samples in errors of its code."""
+    try:
+        yield
+    except Exception as error:
+        in_user_call(error, f"Shard {name!r} was asked for its {samples}.")
+        raise
 
 
 def firsts_of(lengths: Mapping[str, int]) -> dict[str, int]:

@@ -111,7 +111,7 @@ class AllReduce(Strategy):
         self.rows = SparseRows(context, sparse, self._largest_share(), sections) if sparse else None
         places = {name: place for place, name in enumerate(named)}
         self._dense, self._sparse = ([places[name] for name in names] for names in (dense, sparse))
-        if context.order.located and not context.order.incomplete:
+        if context.order.located and not (context.order.incomplete or context.order.moves):
             self._tell_uneven()
 
     def groups(self, step: int) -> list[range]:

@@ -62,8 +62,8 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder) -> None:
         )
     if order.moves:
         raise ConfigError(
-            "local.sites = True sends updates only, but Located(..., move='samples') sends samples: leave out one of "
-            "them."
+            "local.sites = True sends updates only, but Located(..., move=...) lets workers send samples: leave out "
+            "one of them."
         )
     for key, value in _WITHOUT.items():
         if (given := getattr(local, key)) != value:
