@@ -283,13 +283,15 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
             with Workers(launch, client.show, RemoteAgent(launch, mine, client), say) as workers:
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
-            failed = client.not_joined and all(one.code != 0 for one in result.exits)
-            if not left and not failed:
-                client.await_end()
+            failed = all(one.code != 0 for one in result.exits)
+            if not left:
+                client.await_end(or_refusal=failed)
+            failed &= client.not_joined
         finally:
             client.close()
-        if failed:
-            return report(launch, result, None)
+        if failed:  # the run goes on without these workers
+            exits = tuple(replace(one, tolerated=False) for one in result.exits)
+            return report(launch, replace(result, exits=exits), None)
         if client.over is not None:
             say(f"the run {client.name} is over: {client.over['reason']}")
             return int(client.over["code"])

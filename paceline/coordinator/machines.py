@@ -196,9 +196,12 @@ class AgentClient:
             elif message["type"] == "shown":
                 self.shown = int(message["worker"])
 
-    def await_end(self) -> None:
-        """Wait until the coordinator has reported the end of the run, or the connection has ended."""
-        while (self.over is None or self._connection.unsent) and not self.broken:
+    def await_end(self, or_refusal: bool) -> None:
+        """Wait until the coordinator has reported the end of the run, or perhaps that a worker has not joined it.
+
+        Also returns if the connection has ended.
+        """
+        while not self.broken and (self._connection.unsent or not (self.over or (or_refusal and self.not_joined))):
             self.receive()
             time.sleep(_POLL_SECONDS)
 

@@ -246,6 +246,8 @@ class Coordinator:
             self._lateness.heartbeat(number, WorkerStatus(rank=-1, **message["status"]))
         elif kind == "ending":
             self.membership.workers[number].ending = True
+        elif kind == "unfit":
+            self.membership.workers[number].joined = False
         elif kind == "store" and self._is_now(number, message["generation"]):
             self._key_values.handle(number, message)
 

@@ -171,6 +171,10 @@ class CoordinatorClient:
         """Report that the script has ended, so the end of this process is not a loss. Its exit code is the result."""
         self._link.send({"type": "ending"})
 
+    def is_unfit(self) -> None:
+        """Report that this worker cannot take part, so that its failure does not end the run."""
+        self._link.send({"type": "unfit"})
+
     def send_heartbeat(self) -> None:
         """Send this worker's status, with the current line of the user's script, unless the status is empty."""
         status = self._status()

@@ -144,6 +144,7 @@ KINDS: Mapping[str, Kind] = {
     "heartbeat": Kind("worker", _Heartbeat),
     "clock": Kind("worker", _Clock),
     "ending": Kind("worker", _Fields),
+    "unfit": Kind("worker", _Fields),
     "store": Kind("worker", _Store),
     "agent": Kind("agent", _Agent),
     "started": Kind("agent", _Started),

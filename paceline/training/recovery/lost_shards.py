@@ -21,7 +21,7 @@ from paceline.data.growing.order import GrowingOrder
 from paceline.data.located.agreement import ShardsLost
 from paceline.data.located.order import LocatedOrder
 from paceline.environments import env
-from paceline.errors import PREEMPTED, WorkerLost
+from paceline.errors import InputError, WorkerLost
 from paceline.step.context import TrainingContext
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.state_transfer import share_samples
@@ -35,13 +35,13 @@ class WorkersJoin(WorkerLost):
 
 
 def join_data(context: TrainingContext, generation: Generation) -> None:
-    """Get the samples that others have added, and leave the run if this worker joins with shards of other data.
+    """Get the samples that others have added, and refuse workers that join with shards of other data.
 
     All workers call this together, before a state moves.
 
     Raises:
-        SystemExit: this worker leaves the run, which goes on.
-        WorkerLost: others do.
+        InputError: this worker is refused. The run goes on without it.
+        WorkerLost: others are.
     """
     world, order = context.world, context.order
     if isinstance(order, GrowingOrder):
@@ -51,10 +51,9 @@ def join_data(context: TrainingContext, generation: Generation) -> None:
     joined = [rank for rank, member in enumerate(generation.members) if member.worker in generation.joined]
     refused = order.strangers(world, joined, RE_FORMING)
     if world.rank in refused:
-        reason = f"This worker leaves the run, which goes on without it. {refused[world.rank]}"
-        _log.error(reason)
-        context.events.mark("departure", code=PREEMPTED, reason=reason)
-        raise SystemExit(PREEMPTED)
+        assert world.coordinator is not None
+        world.coordinator.is_unfit()
+        raise InputError(f"{refused[world.rank]} The run goes on without this worker.")
     if refused:
         _tell(context, f"training goes on without a worker that was to join. {' '.join(refused.values())}")
         raise WorkerLost(f"Rank {min(refused)} leaves the run: {refused[min(refused)]}", tuple(refused))
