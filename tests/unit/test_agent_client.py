@@ -21,6 +21,12 @@ def test_what_comes_with_the_first_answer_is_kept() -> None:
             where = Rendezvous("here", "127.0.0.1", 1)
             client = AgentClient(connection, *_register(connection, Applicant(1, "train.py", None, {}), where))
             assert (client.first, client.shown, client.over) == (1000, 1000, None)
+            theirs.sendall(encode({"type": "not-joined"}))
+            client.await_end(or_refusal=True)
+            assert client.not_joined and client.over is None
+            theirs.sendall(encode({"type": "end", "code": 0, "reason": "", "save": False}))
+            client.await_end(or_refusal=False)  # another worker of this machine trains
+            assert client.over is not None
 
 
 def test_a_port_that_was_refused_to_both_who_asked_at_once_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
