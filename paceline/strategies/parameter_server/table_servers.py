@@ -2,13 +2,17 @@
 
 ::
 
-    worker 0   F0 B0 ─ rows 3, 7 ─┐           ┌ server 0, rows 0 to 4: update 3    ┐ weights of the machine ─ F0 B0 ...
-    worker 1   F1 B1 ─ rows 3, 8 ─┴ to servers┴ server 1, rows 5 to 9: update 7, 8 ┘
+    one machine     worker 0   F0 B0 ─ rows 3, 7 ─┐            ┌ server 0, rows 0 to 4: update 3    ┐ copy of the machine
+                    worker 1   F1 B1 ─ rows 3, 8 ─┴ to servers ┴ server 1, rows 5 to 9: update 7, 8 ┘ ─ F0 B0 ...
+
+    two machines    worker 0 ─ pull 7 ─ F0 B0 ─ rows 3, 7 ─┐            ┌ server 0, machine 0, rows 0 to 4: update 3
+                    worker 1 ─ pull 3 ─ F1 B1 ─ rows 3, 8 ─┴ to servers ┴ server 1, machine 1, rows 5 to 9: update 7, 8
 
 The step is that of ``strategies.sharded.strategy``, of which only the servers own slices: they get the rows that have
 gradients, keep their optimizer state and update them. The workers of a machine read the rows that they need in one copy
-of the weights, and each other machine gets the rows that have changed. No worker holds the whole state: it is saved,
-loaded and moved by slices.
+of the weights, and each other machine gets the rows that have changed. Of a ``paceline.SparseEmbedding`` each machine
+has only the rows of its own servers, and forward passes pull the others (``strategies.sharded.pulled_rows``). No worker
+holds the whole state: it is saved, loaded and moved by slices.
 
 Modes async and bounded are those of ``strategies.parameter_server.async_server``, for the workers of one machine: the
 worker that pushes changes the rows of its batch in the one copy of a table that the workers share.
