@@ -60,6 +60,13 @@ def test_a_request_waits_for_its_handler(server: RpcServer, client_of: Any) -> N
         client.finish()
 
 
+def test_an_answer_that_was_not_taken_is_not_that_to_the_next_request(client_of: Any) -> None:
+    client = client_of()
+    client.start("echo", 1)  # an answer of another worker raised an error
+    client.start("echo", 2)
+    assert client.finish()[0] == (3, 2) and client.ask("echo", 3)[0] == (3, 3)
+
+
 def test_an_error_of_the_handler_is_raised_here(server: RpcServer, client_of: Any) -> None:
     def refuse(rank: int, words: Any, data: bytearray) -> Any:
         raise InputError("the optimizer said no")

@@ -151,14 +151,18 @@ class RpcClient:
     def __init__(self, world: World, rank: int, address: tuple[str, int], key: bytes, most: int) -> None:
         self._world, self.rank, self._address, self._key, self._most = world, rank, address, key, most
         self._connection: socket.socket | None = None
+        self._waits = False  # whether an answer is still to come
         self.check: Callable[[], None] = world.check  # called before a request and during waits. May raise.
         self.seconds = world.timeout  # timeout in seconds for an answer
 
     def start(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> None:
         """Send a request. Call :meth:`finish` for its answer before the next request."""
         self.check()
+        if self._waits:  # an error has kept the caller from taking the answer, which is not that to this request
+            self.close()
         with self._guarded():
             self._connect()
+            self._waits = True
             _send(self._write, (what, words), parts)
 
     def finish(self) -> tuple[Any, bytearray]:
@@ -169,6 +173,7 @@ class RpcClient:
         """
         with self._guarded():
             (kind, answer), data = _receive(self._read, self._most)
+        self._waits = False
         if kind == "error":
             name, text = answer
             known = getattr(errors, name, RuntimeError)
@@ -185,6 +190,7 @@ class RpcClient:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._waits = False
 
     def _connect(self) -> None:
         if self._connection is not None:
