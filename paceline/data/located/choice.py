@@ -40,7 +40,7 @@ class MoveChoice:
 
     def begin(self, step: int, now: float) -> bool:
         """Record the beginning of a step, and return whether enough steps have been measured to go on."""
-        if self.sends is not None:
+        if self.sends is not None or step == self._newest:  # the next phase of a step
             return False
         if self._newest < 0:
             self._first = step

@@ -2,8 +2,8 @@
 
 ::
 
-    one machine     worker 0   F0 B0 ─ rows 3, 7 ─┐            ┌ server 0, rows 0 to 4: update 3    ┐ copy of the machine
-                    worker 1   F1 B1 ─ rows 3, 8 ─┴ to servers ┴ server 1, rows 5 to 9: update 7, 8 ┘ ─ F0 B0 ...
+    one machine     worker 0   F0 B0 ─ rows 3, 7 ─┐            ┌ server 0, rows 0 to 4: update 3    ┐ weights of the
+                    worker 1   F1 B1 ─ rows 3, 8 ─┴ to servers ┴ server 1, rows 5 to 9: update 7, 8 ┘ machine
 
     two machines    worker 0 ─ pull 7 ─ F0 B0 ─ rows 3, 7 ─┐            ┌ server 0, machine 0, rows 0 to 4: update 3
                     worker 1 ─ pull 3 ─ F1 B1 ─ rows 3, 8 ─┴ to servers ┴ server 1, machine 1, rows 5 to 9: update 7, 8

@@ -310,9 +310,9 @@ class Recovery:
         if missed:
             raise InputError(
                 f"A part of the state is lost with its workers. The others would go back to the state after {steps} "
-                f"steps, and repeat {furthest.steps - steps} steps without the script, but its loop has {missed}, which "
-                f"these would miss. Start the run again, with --resume auto if it has saved a checkpoint: then the "
-                f"script repeats them, too."
+                f"steps, and repeat {furthest.steps - steps} steps without the script, but its loop has {missed}, "
+                f"which these would miss. Start the run again, with --resume auto if it has saved a checkpoint: then "
+                f"the script repeats them, too."
             )
         if steps < furthest.steps:
             self._context.events.mark("went back", step=steps, steps=furthest.steps - steps)
