@@ -46,8 +46,6 @@ system/torch_internals.py
     count of process groups, which a failed join does not reset: torch continues counting.
 testing/forks.py
     ``sys.stdout`` and ``sys.stderr``, which a test runner has replaced. For a forked process.
-testing/simulator/run.py
-    ``os.getpid`` and functions of this package, as the simulated worker sees them. Until the simulation ends.
 testing/worker_main.py
     ``sys.path`` and ``sys.modules``, to import the module of a test. For the process.
 """

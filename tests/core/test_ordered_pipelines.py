@@ -14,7 +14,7 @@ Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 3
 SCRIPT = """
 import json, os
-from paceline.testing import ordered_transport
+import ordered_transport
 from pipeline_cases import CUT, train
 from subjects import tell
 

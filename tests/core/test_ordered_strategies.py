@@ -15,7 +15,7 @@ REFUSED = ("parameter-server", "hogwild")
 SCRIPT = """
 import os
 import paceline
-from paceline.testing import ordered_transport
+import ordered_transport
 from subjects import CASES, tell
 
 ways, ordered = eval(os.environ["GIVEN"])

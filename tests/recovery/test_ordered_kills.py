@@ -18,7 +18,7 @@ import os
 import scripted
 from subjects import images
 from paceline.checkpoint import parts
-from paceline.testing import ordered_transport
+import ordered_transport
 
 parts.LEAST_BYTES = 1
 if "ALONE" not in os.environ:

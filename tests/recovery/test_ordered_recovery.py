@@ -12,7 +12,7 @@ STEPS = 8
 SCRIPT = f"""
 import os
 import scripted
-from paceline.testing import ordered_transport
+import ordered_transport
 
 if "ALONE" not in os.environ:
     ordered_transport.use()
@@ -48,7 +48,7 @@ from pathlib import Path
 import scripted
 from paceline.comm.world import World
 from paceline.step.optimizer import OptimizerStep
-from paceline.testing import ordered_transport
+import ordered_transport
 
 confirm, norm = World.confirm, OptimizerStep.norm
 step, works = map(int, os.environ["STALL"].split())
@@ -101,7 +101,7 @@ import os
 import signal
 import scripted
 from paceline.strategies.pipeline.audit import StageAudit
-from paceline.testing import ordered_transport
+import ordered_transport
 
 compute_again = StageAudit.compute_again
 

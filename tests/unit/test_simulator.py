@@ -10,15 +10,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from simulator.drawing import History
+from simulator.plan import Plan
+from simulator.run import Simulation
+from simulator.world import Broken
 
 from paceline.coordinator.agent import RemoteAgent
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.server import Coordinator
 from paceline.data.growing.order import GrowingOrder
-from paceline.testing.simulator.drawing import History
-from paceline.testing.simulator.plan import Plan
-from paceline.testing.simulator.run import Simulation
-from paceline.testing.simulator.world import Broken
 from paceline.training import loop, progress
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import Progress

@@ -1,7 +1,7 @@
 """NCCL transport for tensors on GPUs. Each communicator runs its operations in order, and waits do not block the host.
 
 The same process group moves tensors on the CPU through gloo. This transport has not yet been run on several GPUs: the
-tests run its callers on ``paceline.testing.ordered_transport``, which waits and fails in the same ways.
+tests run its callers on ``tests/ordered_transport.py``, which waits and fails in the same ways.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from paceline.environments import env
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, CheckpointError, PacelineError, StartError, WorkerLost
 from paceline.launchers.base import Request
 from paceline.system import fault_points
-from paceline.testing.simulator.drawing import History
-from paceline.testing.simulator.hub import Hub, Process
-from paceline.testing.simulator.launchers import RemoteLauncher, Slots, first_machine
-from paceline.testing.simulator.network import Link, Network, Server
-from paceline.testing.simulator.plan import Fault, Plan
-from paceline.testing.simulator.strategy import gather_parts
-from paceline.testing.simulator.worker import EVALUATES, STEPS, Disk, Worker
-from paceline.testing.simulator.world import Broken, Machines
+from simulator.drawing import History
+from simulator.hub import Hub, Process
+from simulator.launchers import RemoteLauncher, Slots, first_machine
+from simulator.network import Link, Network, Server
+from simulator.plan import Fault, Plan
+from simulator.strategy import gather_parts
+from simulator.worker import EVALUATES, STEPS, Disk, Worker
+from simulator.world import Broken, Machines
 
 _LONGEST = 1500.0  # virtual seconds after which a run that is not over will never end
 _LATE = 10.0  # seconds of a stop or network cut after which a worker may be dropped without a replacement

@@ -12,8 +12,8 @@ from paceline.comm.transport.gloo import Gloo
 from paceline.comm.world import World
 from paceline.coordinator.types import Generation, Membership
 from paceline.errors import WorkerLost, name_ranks
-from paceline.testing.simulator.hub import Hub, Process
-from paceline.testing.simulator.network import Box, Network
+from simulator.hub import Hub, Process
+from simulator.network import Box, Network
 
 
 @dataclass

@@ -7,8 +7,8 @@ from functools import cache
 from paceline.data.growing.agreement import encoded
 from paceline.data.growing.order import Additions, GrowingOrder
 from paceline.data.growing.samples import Growing
-from paceline.testing.simulator.world import Broken
 from paceline.training.progress import EXTEND
+from simulator.world import Broken
 
 EXTENDS = (1, 2, 5)  # steps after which the script adds samples: at the end of the first epoch, and within others
 

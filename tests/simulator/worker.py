@@ -22,16 +22,16 @@ from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import HeldShare, ProbeResults
 from paceline.system import fault_points
-from paceline.testing.simulator import samples
-from paceline.testing.simulator.network import Link
-from paceline.testing.simulator.strategy import MICROBATCHES, Simulated, State
-from paceline.testing.simulator.world import Broken, Machines, SimulatedWorld
 from paceline.training.batches import Batches
 from paceline.training.evaluations import Evaluations
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import EVALUATE
 from paceline.training.recovery.beginning import Beginning
 from paceline.training.script_state import ScriptState
+from simulator import samples
+from simulator.network import Link
+from simulator.strategy import MICROBATCHES, Simulated, State
+from simulator.world import Broken, Machines, SimulatedWorld
 
 STEPS = 8
 SAVES, EVALUATES = 2, 4  # number of steps between checkpoints, and step after which the script evaluates

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from paceline.testing.simulator.worker import STEPS
+from simulator.worker import STEPS
 
 KINDS = {"kill": 6, "stop": 3, "cut": 2, "leave": 2, "join": 2, "fail": 1, "lose machine": 2, "cut machine": 1}
 """Kinds of faults and their relative frequencies. ``stop`` and ``cut`` (the network) last some seconds. ``leave``

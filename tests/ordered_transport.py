@@ -2,7 +2,7 @@
 
 ::
 
-    from paceline.testing import ordered_transport
+    import ordered_transport
 
     ordered_transport.use()  # before paceline.start, in each process
 

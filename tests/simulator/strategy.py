@@ -16,8 +16,8 @@ from paceline.errors import WorkerLost
 from paceline.step.context import StepResult
 from paceline.strategies.base import Strategy
 from paceline.system import fault_points
-from paceline.testing.simulator.world import Broken, SimulatedWorld
 from paceline.training.script_state import ScriptState
+from simulator.world import Broken, SimulatedWorld
 
 MICROBATCHES = 8
 _MODULUS = (1 << 61) - 1

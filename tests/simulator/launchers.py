@@ -14,8 +14,8 @@ from paceline.coordinator.types import Message
 from paceline.coordinator.wire.authentication import AGENT
 from paceline.coordinator.wire.connections import Peer
 from paceline.launchers.base import Request, WorkerExit
-from paceline.testing.simulator.hub import Hub
-from paceline.testing.simulator.network import COORDINATOR, Network, Server
+from simulator.hub import Hub
+from simulator.network import COORDINATOR, Network, Server
 
 _POLL_SECONDS = 0.1
 GRACE_SECONDS = 25.0

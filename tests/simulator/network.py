@@ -13,7 +13,7 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Message
 from paceline.coordinator.wire.connections import TICK_SECONDS, Peer, Receiver
 from paceline.coordinator.wire.validation import BLOCK, check
-from paceline.testing.simulator.hub import Hub, Process
+from simulator.hub import Hub, Process
 
 _HEARTBEAT_SECONDS = 1.0
 COORDINATOR = -1  # number that stands for the coordinator in place of a worker
