@@ -9,29 +9,20 @@ from paceline.environments import env
 
 @dataclass(frozen=True)
 class HorovodSettings:
-    """Settings from Horovod's environment variables.
+    """Settings from Horovod's environment variables."""
 
-    Attributes:
-        fusion_bytes: maximum size of tensors reduced together (``HOROVOD_FUSION_THRESHOLD``). 0 disables fusion.
-        cycle_seconds: delay before requests are sent, to collect more (``HOROVOD_CYCLE_TIME``, in milliseconds).
-        cache_capacity: maximum number of requests in the response cache (``HOROVOD_CACHE_CAPACITY``).
-        stall_seconds: waiting time before a warning names missing ranks (``HOROVOD_STALL_CHECK_TIME_SECONDS``). None
-            if ``HOROVOD_STALL_CHECK_DISABLE=1`` disables the warning.
-        deadline_seconds: waiting time before an operation fails (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``).
-        start_seconds: timeout for the other workers in ``init`` (``HOROVOD_GLOO_TIMEOUT_SECONDS``).
-        timeline: file in which rank 0 records operations (``HOROVOD_TIMELINE``). Empty if they are not recorded.
-        mark_cycles: whether negotiation cycles are recorded, too (``HOROVOD_TIMELINE_MARK_CYCLES``).
-        ignored: names, without ``HOROVOD_``, of Horovod variables in the environment that have no effect.
-    """
-
-    fusion_bytes: int
-    cycle_seconds: float
-    cache_capacity: int
+    fusion_bytes: int  # maximum size of tensors reduced together (``HOROVOD_FUSION_THRESHOLD``). 0 disables fusion.
+    cycle_seconds: float  # delay before requests are sent, to collect more (``HOROVOD_CYCLE_TIME``, in milliseconds)
+    cache_capacity: int  # maximum number of requests in the response cache (``HOROVOD_CACHE_CAPACITY``)
+    # waiting time before a warning names missing ranks (``HOROVOD_STALL_CHECK_TIME_SECONDS``). None if
+    # ``HOROVOD_STALL_CHECK_DISABLE=1`` disables the warning.
     stall_seconds: float | None
-    deadline_seconds: float
-    start_seconds: float
+    deadline_seconds: float  # waiting time before an operation fails (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``)
+    start_seconds: float  # timeout for the other workers in ``init`` (``HOROVOD_GLOO_TIMEOUT_SECONDS``)
+    # file in which rank 0 records operations (``HOROVOD_TIMELINE``). Empty if they are not recorded.
     timeline: str = ""
-    mark_cycles: bool = False
+    mark_cycles: bool = False  # whether negotiation cycles are recorded, too (``HOROVOD_TIMELINE_MARK_CYCLES``)
+    # names, without ``HOROVOD_``, of Horovod variables in the environment that have no effect
     ignored: tuple[str, ...] = ()
 
 

@@ -83,23 +83,15 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Records:
-    """Step records of a run, in order of time.
+    """Step records of a run, in order of time."""
 
-    Attributes:
-        applied: steps applied by each worker.
-        recovered: recoveries after each membership change.
-        resumed: time and step of each resume, and of each return to a state in memory after a loss.
-        updates: updates by the single worker that computed a step, with asynchronous strategies.
-        asynchronous: whether each step is computed by one worker.
-        own_losses: whether each worker reports its own loss.
-    """
-
-    applied: tuple[AppliedStep, ...] = ()
-    recovered: tuple[Recovery, ...] = ()
+    applied: tuple[AppliedStep, ...] = ()  # steps applied by each worker
+    recovered: tuple[Recovery, ...] = ()  # recoveries after each membership change
+    # time and step of each resume, and of each return to a state in memory after a loss
     resumed: tuple[tuple[float, int], ...] = ()
-    updates: tuple[Update, ...] = ()
-    asynchronous: bool = False
-    own_losses: bool = False
+    updates: tuple[Update, ...] = ()  # updates by the single worker that computed a step, with asynchronous strategies
+    asynchronous: bool = False  # whether each step is computed by one worker
+    own_losses: bool = False  # whether each worker reports its own loss
 
 
 def read(events: Path) -> Records:

@@ -100,24 +100,17 @@ class Value:
 
 @dataclass
 class Record:
-    """Calls and operations of a forward pass.
+    """Calls and operations of a forward pass."""
 
-    Attributes:
-        inputs: input of the model, with references to values in place of tensors.
-        draws: functions that drew random numbers without a value as an argument.
-        uses: for each layer call, the names of the parameters and buffers that it uses.
-        mutated: for each storage, the last layer call that changes it.
-        forbidden: calls before which the model must not be cut.
-    """
-
-    inputs: Any = None
+    inputs: Any = None  # input of the model, with references to values in place of tensors
     values: list[Value] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    draws: set[Any] = field(default_factory=set)
+    draws: set[Any] = field(default_factory=set)  # functions that drew random numbers without a value as an argument
+    # for each layer call, the names of the parameters and buffers that it uses
     uses: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    mutated: dict[int, int] = field(default_factory=dict)
-    forbidden: set[int] = field(default_factory=set)
+    mutated: dict[int, int] = field(default_factory=dict)  # for each storage, the last layer call that changes it
+    forbidden: set[int] = field(default_factory=set)  # calls before which the model must not be cut
 
     def live_at(self, call: int) -> list[int]:
         """Return the values that are computed before a call and used in it or later."""

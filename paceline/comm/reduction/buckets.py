@@ -25,22 +25,16 @@ _LINE = CACHE_LINE // 4  # number of float32 elements in a cache line
 
 
 class Layout(NamedTuple):
-    """Rules for packing tensors into buckets.
+    """Rules for packing tensors into buckets."""
 
-    Attributes:
-        bucket_bytes: number of bytes at which a bucket is full, unless the settings give another number.
-        shares: fraction of a bucket in each of its chunks. The fractions add up to 1.
-        first_bytes: number of bytes at which the first bucket is full, if less than ``bucket_bytes``.
-        homes: rank of the server of each tensor. Each bucket is then a single chunk for a single server.
-        windowed: whether later buckets overwrite the sums of earlier ones, whose means the servers keep elsewhere.
-        eager: whether a worker waits for a bucket only when all have been sent, or when another one needs its memory.
-    """
-
-    bucket_bytes: int
-    shares: Sequence[float] = (1.0,)
-    first_bytes: int | None = None
+    bucket_bytes: int  # number of bytes at which a bucket is full, unless the settings give another number
+    shares: Sequence[float] = (1.0,)  # fraction of a bucket in each of its chunks. The fractions add up to 1.
+    first_bytes: int | None = None  # number of bytes at which the first bucket is full, if less than ``bucket_bytes``
+    # rank of the server of each tensor. Each bucket is then a single chunk for a single server.
     homes: Sequence[int] | None = None
+    # whether later buckets overwrite the sums of earlier ones, whose means the servers keep elsewhere
     windowed: bool = False
+    # whether a worker waits for a bucket only when all have been sent, or when another one needs its memory
     eager: bool = False
 
 

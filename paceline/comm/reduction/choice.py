@@ -24,17 +24,12 @@ _MEASUREMENTS = 3
 
 
 class Wanted(NamedTuple):
-    """Requested kind of reduction and size of its buckets.
+    """Requested kind of reduction and size of its buckets."""
 
-    Attributes:
-        kind: ``tree``, ``collective`` for the all-reduce of the back end, or ``auto`` for the faster of the two.
-        megabytes: size of a bucket in MB. Defaults to the best size for the kind.
-        widen: whether workers add up sums in half precision in float32.
-    """
-
+    # ``tree``, ``collective`` for the all-reduce of the back end, or ``auto`` for the faster of the two
     kind: str = "tree"
-    megabytes: float | None = None
-    widen: bool = False
+    megabytes: float | None = None  # size of a bucket in MB. Defaults to the best size for the kind.
+    widen: bool = False  # whether workers add up sums in half precision in float32
 
 
 def reduction_for(

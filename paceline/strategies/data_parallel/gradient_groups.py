@@ -30,31 +30,21 @@ Piece: TypeAlias = "tuple[list[int], list[tuple[Values, Values | None]]]"
 
 
 class Slices(NamedTuple):
-    """Slices of the parameters that a reduction reduces to different workers, in its order.
+    """Slices of the parameters that a reduction reduces to different workers, in its order."""
 
-    Attributes:
-        encoded: elements of the sums that stand for each slice.
-        codec: codec of the gradients. None if they are added up as they are.
-    """
-
-    encoded: Sequence[Slice]
-    codec: Codec | None = None
+    encoded: Sequence[Slice]  # elements of the sums that stand for each slice
+    codec: Codec | None = None  # codec of the gradients. None if they are added up as they are.
 
 
 @dataclass(frozen=True)
 class GradientGroup:
-    """Parameters whose gradients are passed to a reduction together.
+    """Parameters whose gradients are passed to a reduction together."""
 
-    Attributes:
-        places: indices of the parameters.
-        members: indices of their tensors in the reduction.
-        parts: elements of each tensor if the group is one parameter that is cut. Empty if the parameters are whole.
-        arrived: indices of the parameters, in the order of their gradients in this backward pass.
-    """
-
-    places: list[int]
-    members: list[int]
+    places: list[int]  # indices of the parameters
+    members: list[int]  # indices of their tensors in the reduction
+    # elements of each tensor if the group is one parameter that is cut. Empty if the parameters are whole.
     parts: list[slice] = field(default_factory=list)
+    # indices of the parameters, in the order of their gradients in this backward pass
     arrived: list[int] = field(default_factory=list)
 
     def cut(self, values: Values) -> Values:

@@ -115,19 +115,14 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """Call of an operator, in which tensors and generators are replaced by records.
+    """Call of an operator, in which tensors and generators are replaced by records."""
 
-    Attributes:
-        number: position of the operation in the order of execution.
-        reads: tensors among the arguments, also those that the operation writes to.
-        outputs: memory of the results. None for a result that shares an argument's memory, or is not a tensor.
-    """
-
-    number: int
+    number: int  # position of the operation in the order of execution
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    reads: Sequence[Read]
+    reads: Sequence[Read]  # tensors among the arguments, also those that the operation writes to
+    # memory of the results. None for a result that shares an argument's memory, or is not a tensor.
     outputs: Sequence[Memory | None]
     conditions: Conditions
 

@@ -24,13 +24,9 @@ _VALUES = {"H", "T", "data", "imag", "mH", "mT", "real"}  # attributes that depe
 
 
 class Deferred:
-    """Storage without values, and the tensors that use it.
+    """Storage without values, and the tensors that use it."""
 
-    Attributes:
-        on_demand: whether to compute the values when they are used, instead of raising an error.
-    """
-
-    on_demand = False
+    on_demand = False  # whether to compute the values when they are used, instead of raising an error
 
     def __init__(self, name: str, tracked: Tracked, tensors: Iterable[torch.Tensor]) -> None:
         self.name = name
