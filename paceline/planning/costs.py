@@ -88,28 +88,18 @@ def plan_text(profile: Profile, cut: Cut) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """Measured costs of training a model.
+    """Measured costs of training a model."""
 
-    Attributes:
-        passes: costs of each layer in a pass over so many microbatches at once, by this number. A backward pass adds
-            its gradients to those before it.
-        microbatches: microbatches of a batch.
-        fused: whether a worker computes its microbatches in one pass.
-        update: seconds of the optimizer's update of all parameters.
-        overhead: seconds of a step besides all these.
-        core_load: cores used while computing; 0 for layers that sleep.
-        add: seconds to add the gradients of all parameters to another sum.
-        message_seconds: seconds to start a transfer and to wait for it.
-    """
-
+    # costs of each layer in a pass over so many microbatches at once, by this number. A backward pass adds its
+    # gradients to those before it.
     passes: Mapping[int, tuple[LayerCost, ...]]
-    microbatches: int
-    fused: bool = False
-    update: float = 0.0
-    overhead: float = 0.0
-    core_load: float = 1.0
-    add: float = 0.0
-    message_seconds: float = 1e-4
+    microbatches: int  # microbatches of a batch
+    fused: bool = False  # whether a worker computes its microbatches in one pass
+    update: float = 0.0  # seconds of the optimizer's update of all parameters
+    overhead: float = 0.0  # seconds of a step besides all these
+    core_load: float = 1.0  # cores used while computing; 0 for layers that sleep
+    add: float = 0.0  # seconds to add the gradients of all parameters to another sum
+    message_seconds: float = 1e-4  # seconds to start a transfer and to wait for it
 
     def layers(self, microbatches: int) -> tuple[LayerCost, ...]:
         """Return the cost of each layer in a pass over so many microbatches, along a line between measured numbers."""

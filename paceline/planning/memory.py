@@ -40,39 +40,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """Sizes of a run on which the memory of a worker depends.
+    """Sizes of a run on which the memory of a worker depends."""
 
-    Attributes:
-        weights: bytes of parameters and buffers.
-        gradients: bytes of the gradients of a microbatch.
-        optimizer: bytes of the optimizer's state for all parameters.
-        sums: bytes of a sum of gradients over microbatches.
-        segments: forward pass of the largest microbatch.
-        batch: samples of a batch.
-        microbatches: microbatches of a batch.
-        workers: number of workers.
-        tree: whether sums follow the canonical tree, so that a worker may hold several.
-        stage: what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too, 3 weights too.
-        sharing: workers that share one copy of the weights in stage 3.
-        window: bytes of the sums that are on their way, from stage 2 on.
-        holders: workers that keep and update each part of what is divided.
-        even_shares: whether workers get even shares of a batch. Otherwise one worker may compute all of it.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    sums: int
-    segments: tuple[Segment, ...]
-    batch: int
-    microbatches: int
-    workers: int = 1
-    tree: bool = False
+    weights: int  # bytes of parameters and buffers
+    gradients: int  # bytes of the gradients of a microbatch
+    optimizer: int  # bytes of the optimizer's state for all parameters
+    sums: int  # bytes of a sum of gradients over microbatches
+    segments: tuple[Segment, ...]  # forward pass of the largest microbatch
+    batch: int  # samples of a batch
+    microbatches: int  # microbatches of a batch
+    workers: int = 1  # number of workers
+    tree: bool = False  # whether sums follow the canonical tree, so that a worker may hold several
+    # what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too, 3 weights too
     stage: int = 0
-    sharing: int = 1
-    window: int = 0
-    holders: int = 1
-    even_shares: bool = True
+    sharing: int = 1  # workers that share one copy of the weights in stage 3
+    window: int = 0  # bytes of the sums that are on their way, from stage 2 on
+    holders: int = 1  # workers that keep and update each part of what is divided
+    even_shares: bool = True  # whether workers get even shares of a batch. Otherwise one worker may compute all of it.
 
 
 @dataclass(frozen=True)
@@ -193,19 +177,12 @@ def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Nee
 
 @dataclass(frozen=True)
 class Choice:
-    """Blocks to recompute, and the bytes that a worker then needs.
+    """Blocks to recompute, and the bytes that a worker then needs."""
 
-    Attributes:
-        recomputed: names of the blocks.
-        fused: whether a worker may compute its share of a batch in one pass.
-        need: bytes that a worker needs.
-        fits: whether ``need`` is within the budget.
-    """
-
-    recomputed: frozenset[str]
-    fused: bool
-    need: Need
-    fits: bool
+    recomputed: frozenset[str]  # names of the blocks
+    fused: bool  # whether a worker may compute its share of a batch in one pass
+    need: Need  # bytes that a worker needs
+    fits: bool  # whether ``need`` is within the budget
 
 
 def fit(run: Run, limit: int, able: bool, fusible: bool, fixed: frozenset[str] = frozenset()) -> Choice:

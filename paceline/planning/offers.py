@@ -33,20 +33,15 @@ _STATE_BYTES_PER_SECOND = 1e9
 class Market:
     """Machines to choose from.
 
-    Attributes:
-        kinds: their types.
-        here: type of the machine on which the script is measured. None: as the types without GPUs.
-        spot: whether machines that the provider may take away are offered, too.
-        interruptions: how all types lose machines. None: each type at its own rate.
-
     Raises:
         ConfigError: a type lacks a value that is needed, or prices have several currencies.
     """
 
-    kinds: Sequence[MachineType]
+    kinds: Sequence[MachineType]  # their types
+    # type of the machine on which the script is measured. None: as the types without GPUs.
     here: MachineType | None = None
-    spot: bool = False
-    interruptions: Interruptions | None = None
+    spot: bool = False  # whether machines that the provider may take away are offered, too
+    interruptions: Interruptions | None = None  # how all types lose machines. None: each type at its own rate.
 
     def __post_init__(self) -> None:
         rented = self.rented

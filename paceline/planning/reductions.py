@@ -24,21 +24,13 @@ _MOST_HOMES = 64
 
 
 class Bucket(NamedTuple):
-    """Bucket of gradients.
+    """Bucket of gradients."""
 
-    Attributes:
-        nbytes: its size.
-        full_after: number of layers, from the last, after whose backward pass it is full.
-        begun_after: number of layers after whose backward pass it gets its first gradient.
-        home: rank of the worker that adds it up. None if each worker adds up a chunk.
-        after: index of the bucket before it in the same memory, or -1.
-    """
-
-    nbytes: float
-    full_after: int
-    begun_after: int
-    home: int | None = None
-    after: int = -1
+    nbytes: float  # its size
+    full_after: int  # number of layers, from the last, after whose backward pass it is full
+    begun_after: int  # number of layers after whose backward pass it gets its first gradient
+    home: int | None = None  # rank of the worker that adds it up. None if each worker adds up a chunk.
+    after: int = -1  # index of the bucket before it in the same memory, or -1
 
 
 def buckets_of(
@@ -91,21 +83,13 @@ def _runs(nbytes: Sequence[int], size: float) -> list[list[int]]:
 
 
 class Updaters(NamedTuple):
-    """Workers that keep the means and spread the weights.
+    """Workers that keep the means and spread the weights."""
 
-    Attributes:
-        homes: number of these workers, which have the first ranks.
-        copies: number of workers that make the same updates as each of them.
-        shared: whether one worker of each other machine receives weights for all.
-        windowed: see :func:`buckets_of`.
-        whole: see there.
-    """
-
-    homes: int
-    copies: int = 0
-    shared: bool = False
-    windowed: bool = False
-    whole: bool = False
+    homes: int  # number of these workers, which have the first ranks
+    copies: int = 0  # number of workers that make the same updates as each of them
+    shared: bool = False  # whether one worker of each other machine receives weights for all
+    windowed: bool = False  # see :func:`buckets_of`
+    whole: bool = False  # see there
 
 
 class Reduction:

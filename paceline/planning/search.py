@@ -44,36 +44,22 @@ _TOLD = 0.01
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a model with a number of workers on one machine.
+    """What was measured of a model with a number of workers on one machine."""
 
-    Attributes:
-        work: costs.
-        profile: sizes and layers.
-        spread: relative distance of measured steps from their median.
-    """
-
-    work: Work
-    profile: Profile
-    spread: float
+    work: Work  # costs
+    profile: Profile  # sizes and layers
+    spread: float  # relative distance of measured steps from their median
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Workers on machines.
+    """Workers on machines."""
 
-    Attributes:
-        machine: a machine.
-        per_machine: workers on each machine.
-        memory_bytes: memory of a worker; infinite if unknown.
-        name: name of the type.
-        others: the machines after the first, if they are not like it.
-    """
-
-    machine: Machine
-    per_machine: int
-    memory_bytes: float = math.inf
-    name: str = "this machine"
-    others: tuple[Machine, ...] = ()
+    machine: Machine  # a machine
+    per_machine: int  # workers on each machine
+    memory_bytes: float = math.inf  # memory of a worker; infinite if unknown
+    name: str = "this machine"  # name of the type
+    others: tuple[Machine, ...] = ()  # the machines after the first, if they are not like it
 
     def place(self, workers: int) -> Place:
         """Return the machines of so many workers."""
@@ -84,39 +70,23 @@ class Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the training, with its predicted time and memory.
+    """A way to run the training, with its predicted time and memory."""
 
-    Attributes:
-        strategy: name of the strategy.
-        workers: number of workers.
-        settings: settings besides the strategy.
-        machine: type of the machines.
-        step_seconds: seconds of a step.
-        low: lower end of the interval of these seconds.
-        high: upper end.
-        memory_bytes: bytes of weights, gradients, optimizer state and activations of a worker.
-        waits: seconds of a step in which the slowest worker waits, by cause.
-        fits: whether the memory is enough.
-        machines: number of machines.
-        spot: whether the provider may take the machines away.
-        standbys: further machines that wait for one to be lost.
-        bill: hours and money of the whole training, such as ``bill.money.mean``. None if its length or prices are
-            unknown.
-    """
-
-    strategy: str
-    workers: int
-    settings: Mapping[str, Any]
-    machine: str
-    step_seconds: float
-    low: float
-    high: float
-    memory_bytes: int
+    strategy: str  # name of the strategy
+    workers: int  # number of workers
+    settings: Mapping[str, Any]  # settings besides the strategy
+    machine: str  # type of the machines
+    step_seconds: float  # seconds of a step
+    low: float  # lower end of the interval of these seconds
+    high: float  # upper end
+    memory_bytes: int  # bytes of weights, gradients, optimizer state and activations of a worker
+    # seconds of a step in which the slowest worker waits, by cause
     waits: Mapping[str, float] = field(default_factory=dict)
-    fits: bool = True
-    machines: int = 1
-    spot: bool = False
-    standbys: int = 0
+    fits: bool = True  # whether the memory is enough
+    machines: int = 1  # number of machines
+    spot: bool = False  # whether the provider may take the machines away
+    standbys: int = 0  # further machines that wait for one to be lost
+    # hours and money of the whole training, such as ``bill.money.mean``. None if its length or prices are unknown.
     bill: Bill | None = None
 
     @property

@@ -74,34 +74,21 @@ Program = Generator[Step, None, None]
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine on which workers run.
+    """Machine on which workers run."""
 
-    Attributes:
-        cores: cores that its workers divide.
-        bytes_per_second: bandwidth of its link in each direction.
-        latency: seconds from the last byte of a transfer to the receiver's next operation.
-        speed: speed of computing, relative to the machine on which the times were measured.
-    """
-
-    cores: float = math.inf
-    bytes_per_second: float = math.inf
-    latency: float = 0.0
-    speed: float = 1.0
+    cores: float = math.inf  # cores that its workers divide
+    bytes_per_second: float = math.inf  # bandwidth of its link in each direction
+    latency: float = 0.0  # seconds from the last byte of a transfer to the receiver's next operation
+    speed: float = 1.0  # speed of computing, relative to the machine on which the times were measured
 
 
 @dataclass(frozen=True)
 class Place:
-    """Workers of a run.
+    """Workers of a run."""
 
-    Attributes:
-        machines: the machines.
-        of_worker: number of the machine of each worker.
-        simulated: ranks that are simulated, each for all others that do the same. Defaults to all.
-    """
-
-    machines: tuple[Machine, ...]
-    of_worker: tuple[int, ...]
-    simulated: tuple[int, ...] = ()
+    machines: tuple[Machine, ...]  # the machines
+    of_worker: tuple[int, ...]  # number of the machine of each worker
+    simulated: tuple[int, ...] = ()  # ranks that are simulated, each for all others that do the same. Defaults to all.
 
     @property
     def workers(self) -> int:
@@ -141,15 +128,10 @@ class Place:
 
 @dataclass
 class Outcome:
-    """Times of each simulated worker, in seconds since the beginning.
+    """Times of each simulated worker, in seconds since the beginning."""
 
-    Attributes:
-        ends: when the worker's program ended.
-        waited: for how long it waited, by the first part of the key.
-    """
-
-    ends: dict[int, float]
-    waited: dict[int, dict[str, float]]
+    ends: dict[int, float]  # when the worker's program ended
+    waited: dict[int, dict[str, float]]  # for how long it waited, by the first part of the key
 
     @property
     def seconds(self) -> float:

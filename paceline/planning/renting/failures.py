@@ -37,32 +37,20 @@ _HOPELESS = 5
 
 @dataclass(frozen=True)
 class Job:
-    """Training run on machines that may be lost.
+    """Training run on machines that may be lost."""
 
-    Attributes:
-        steps: number of steps.
-        step_seconds: seconds of a step on all machines.
-        machines: number of machines that train.
-        copies: number of machines that hold each part of the state: all machines for replicas (``allreduce``), the
-            holders of ``sharded``, and 1 if each part is on one machine only, as in a pipeline without replicas.
-        recovery_seconds: seconds that training stalls when a machine is lost or joins.
-        restart_seconds: further seconds to load a checkpoint.
-        start_up_seconds: seconds from the request of a replacement until it can join.
-        checkpoint_seconds: seconds that training stalls for a save.
-        interval_seconds: seconds of training between two saves. Infinite: no saves.
-        standbys: machines that wait for another one to be lost.
-    """
-
-    steps: int
-    step_seconds: float
-    machines: int
+    steps: int  # number of steps
+    step_seconds: float  # seconds of a step on all machines
+    machines: int  # number of machines that train
+    # number of machines that hold each part of the state: all machines for replicas (``allreduce``), the holders of
+    # ``sharded``, and 1 if each part is on one machine only, as in a pipeline without replicas
     copies: int
-    recovery_seconds: float
-    restart_seconds: float = 0.0
-    start_up_seconds: float = 0.0
-    checkpoint_seconds: float = 0.0
-    interval_seconds: float = math.inf
-    standbys: int = 0
+    recovery_seconds: float  # seconds that training stalls when a machine is lost or joins
+    restart_seconds: float = 0.0  # further seconds to load a checkpoint
+    start_up_seconds: float = 0.0  # seconds from the request of a replacement until it can join
+    checkpoint_seconds: float = 0.0  # seconds that training stalls for a save
+    interval_seconds: float = math.inf  # seconds of training between two saves. Infinite: no saves.
+    standbys: int = 0  # machines that wait for another one to be lost
 
     def __post_init__(self) -> None:
         assert self.steps > 0 and self.step_seconds > 0 and self.interval_seconds > 0 and self.standbys >= 0
@@ -94,19 +82,12 @@ class Spread(NamedTuple):
 
 
 class History(NamedTuple):
-    """What happened in a replay.
+    """What happened in a replay."""
 
-    Attributes:
-        seconds: seconds from the first step to the last. Infinite if training never ends.
-        machine_seconds: seconds of all machines, standbys and starting replacements included.
-        interruptions: number of lost machines.
-        rollbacks: number of times that training went back to a checkpoint.
-    """
-
-    seconds: float
-    machine_seconds: float
-    interruptions: int
-    rollbacks: int
+    seconds: float  # seconds from the first step to the last. Infinite if training never ends.
+    machine_seconds: float  # seconds of all machines, standbys and starting replacements included
+    interruptions: int  # number of lost machines
+    rollbacks: int  # number of times that training went back to a checkpoint
 
 
 @dataclass(frozen=True)

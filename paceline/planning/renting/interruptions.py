@@ -60,15 +60,12 @@ class Trace:
 
     When the recording loses a part of its machines, each machine of a run is lost with this probability. So bursts and
     quiet hours remain, for any number of machines.
-
-    Attributes:
-        losses: time since the beginning of the recording, and the part of the machines that is lost.
-        seconds: length of the recording.
-        delays: seconds from each interruption until the next machine started, the longest waiting first.
     """
 
+    # time since the beginning of the recording, and the part of the machines that is lost
     losses: tuple[tuple[float, float], ...]
-    seconds: float
+    seconds: float  # length of the recording
+    # seconds from each interruption until the next machine started, the longest waiting first
     delays: tuple[float, ...]
 
     def history(self, random: Random, slots: int) -> Iterator[Interruption]:

@@ -39,48 +39,30 @@ class MachineType:
     """Type of a machine. None stands for unknown.
 
     A device is a GPU, or all cores of a machine without GPUs.
-
-    Attributes:
-        name: name of the type.
-        cores: physical cores.
-        gpus: number of GPUs.
-        gpu: kind of the GPUs.
-        flops: floating-point operations per second of a device in float32.
-        bfloat16_flops: the same in bfloat16, for matrices without zeros that are left out.
-        memory_bytes_per_second: bandwidth of a device's memory.
-        memory_bytes: memory of the host.
-        gpu_memory_bytes: memory of a GPU.
-        network_bytes_per_second: bandwidth to other machines in each direction, which all devices share.
-        network_latency: seconds that a message takes to another machine.
-        price_per_hour: price on demand.
-        spot_price_per_hour: price of a machine that the provider may take away.
-        currency: currency of both prices.
-        minimum_seconds: seconds that are billed at least, each time that a machine starts.
-        start_up_seconds: seconds from the request of a machine until a worker on it can train.
-        interruptions_per_hour: how many times an hour the provider takes such a spot machine away, on average.
-        watts: power of the machine while it trains.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    name: Text
-    cores: Annotated[Count, Field(gt=0)]
-    gpus: Count = 0
-    gpu: str = ""
-    flops: Positive | None = None
-    bfloat16_flops: Positive | None = None
-    memory_bytes_per_second: Positive | None = None
-    memory_bytes: Positive | None = None
-    gpu_memory_bytes: Positive | None = None
+    name: Text  # name of the type
+    cores: Annotated[Count, Field(gt=0)]  # physical cores
+    gpus: Count = 0  # number of GPUs
+    gpu: str = ""  # kind of the GPUs
+    flops: Positive | None = None  # floating-point operations per second of a device in float32
+    bfloat16_flops: Positive | None = None  # the same in bfloat16, for matrices without zeros that are left out
+    memory_bytes_per_second: Positive | None = None  # bandwidth of a device's memory
+    memory_bytes: Positive | None = None  # memory of the host
+    gpu_memory_bytes: Positive | None = None  # memory of a GPU
+    # bandwidth to other machines in each direction, which all devices share
     network_bytes_per_second: Positive | None = None
-    network_latency: NotNegative = 0.0
-    price_per_hour: NotNegative | None = None
-    spot_price_per_hour: NotNegative | None = None
-    currency: Text = "USD"
-    minimum_seconds: NotNegative = 0.0
-    start_up_seconds: NotNegative = 0.0
+    network_latency: NotNegative = 0.0  # seconds that a message takes to another machine
+    price_per_hour: NotNegative | None = None  # price on demand
+    spot_price_per_hour: NotNegative | None = None  # price of a machine that the provider may take away
+    currency: Text = "USD"  # currency of both prices
+    minimum_seconds: NotNegative = 0.0  # seconds that are billed at least, each time that a machine starts
+    start_up_seconds: NotNegative = 0.0  # seconds from the request of a machine until a worker on it can train
+    # how many times an hour the provider takes such a spot machine away, on average
     interruptions_per_hour: NotNegative | None = None
-    watts: Positive | None = None
+    watts: Positive | None = None  # power of the machine while it trains
 
     def needs(self, field: str, purpose: str) -> float:
         """Return the value of a field.
@@ -176,15 +158,10 @@ def _validated(table: dict[str, Any], where: str, known: Mapping[str, MachineTyp
 
 @dataclass(frozen=True)
 class Extrapolated:
-    """Costs of layers on a type of machine on which nobody measured them.
+    """Costs of layers on a type of machine on which nobody measured them."""
 
-    Attributes:
-        layers: the costs.
-        text: label for people.
-    """
-
-    layers: tuple[LayerCost, ...]
-    text: str
+    layers: tuple[LayerCost, ...]  # the costs
+    text: str  # label for people
 
 
 def scale(

@@ -13,21 +13,13 @@ from paceline.planning.renting.machines import MachineType
 
 @dataclass(frozen=True)
 class Bill:
-    """What training takes. The interval of a value holds 90 % of the histories.
+    """What training takes. The interval of a value holds 90 % of the histories."""
 
-    Attributes:
-        hours: from the request of the machines to the last step.
-        machine_hours: billed hours of all machines.
-        money: price of these.
-        currency: currency of the money.
-        kilowatt_hours: energy of the machines. None if their power is unknown.
-    """
-
-    hours: Spread
-    machine_hours: Spread
-    money: Spread
-    currency: str
-    kilowatt_hours: Spread | None
+    hours: Spread  # from the request of the machines to the last step
+    machine_hours: Spread  # billed hours of all machines
+    money: Spread  # price of these
+    currency: str  # currency of the money
+    kilowatt_hours: Spread | None  # energy of the machines. None if their power is unknown.
 
 
 def undisturbed(kind: MachineType, machines: int, seconds: float) -> Bill:
