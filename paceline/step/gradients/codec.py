@@ -38,16 +38,12 @@ from paceline.system.torch_internals import foreach_div_, foreach_mul_, foreach_
 
 
 class Turn(NamedTuple):
-    """Microbatch whose gradient is encoded.
-
-    Attributes:
-        bound: bound of the parameter, None if unknown.
-        chance: function that returns the generator of random numbers, seeded by the key of this gradient.
-    """
+    """Microbatch whose gradient is encoded."""
 
     step: int
     microbatch: int
-    bound: Any
+    bound: Any  # bound of the parameter, None if unknown
+    # function that returns the generator of random numbers, seeded by the key of this gradient
     chance: Callable[[], torch.Generator]
 
 

@@ -47,14 +47,10 @@ class Gradients:
 
 
 class Server(ABC):
-    """Storage of the weights between the steps.
+    """Storage of the weights between the steps."""
 
-    Attributes:
-        computes: whether this worker computes steps. Otherwise it only serves.
-        owned: parameters and buffers that could be restored after a loss. None if all of them could.
-    """
-
-    computes = True
+    computes = True  # whether this worker computes steps. Otherwise it only serves.
+    # parameters and buffers that could be restored after a loss. None if all of them could.
     owned: frozenset[str] | None = None
 
     def __init__(self, shared: Shared) -> None:

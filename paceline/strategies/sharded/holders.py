@@ -20,17 +20,11 @@ from paceline.settings import Settings
 
 
 class Owners(NamedTuple):
-    """Workers that own slices: those with the first shares of the state.
+    """Workers that own slices: those with the first shares of the state."""
 
-    Attributes:
-        number: number of owners.
-        copied: whether another worker makes the same updates. None if only in an elastic run.
-        within: whether a worker of each other machine makes them.
-    """
-
-    number: int
-    copied: bool | None = None
-    within: bool = False
+    number: int  # number of owners
+    copied: bool | None = None  # whether another worker makes the same updates. None if only in an elastic run.
+    within: bool = False  # whether a worker of each other machine makes them
 
     @classmethod
     def of(cls, settings: Settings, workers: int) -> Owners:
