@@ -1,12 +1,16 @@
 """Schedules of a pipeline, drawn, and the memory of a model divided in seven ways: paceline run -n 4 too_large.py"""
 
+from itertools import accumulate
+
 import torch
 from torch import nn
 
 import paceline
-from paceline.schedule.pipeline import clock, drawing, proof, synchronous, zero_bubble
+from paceline.schedule.pipeline import clock, drawing, synchronous, zero_bubble
+from paceline.schedule.pipeline.operations import Kind
 
 STAGES, MICROBATCHES = 4, 6
+HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}  # what an operation adds to the microbatches in memory
 SCHEDULES = {
     "gpipe": synchronous.gpipe,
     "1f1b": synchronous.one_forward_one_backward,
@@ -70,7 +74,8 @@ results = {name: train(settings) for name, settings in WAYS.items()}
 if next(iter(results.values()))[0].rank == 0:
     for name, build in SCHEDULES.items():
         schedule = build(STAGES, MICROBATCHES)
-        timeline, kept = clock.simulate(schedule, clock.Times.equal(STAGES)), max(proof.prove(schedule).activations)
+        timeline = clock.simulate(schedule, clock.Times.equal(STAGES))
+        kept = max(max(accumulate(HELD.get(one.kind, 0) for one in worker)) for worker in schedule.workers)
         print(f"{name}: bubble {timeline.bubble:.0%}, {kept} microbatches kept\n{drawing.draw(timeline)}\n")
 for name, (session, state, activations) in results.items():
     session.print(f"{name:22} state {state:>9,}   activations {activations:>9,}   {session.fingerprint()[:8]}")

@@ -5,6 +5,7 @@ from textwrap import dedent
 
 import pytest
 from async_schedules import pipedream, pipedream_2bw
+from schedule_proof import prove
 
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline.clock import Times, simulate
@@ -17,7 +18,6 @@ from paceline.schedule.pipeline.pipedream import (
     pipedream_pipeline,
     window,
 )
-from paceline.schedule.pipeline.proof import prove
 
 REPLICAS = [(2, 2), (2, 1), (1, 2), (3, 1), (1, 4, 2), (2, 3), (4, 2, 1)]
 

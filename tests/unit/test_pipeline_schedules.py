@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 from async_schedules import pipedream, pipedream_2bw
+from schedule_proof import prove
 
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline import drawing, first_pass, replicas
@@ -14,7 +15,6 @@ from paceline.schedule.pipeline.clock import Times, simulate
 from paceline.schedule.pipeline.drawing import draw, listing
 from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.operations import Kind, Schedule
-from paceline.schedule.pipeline.proof import prove
 from paceline.schedule.pipeline.replicas import backwards_first, runs
 from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward
 from paceline.schedule.pipeline.transfers import build_schedule

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 from async_schedules import pipedream, pipedream_2bw
+from schedule_proof import Peaks, prove
 
 from paceline.errors import InputError
 from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
-from paceline.schedule.pipeline.proof import Peaks, prove
 from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward
 from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 

@@ -1,6 +1,6 @@
 """Dry run of a schedule, without computation. Sends do not block, receives and reductions do.
 
-The proof and the simulated clock use it.
+The simulated clock uses it, and the proof of the tests.
 """
 
 from __future__ import annotations
