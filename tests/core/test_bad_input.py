@@ -100,9 +100,11 @@ class Bad:
         return code
 
 
-BEFORE_TRAINING = {
+TOGETHER = {
     "a loss for each sample": Bad(
-        "go(loss=partial(functional.cross_entropy, reduction='none'))", "InputError", ["scalar", "shape [8]", "mean"]
+        "go(loss=partial(functional.cross_entropy, reduction='none'))",
+        "InputError",
+        ["must be a scalar tensor", "shape [8]", ".mean()"],
     ),
     "a loss that is no tensor": Bad("go(loss=lambda output, target: 3.5)", "InputError", ["scalar", "float"]),
     "a loss without parameters": Bad(
@@ -136,7 +138,7 @@ BEFORE_TRAINING = {
         "InputError",
         ["Endless", "no length"],
     ),
-    "no data": Bad("go(data=[])", "InputError", ["empty"]),
+    "no data": Bad("go(data=[])", "InputError", ["The data set is empty."]),
     "fewer samples than microbatches": Bad(
         "go(batch=4, microbatches=8)", "ConfigError", ["batch = 4", "8 microbatches"]
     ),
@@ -180,8 +182,12 @@ BEFORE_TRAINING = {
         "go(strategy='alreduce')", "ConfigError", ["'alreduce'", "Did you mean 'allreduce'?", "single"]
     ),
     "one process for two workers": Bad("go(strategy='single')", "ConfigError", ["one process", "2 workers"]),
-    "an unknown setting": Bad("go(microbatch=8)", "ConfigError", ["'microbatch'", "'microbatches'"]),
-    "a setting of the wrong kind": Bad("go(seed=-1)", "ConfigError", ["seed = -1", "script"]),
+    "an unknown setting": Bad(
+        "go(batchsize=8)", "ConfigError", ["there is no setting 'batchsize'. Did you mean 'batch'?"]
+    ),
+    "a setting of the wrong kind": Bad(
+        "go(batch='abc')", "ConfigError", ["batch = 'abc'", "It is: samples per step over all workers.", "script"]
+    ),
     "an unknown class to recompute": Bad("go(recompute=['Block'])", "InputError", ["'Block'", "Linear, Sequential"]),
     "a misspelled choice of what to recompute": Bad(
         "go(recompute='automatic')", "InputError", ["no module of class 'automatic'", "recompute='auto'"]
@@ -280,23 +286,6 @@ BEFORE_TRAINING = {
         "ConfigError",
         ["'weight' is of type torch.complex64", "exact=True"],
     ),
-}
-
-WHILE_TRAINING = {
-    "a loss that is not a number": Bad(
-        "go(data=spoiled(2, 5, float('nan')), microbatches=8)",
-        "NonFiniteLoss",
-        ["nan", "step 2, microbatch 5,", "rank 1", "nonfinite='skip'"],
-    ),
-    "an infinite loss": Bad(
-        "model = torch.nn.Linear(12, 4)\ntorch.nn.init.ones_(model.weight); torch.nn.init.zeros_(model.bias)\n"
-        "go(model=model, data=spoiled(1, 0, 3e38), exact=True, loss=lambda output, target: output.square().mean())",
-        "NonFiniteLoss",
-        ["inf", "step 1, microbatch 0,", "rank 0"],
-    ),
-    "not a number in a joined pass": Bad(
-        "go(data=spoiled(2, 5, float('nan')))", "NonFiniteLoss", ["nan", "step 2, microbatch 5,", "rank 1"]
-    ),
     "a gradient from some samples only": Bad(
         "go(model=gated(), exact=True)", "InputError", ["'second.weight'", "microbatch ", "missing_gradient='zero'"]
     ),
@@ -325,6 +314,68 @@ WHILE_TRAINING = {
     ),
     "a loss over nothing": Bad(
         "del given['loss']\ngo(forward=lambda model, data: (model(data[0]).sum(), 0))", "InputError", ["count of 0"]
+    ),
+}
+
+promise = pytest.mark.promise
+PROMISES = {
+    "weights that differ": promise(
+        "docs/launch.md",
+        "`start` compares once, before the first step",
+        "The workers do not agree on initial value of 0.weight: rank 0: ",
+    ),
+    "data sets that differ": promise(
+        "docs/errors.md", "`The workers do not agree on data length: rank 0: 1000, rank 1: 900."
+    ),
+    "data that the script has shuffled": promise(
+        "docs/launch.md", "So data that a script has divided by rank, or shuffled without a seed, are noticed."
+    ),
+    "settings that differ": promise(
+        "docs/train.md", "compares their code, versions, settings and weights. If something differs, it stops"
+    ),
+    "optimizers that differ": promise(
+        "docs/launch.md", "the optimizer and its values, and the initial value of each parameter and buffer."
+    ),
+    "an unknown setting": promise("docs/errors.md", "there is no setting 'batchsize'. Did you mean 'batch'? ..."),
+    "a setting of the wrong kind": promise(
+        "docs/errors.md", "Each message says what is wrong, with which values, and what to do."
+    ),
+    "a loader": promise(
+        "docs/data.md", "A `DataLoader` is refused, with what to give instead: its data set, batch and `collate`."
+    ),
+    "no data": promise("docs/errors.md", "paceline: rank 1: InputError: The data set is empty."),
+    "a stream": promise("docs/streams.md", "A generator object is refused, as it gives its samples only once."),
+    "fewer microbatches than workers": promise("docs/batch-size.md", "**More workers than microbatches** is refused."),
+    "scaling without a batch that grows": promise(
+        "docs/batch-size.md",
+        "`scale_lr` without `batch_per_worker` is refused: a batch that stays the same needs no other rate.",
+    ),
+    "a schedule that needs a metric": promise(
+        "docs/train.md", "one whose `step` needs a metric, such as `ReduceLROnPlateau`, is refused"
+    ),
+    "an optimizer that is made already": promise("docs/optimizers.md", "`optimizer` is a factory: Paceline calls it."),
+    "a loss for each sample": promise(
+        "docs/errors.md", "`The loss must be a scalar tensor (the mean over the samples it is given)"
+    ),
+    "a gradient from some samples only": promise(
+        "docs/losses.md", "`step` raises `InputError` and names the parameter and the microbatches."
+    ),
+}
+
+WHILE_TRAINING = {
+    "a loss that is not a number": Bad(
+        "go(data=spoiled(2, 5, float('nan')), microbatches=8)",
+        "NonFiniteLoss",
+        ["nan", "step 2, microbatch 5,", "rank 1", "nonfinite='skip'"],
+    ),
+    "an infinite loss": Bad(
+        "model = torch.nn.Linear(12, 4)\ntorch.nn.init.ones_(model.weight); torch.nn.init.zeros_(model.bias)\n"
+        "go(model=model, data=spoiled(1, 0, 3e38), exact=True, loss=lambda output, target: output.square().mean())",
+        "NonFiniteLoss",
+        ["inf", "step 1, microbatch 0,", "rank 0"],
+    ),
+    "not a number in a joined pass": Bad(
+        "go(data=spoiled(2, 5, float('nan')))", "NonFiniteLoss", ["nan", "step 2, microbatch 5,", "rank 1"]
     ),
 }
 
@@ -371,14 +422,17 @@ def check_refusal(found: list[Any], bad: Bad) -> None:
 
 @pytest.fixture(scope="module")
 def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    return refusals(printed, HEAD, BEFORE_TRAINING, tmp_path_factory.mktemp("refused"))
+    return refusals(printed, HEAD, TOGETHER, tmp_path_factory.mktemp("refused"))
 
 
-@pytest.mark.parametrize("name", BEFORE_TRAINING)
-def test_before_training(refused: dict[str, list[Any]], name: str) -> None:
-    check_refusal(refused[name], BEFORE_TRAINING[name])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=PROMISES.get(name, ())) for name in TOGETHER])
+def test_what_all_workers_refuse(refused: dict[str, list[Any]], name: str) -> None:
+    check_refusal(refused[name], TOGETHER[name])
 
 
+@pytest.mark.promise(
+    "docs/losses.md", "`step` raises `NonFiniteLoss` before the update, with the step, the microbatch and the rank."
+)
 @pytest.mark.sampled(4)
 @pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])

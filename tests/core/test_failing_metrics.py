@@ -68,6 +68,9 @@ tell(found=found, values=values, last=session.evaluate(test), print=session.fing
 """
 
 
+@pytest.mark.promise(
+    "docs/evaluate.md", "If a metric raises on some ranks only, the others raise an `InputError` that quotes it."
+)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_all_workers_raise_what_one_does(printed: Printed, tmp_path: Path, workers: int) -> None:
     told = printed(SCRIPT, workers, tmp_path)

@@ -106,6 +106,7 @@ def test_a_right_loss_is_left_alone(name: str) -> None:
         assert not alarms(train(RIGHT[name], model)[0])
 
 
+@pytest.mark.promise("docs/losses.md", 'It refuses a scalar that grows with the samples (`reduction="sum"`)')
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_is_refused_with_what_it_seems_to_be(name: str) -> None:
     loss, text = WRONG[name]

@@ -48,6 +48,9 @@ tell(**found)
     [(["allreduce", "stealing", "parameter-server", "pipeline"], True), (["hogwild", "local-sgd"], False)],
     ids=["synchronous", "not synchronous"],
 )
+@pytest.mark.promise(
+    "docs/train.md", "a script's own `optimizer.step()`, left over from its loop for one process, is an error."
+)
 def test_a_step_of_the_optimizer_is_refused(
     printed: Printed, tmp_path: Path, strategies: list[str], exact: bool
 ) -> None:

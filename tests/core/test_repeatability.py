@@ -112,6 +112,9 @@ def train(session: paceline.Session) -> paceline.Report:
     return reports[-1]
 
 
+@pytest.mark.promise(
+    "docs/audits.md", "With `exact` such a model or data set is refused, and the message names the attribute."
+)
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_model_that_remembers_is_refused_with_exact(kind: str) -> None:
     with pytest.raises(InputError) as refused:
@@ -119,6 +122,7 @@ def test_a_model_that_remembers_is_refused_with_exact(kind: str) -> None:
     assert f"changes {NAMES[kind]}" in str(refused.value)
 
 
+@pytest.mark.promise("docs/audits.md", "Without, there is one warning, in `report.notes` too")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [kind for kind in NAMES if kind != "GLOBAL"])
 def test_without_exact_it_trains_as_if_nobody_had_looked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ tell(found=found, strategies=list(STRATEGIES))
 """
 
 
+@pytest.mark.promise("docs/train.md", "a parameter that is added or replaced later", "is an error at the next step")
 def test_a_new_layer_is_named(printed: Printed, tmp_path: Path) -> None:
     for told in printed(HEAD + REPLACED, 2, tmp_path):
         assert list(told["found"]) == told["strategies"]

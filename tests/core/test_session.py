@@ -45,6 +45,9 @@ tell(
 """
 
 
+@pytest.mark.promise(
+    "docs/batch-size.md", "With `warmup_steps=w` the rate goes up in a straight line from the script's"
+)
 def test_the_learning_rate_follows_the_workers_only_when_asked(printed: Printed, tmp_path: Path) -> None:
     for one in printed(HEAD + RATES, 4, tmp_path):
         assert one["linear"]["rates"] == pytest.approx([0.25, 0.4, 0.4, 0.4, 0.4])
@@ -110,9 +113,21 @@ for count in (-1, 1.5, math.nan, True, "3"):
         except paceline.ConfigError as error:
             refused.append(str(error))
 tell(trained=trained, refused=refused)
+
+def fail():
+    raise LookupError("no such file")
+
+calls = []
+made = skipping.once(lambda value: calls.append(value) or {"classes": value}, 3)
+try:
+    skipping.once(fail)
+except (LookupError, paceline.InputError) as error:
+    tell(once=[made, len(calls), type(error).__name__, "no such file" in str(error)])
 """
 
 
+@pytest.mark.promise("docs/train.md", "What must be done once is done by rank 0", "The result goes to all")
+@pytest.mark.promise("paceline/session.py", "the function raised (rank 0 raises the error itself)")
 def test_loops(printed: Printed, tmp_path: Path) -> None:
     runs = [printed(HEAD + LOOPS, workers, tmp_path) for workers in (1, 3)]
     for run in runs:
@@ -128,6 +143,8 @@ def test_loops(printed: Printed, tmp_path: Path) -> None:
             assert one["position"] == 10
             assert (one["workers"], one["rank"]) == (len(run), rank)
             assert one["trained"] == [0, 2, 3]
+            failed = "LookupError" if rank == 0 else "InputError"
+            assert one["once"] == [{"classes": 3}, int(rank == 0), failed, True]
             assert len(one["refused"]) == 10
             assert one["refused"][:2] == [
                 f"batches({what}=-1): give a whole number from 0 on." for what in ("epochs", "steps")

@@ -43,6 +43,11 @@ def message(one: Ended) -> str:
     return line
 
 
+@pytest.mark.promise(
+    "docs/exact.md",
+    "A forward pass that changes weights, as an embedding with `max_norm` does, is refused where there are several "
+    "workers",
+)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["allreduce", "stealing", "parameter-server", "hogwild", "local-sgd", "pipeline"])
 def test_a_forward_pass_that_changes_weights(ranks: Run, tmp_path: Path, strategy: str) -> None:
@@ -61,6 +66,9 @@ def test_one_process_may_change_weights_in_its_forward_pass(ranks: Run, tmp_path
     assert (one.code, one.out.strip()) == (0, "done")
 
 
+@pytest.mark.promise(
+    "docs/audits.md", "If a tensor differs, all workers stop, and name it, the ranks, and what may have changed it."
+)
 def test_an_evaluation_finds_weights_that_are_not_alike(ranks: Run, tmp_path: Path) -> None:
     body = """
 model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 2))

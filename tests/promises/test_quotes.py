@@ -11,38 +11,42 @@ from typing import NamedTuple
 import pytest
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+TESTS = HERE.parent
+ROOT = TESTS.parent
 
 
 class Promise(NamedTuple):
-    """A sentence of a page, and the test that shows it."""
+    """A sentence of a page, and the file with the test that shows it."""
 
-    test: str
+    file: Path
     page: str
     sentence: str
 
 
-def _tests() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Return the name of each test here, with the pages and sentences of its marks."""
-    for path in sorted(HERE.glob("test_*.py")):
-        if path != Path(__file__):
-            for node in ast.parse(path.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                    yield node.name, [_words_of(one) for one in node.decorator_list if _is_promise(one)]
+def _marks_in(node: ast.AST) -> Iterator[tuple[str, ...]]:
+    """Return the page and the sentences of each mark ``promise``."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("pytest.mark.promise", "promise"):
+            assert len(call.args) > 1 and not call.keywords, f"a mark without a sentence in line {call.lineno}"
+            yield tuple(ast.literal_eval(value) for value in call.args)
 
 
-def _is_promise(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.promise"
-
-
-def _words_of(mark: ast.expr) -> tuple[str, ...]:
-    assert isinstance(mark, ast.Call) and not mark.keywords
-    return tuple(ast.literal_eval(value) for value in mark.args)
-
-
-TESTS = list(_tests())
+TREES = {
+    path: ast.parse(text)
+    for path in sorted(TESTS.rglob("test_*.py"))
+    if path != Path(__file__) and "promise(" in (text := path.read_text(encoding="utf-8"))
+}
 PROMISES = [
-    Promise(test, page, sentence) for test, marks in TESTS for page, *sentences in marks for sentence in sentences
+    Promise(path, page, sentence)
+    for path, tree in TREES.items()
+    for page, *sentences in _marks_in(tree)
+    for sentence in sentences
+]
+TESTS_HERE = [
+    node
+    for path, tree in TREES.items()
+    for node in tree.body
+    if path.parent == HERE and isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 ]
 
 
@@ -57,11 +61,11 @@ def test_each_promise_stands_in_its_page() -> None:
 
 
 def test_each_test_quotes_a_promise() -> None:
-    assert not [name for name, marks in TESTS if not all(len(mark) > 1 for mark in marks) or not marks]
+    assert not [node.name for node in TESTS_HERE if not any(map(list, map(_marks_in, node.decorator_list)))]
 
 
 def test_the_names_of_the_tests_are_unique() -> None:
-    assert not [name for name, count in Counter(name for name, _ in TESTS).items() if count > 1]
+    assert not [name for name, count in Counter(node.name for node in TESTS_HERE).items() if count > 1]
 
 
 @pytest.mark.parametrize("sentence", ["", "No step is lost."])

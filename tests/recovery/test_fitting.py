@@ -14,6 +14,9 @@ def four() -> ScriptedMembership:
     return hand
 
 
+@pytest.mark.promise(
+    "docs/pipeline.md", "Then they wait for the process that replaces the lost one, as they do [below MIN]"
+)
 def test_the_others_wait_for_a_replacement(four: ScriptedMembership) -> None:
     four.of.started(4)
     four.lose(1)

@@ -21,11 +21,17 @@ BUSY = WorkerStatus(1, 7, "in the script", waiting=False, since=41.0, line="trai
         ([None, None], 2.0, 2.0),
     ],
 )
+@pytest.mark.promise(
+    "docs/survive.md",
+    "Without that setting it is 30 seconds, or ten times the usual step if that is more; until all have done a "
+    "step, 600 seconds, because they may be compiling.",
+)
 def test_how_long_the_others_wait(seconds: list[float | None], given: float | None, limit: float) -> None:
     statuses = [replace(WAITS, rank=rank, step_seconds=each) for rank, each in enumerate(seconds)]
     assert deadline(statuses, given, first=600.0) == limit
 
 
+@pytest.mark.promise("docs/survive.md", "When others wait for a worker for too long", "Too long is `hang_seconds`.")
 def test_late_is_who_is_waited_for() -> None:
     assert late_workers([WAITS, BUSY], 30.0) == [BUSY]
     assert late_workers([WAITS, BUSY], 45.0) == []
@@ -43,6 +49,7 @@ def test_what_was_last_heard_may_have_ended_since() -> None:
     assert late_workers([replace(WAITS, since=1.5), silent], 1.0) == [silent]
 
 
+@pytest.mark.promise("docs/survive.md", "Who is saving a checkpoint is not late.")
 def test_who_saves_may_take_long() -> None:
     assert late_workers([WAITS, replace(BUSY, busy=True)], 30.0) == []
 
@@ -58,6 +65,11 @@ def test_all_wait_for_each_other() -> None:
     assert late_workers([WAITS, replace(WAITS, rank=1)], 30.0) == []
 
 
+@pytest.mark.promise(
+    "docs/survive.md",
+    "rank 0 has waited 30 s in the all-reduce of bucket 2 of the gradients at step 41; rank 1 has been in the "
+    "data loader at step 41 for 31 s, train.py:41",
+)
 def test_what_all_do_in_one_sentence() -> None:
     silent = WorkerStatus(3, 6, "computing", waiting=False, since=1.0, silent=39.0, line="train.py:40")
     assert describe([BUSY, WAITS, silent, replace(WAITS, rank=2, since=39.0)]) == (

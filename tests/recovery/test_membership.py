@@ -178,6 +178,11 @@ def test_below_the_least_the_others_wait() -> None:
     assert hand.of.members == [0, 2, 3]
 
 
+@pytest.mark.promise(
+    "docs/survive.md",
+    "training waits for the new processes, `--patience` seconds (600).",
+    "and the run ends with exit code 5.",
+)
 def test_below_the_least_for_too_long() -> None:
     hand = ScriptedMembership(least=3)
     hand.come(0, 1, 2)
@@ -185,6 +190,9 @@ def test_below_the_least_for_too_long() -> None:
     hand.lose(1)
     hand.ready(0, steps=6)
     hand.ready(2)
+    hand.now = 59.0
+    hand.of.advance(hand.now)
+    assert hand.of.over is None and hand.of.changing
     hand.now = 61.0
     hand.of.advance(hand.now)
     assert hand.of.over is not None
@@ -356,6 +364,10 @@ def test_one_that_does_not_fit_is_refused(three: ScriptedMembership) -> None:
     assert three.of.needs(1) and not three.of.needs(3)
 
 
+@pytest.mark.promise(
+    "docs/survive.md",
+    "More than 10 losses (or 2 × MAX, if that is more) without a step in between end the run: that is no accident.",
+)
 def test_losses_without_a_step_in_between() -> None:
     hand = ScriptedMembership(most=2, wanted=2)
     hand.come(0, 1)

@@ -44,6 +44,7 @@ def test_a_resumed_run_has_the_modes_of_the_checkpoint(run: Run, undisturbed: An
 @pytest.mark.parametrize(
     ("what", "named"), [("model", "The model"), ("model[1]", "The module '1'")], ids=["the model", "a module"]
 )
+@pytest.mark.promise("docs/train.md", "A worker in another mode is named.")
 @pytest.mark.parametrize("step", [0, 4])
 def test_one_worker_in_another_mode(run: Run, what: str, named: str, step: int) -> None:
     script = ONCE.replace("    if batch.step == 3:", f"    if (session.rank, batch.step) == (1, {step}):")

@@ -96,6 +96,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_microbatch() -> N
         commit(scene.context, 5, [], [part(range(3, 4), math.nan, rank=0)], [])
 
 
+@pytest.mark.promise(
+    "docs/losses.md",
+    'With `nonfinite="skip"` the step makes no update, `report.applied` is false, and training goes on.',
+)
 def test_such_a_step_may_be_left_out() -> None:
     scene = Scene(nonfinite="skip")
     result = commit(scene.context, 5, PIECES, BAD, [], notice=1)
@@ -105,6 +109,7 @@ def test_such_a_step_may_be_left_out() -> None:
     assert scene.events[0]["step"] == 5 and "microbatch 2" in scene.events[0]["reason"]
 
 
+@pytest.mark.promise("docs/losses.md", '`missing_gradient="zero"`: such microbatches count as zero.')
 def test_gradients_that_are_missing_in_part_stop_the_run_or_are_zero() -> None:
     some = [part(range(2), 1.0, missing=frozenset({1})), part(range(2, 4), 1.0)]
     scene = Scene()
