@@ -55,18 +55,6 @@ def accuracy(output, target):
 
 # by name: the script, the exit code, what is said once, and no other message
 MISTAKES = {
-    "no seed": (
-        "torch.seed(); train(model=nn.Linear(8, 3))",
-        3,
-        "The workers do not agree on initial value of weight: rank 0: ",
-        "Call torch.manual_seed(...) before the model is built",
-    ),
-    "a DataLoader": (
-        "train(data=torch.utils.data.DataLoader(pairs, batch_size=8))",
-        2,
-        "data is a DataLoader, but Paceline loads the samples itself",
-        "data=loader.dataset (Samples), batch=8",
-    ),
     "a batch that is unpacked": (
         """
 session = start()
@@ -87,41 +75,17 @@ for batch in session.batches(steps=2):
         "A batch is shared out among the workers, so it has no 'inputs'.",
         "Write `for batch in session.batches(): session.step(batch)`",
     ),
-    "an optimizer": (
-        "train(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))",
-        2,
-        "optimizer must be a factory",
-        "Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4).",
-    ),
     "evaluation mode": (
         "model.eval(); train()",
         0,
         "the model is in evaluation mode: it is trained without dropout",
         "Call model.train() before paceline.start",
     ),
-    "evaluation mode on one rank": (
-        "model.train(not second); train()",
-        3,
-        "The model is in evaluation mode on rank 1, and not on rank 0.",
-        "alike on all workers",
-    ),
-    "no scalar": (
-        "train(loss=nn.CrossEntropyLoss(reduction='none'))",
-        2,
-        "but it is a tensor of shape [4]. Reduce it, for example with .mean().",
-        "",
-    ),
     "no target": (
         "train(data=Samples(lambda x, y: {'x': x, 'label': y}))",
         2,
         "but it gives dictionaries with the keys 'x', 'label', and nothing says which is the target.",
         "Use forward=",
-    ),
-    "another learning rate on one rank": (
-        "train(optimizer=partial(torch.optim.SGD, lr=0.2 if second else 0.1))",
-        3,
-        "The workers do not agree on optimizer lr of group 0: rank 0: 0.1, rank 1: 0.2.",
-        "must not depend on the rank",
     ),
     "another learning rate later": (
         """
@@ -150,18 +114,6 @@ train().evaluate(pairs, misspelt)
         1,
         "Expected more than 1 value per channel when training, got input size torch.Size([1, 8]) (train.py:",
         " (1 sample) of step 0. For larger microbatches set a larger",  # microbatch 0 or 4: whichever rank was first
-    ),
-    "state_dict of a pipeline": (
-        """
-session = start(strategy="pipeline")
-for batch in session.batches(steps=4):
-    session.step(batch)
-    if batch.step == 1:
-        model.state_dict()
-""",
-        2,
-        "was called between two steps of a pipeline, when this worker has the weights of its own stages only.",
-        "Call session.model_state() on every worker",
     ),
     "a layer of another stage": (
         """

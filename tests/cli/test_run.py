@@ -274,6 +274,7 @@ def test_a_failed_run_says_how_to_resume_and_resumes(paceline: Paceline, script:
     assert (run / "output" / "rank-0.log").read_text() == output + "resumed\n"
 
 
+@pytest.mark.promise("docs/events.md", "A name that exists is refused, unless the run resumes.")
 def test_a_taken_name(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     path = script("print('done')")
     assert paceline("run", "--name", "mine", path).code == 0
@@ -312,6 +313,7 @@ def test_hostile_paths(paceline: Paceline, script: Script, tmp_path: Path) -> No
     assert os.path.basename(only_run(tmp_path)).startswith("it's a [bold]ä %s $HOME-")
 
 
+@pytest.mark.promise("docs/events.md", "Only you can enter it;")
 def test_nobody_else_may_enter_the_directory_of_a_run(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     assert paceline("run", script("")).code == 0
     assert only_run(tmp_path).stat().st_mode & 0o777 == 0o700

@@ -72,15 +72,13 @@ def check_counts(ran: Ran, finishers: int) -> Ran:
     "docs/asynchronous.md",
     "With `paceline run --elastic` a lost worker only makes training slower: the step that it had claimed is free "
     "again.",
+    "is left out if that had not begun, and another worker computes the step;",
 )
-def test_hogwild_and_a_kill_before_the_step(launched: Any) -> None:
-    check_counts(launched(COUNTED, *ELASTIC, faults=faults.kill(rank=0, step=5), **settings("hogwild")), 2)
-
-
-@pytest.mark.promise("docs/asynchronous.md", "is left out if that had not begun, and another worker computes the step;")
-def test_hogwild_and_a_kill_in_an_evaluation(launched: Any) -> None:
-    plan = faults.kill(rank=1, step=8, point="in evaluate")
-    check_counts(launched(COUNTED, *ELASTIC, faults=plan, **settings("hogwild")), 2)
+def test_hogwild_and_kills_before_a_step_and_in_an_evaluation(launched: Any) -> None:
+    plan = faults.kill(rank=0, step=5) + faults.kill(rank=1, step=8, point="in evaluate")
+    words = "-n", 4, "--elastic", "1:4"
+    ran = check_counts(launched(COUNTED, *words, faults=plan, WORKERS="4", **settings("hogwild")), 2)
+    assert len(ran.launcher("lost")) == 2, ran.report()
 
 
 @pytest.mark.promise(

@@ -249,6 +249,7 @@ main([*sys.argv[1:], "train.py"])
 """
 
 
+@pytest.mark.promise("docs/errors.md", "that code, before, during and after training, with `--elastic` as well")
 @pytest.mark.sampled(9, turns=6)
 @pytest.mark.parametrize("case", _cases())
 def test_ways_to_end(codes: Codes, case: Case, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from launching import Run
 from test_join_and_leave import DOWN_TO_ONE, JOINED
-from test_recovery import AT, ELASTIC, KILL_ALL, MORE, OVER_THE_NETWORK, PLAIN, STEPS, check
+from test_recovery import AT, ELASTIC, MORE, OVER_THE_NETWORK, PLAIN, STEPS, check
 
 from paceline.testing import faults
 from paceline.testing.faults import Point
@@ -22,7 +22,7 @@ def given(way: str) -> dict[str, str]:
 
 @pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("point", [point for point in AT if point != "inside a save"])
+@pytest.mark.parametrize("point", ["inside the collective", "between reduction and update", "in evaluate"])
 def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
     ran = run(MORE, *ELASTIC, faults=faults.kill(rank=victim, step=AT[point], point=point), **FIXED)
     check(ran, undisturbed(MORE, **FIXED), 2)
@@ -50,16 +50,6 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_are_lost(run: Run, undisturbed: Any) -> None:
-    """New workers go on from the newest checkpoint."""
-    script = MORE.replace("    scripted.say", KILL_ALL)
-    ran = run(script, *ELASTIC, "--set", "checkpoint.background=false", **FIXED)
-    assert ran.code == 0, ran.report()
-    for told in ran.printed():
-        assert told["fingerprint"] == undisturbed(MORE, **FIXED)["fingerprint"]
-    assert {one["step"] for one in ran.events() if one["event"] == "resume"} == {4}
-
-
 def test_stealing(run: Run, undisturbed: Any) -> None:
     script = {"GIVEN": json.dumps({"exact": "fixed-point", "strategy": "stealing"})}
     ran = run(PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=5), **script)

@@ -42,14 +42,6 @@ def went_back(ran: Ran) -> list[int]:
     return [one["step"] for one in ran.events() if one["event"] == "went back"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: Any, victim: int) -> None:
-    ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5))
-    check(ran, undisturbed(SCRIPT), 3)
-    assert not went_back(ran), ran.report()
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
@@ -177,21 +169,15 @@ STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [(), STREAMED], ids=["synchronous", "pipedream"])
-def test_a_worker_that_is_told_to_leave_takes_no_stage_along(
-    run: Run, undisturbed: Any, schedule: tuple[Any, ...]
-) -> None:
+def test_a_worker_that_is_told_to_leave_a_pipeline_that_never_runs_empty_takes_no_stage_along(run: Run) -> None:
     """Without a checkpoint: the others have its stage before it goes."""
-    steps = 2 * STEPS + 5 if schedule else STEPS  # PipeDream looks for that every 20 steps
     script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
-    script = script.replace(f"steps={STEPS}", f"steps={steps}")
-    ran = run(script, "-n", 3, "--elastic", "2:3", *schedule)
+    script = script.replace(f"steps={STEPS}", "steps=25")  # PipeDream looks for that every 20 steps
+    ran = run(script, "-n", 3, "--elastic", "2:3", *STREAMED)
     assert ran.code == 0, ran.report()
     assert ran.launcher("lost") == [] and not went_back(ran)
     assert ran.memberships() == [[0, 1, 2], [0, 2]]
     assert len(ran.printed()) == 2
-    if not schedule:
-        assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
 
 
 def test_a_launcher_that_is_told_to_end_saves_the_whole(run: Run, undisturbed: Any) -> None:

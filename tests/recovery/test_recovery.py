@@ -58,16 +58,6 @@ ELASTIC = "-n", 3, "--elastic", "1:3"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["memory", "network"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> None:
-    script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
-    ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=5))
-    check(ran, undisturbed(PLAIN), 2)
-    assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 2)], ids=str)
 def test_two_are_killed_at_once(run: Run, undisturbed: Any, victims: tuple[int, int], path: str) -> None:
     script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
@@ -145,27 +135,6 @@ def test_an_exit_in_the_last_step(run: Run, undisturbed: Any) -> None:
     check(run(PLAIN, *ELASTIC, faults=plan), undisturbed(PLAIN), 2)
 
 
-# at once: one that comes to the step later would go on with others
-KILL_ALL = """
-    if (session.rank, batch.step, session._context.world.generation, "ALONE" in os.environ) == (0, 6, 0, False):
-        import signal
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for member in session._context.world.coordinator._members[1:]:
-                os.kill(member.pid, number)
-        os.kill(os.getpid(), signal.SIGKILL)
-    scripted.say"""
-
-
-@pytest.mark.slow
-def test_all_are_lost(run: Run, undisturbed: Any) -> None:
-    """New workers go on from the newest checkpoint."""
-    ran = run(MORE.replace("    scripted.say", KILL_ALL), *ELASTIC, "--set", "checkpoint.background=false")
-    assert ran.code == 0, ran.report()
-    for told in ran.printed():
-        assert told["fingerprint"] == undisturbed(MORE)["fingerprint"]
-    assert {one["step"] for one in ran.events() if one["event"] == "resume"} == {4}
-
-
 @pytest.mark.slow
 def test_a_process_that_loads_is_killed(run: Run) -> None:
     """Its worker fails: the run ends with the state that it had. If it could not even report that, it is only lost."""
@@ -176,13 +145,6 @@ def test_a_process_that_loads_is_killed(run: Run) -> None:
     assert ran.code == 1, ran.report()
     assert re.search("rank 1: RuntimeError: (DataLoader worker|A loader process)", ran.said), ran.report()
     assert ran.saved()[-1] in (5, 6), ran.report()
-
-
-@pytest.mark.slow
-def test_an_exit_without_a_word(run: Run, undisturbed: Any) -> None:
-    ran = run(PLAIN, *ELASTIC, faults=faults.exit(rank=1, step=5, code=7))
-    check(ran, undisturbed(PLAIN), 2)
-    assert "ended" in ran.launcher("lost")[0]["reason"]
 
 
 # a joiner comes in the middle of the loop, at the step that the parameter names

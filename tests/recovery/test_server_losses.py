@@ -33,15 +33,6 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     assert STEPS - 1 <= counted[-1] <= STEPS, ran.report()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("way", ["sync", "sync, dedicated"])
-def test_sync_one_is_killed(run: Run, way: str, victim: int) -> None:
-    ran = over_network(run, way, faults.kill(rank=victim, step=5))
-    check(ran, 2)
-    assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
-
-
 @pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("server", [{"count": 1}, {"count": 2}, {"count": 1, "dedicated": True}], ids=str)
