@@ -47,7 +47,7 @@ def encode(value: object) -> bytes:
         TypeError: part of the value cannot be sent. The message names this part.
     """
     encoder = _Encoder()
-    text = json.dumps(encoder.plain(value, ""), separators=(",", ":")).encode()
+    text = _JSON_ENCODER.encode(encoder.plain(value, "")).encode()
     return b"".join((_HEAD.pack(len(text), sum(map(len, encoder.parts))), text, *encoder.parts))
 
 
@@ -75,7 +75,7 @@ def decode(data: bytes | memoryview) -> Any:
         begin = _HEAD.size + length
         if begin + rest != len(data):
             raise ValueError(f"{len(data)} bytes instead of {begin + rest}")
-        text = json.loads(bytes(data[_HEAD.size : begin]), parse_constant=_refuse)
+        text = _JSON_DECODER.decode(str(data[_HEAD.size : begin], "utf-8"))
         return _Decoder(bytes(data[begin:])).value(text)
     except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError, struct.error) as error:
         raise ValueError(f"not a value that was sent: {type(error).__name__}: {error}") from error
@@ -83,6 +83,10 @@ def decode(data: bytes | memoryview) -> Any:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
+
+
+_JSON_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps would make one for each message
+_JSON_DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class _Encoder:

@@ -53,6 +53,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.promise(
+    "paceline/cli/export.py", "The file is the same as one by session.export() after the step of the checkpoint."
+)
 def test_the_file_is_that_of_the_session(folder: Path, paceline: Paceline) -> None:
     result = paceline("export", folder / "checkpoints", "one.pt", "--dtype", "bfloat16")
     assert result.code == 0, result.err

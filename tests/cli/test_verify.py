@@ -30,6 +30,9 @@ def results(out: str) -> list[str]:
     return [" ".join(row.split()[:2]) for row in rows[1:]]
 
 
+@pytest.mark.promise(
+    "docs/verify.md", "in a temporary directory that is removed afterwards.", "`checkpoint` and `resume` have"
+)
 def test_identical(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     result = paceline("verify", script(TRACES), "--workers", "1,2", "--steps", 3, "--", "none")
     assert result.code == 0
@@ -53,6 +56,9 @@ for batch in session.batches(epochs=1):
 """
 
 
+@pytest.mark.promise(
+    "docs/verify.md", "The exit code is 0 if all sizes train the same: up to rounding or, with `exact`"
+)
 @pytest.mark.parametrize("strategy", ["sharded", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_state_that_the_workers_divide(forked_paceline: Paceline, script: Script, strategy: str) -> None:
     result = forked_paceline("verify", script(DIVIDED), "--workers", "1,2", "--steps", 2, "--", strategy)

@@ -174,6 +174,19 @@ def attempts(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> list
         ("all", ["step-000006", "step-000004", "step-000002", "is damaged", "Remove them"]),
     ],
 )
+@pytest.mark.promise("docs/checkpoints.md", "Without `resume`, a folder that already has checkpoints is refused")
+@pytest.mark.promise(
+    "docs/checkpoints.md",
+    "another order of samples: length of the data set, batch, number of microbatches, seed, `drop_last`.",
+)
+@pytest.mark.promise("docs/checkpoints.md", "another model: a parameter or buffer is missing, unknown")
+@pytest.mark.promise("docs/checkpoints.md", "another update: another class of optimizer")
+@pytest.mark.promise("docs/checkpoints.md", "an earlier checkpoint, named by its path, in a folder with later ones")
+@pytest.mark.promise(
+    "docs/checkpoint-stores.md",
+    "If all are damaged, the run stops with a `CheckpointError` that names each.",
+    "A checkpoint named by its path is never replaced by another one.",
+)
 def test_refused(attempts: list[dict[str, Any]], attempt: str, words: list[str]) -> None:
     for one in attempts:
         if attempt == "not exact":
@@ -184,6 +197,9 @@ def test_refused(attempts: list[dict[str, Any]], attempt: str, words: list[str])
             assert word in one[attempt]
 
 
+@pytest.mark.promise(
+    "docs/checkpoints.md", "or starts from the beginning if there is none. So one command serves every start."
+)
 def test_resumed(attempts: list[dict[str, Any]]) -> None:
     for one in attempts:
         assert one["as it was"] == one["the folder"] == ["resumed", 6, one["fingerprint"]]
@@ -192,6 +208,11 @@ def test_resumed(attempts: list[dict[str, Any]]) -> None:
         assert one["empty"][:2] == ["resumed", 0]
 
 
+@pytest.mark.promise(
+    "docs/checkpoint-stores.md",
+    'If the newest checkpoint is damaged for one of the workers, `resume="auto"` takes the one before, on all workers.',
+    "The damaged one is renamed to `damaged-step-000100`, so nothing is lost.",
+)
 @pytest.mark.parametrize("how", DAMAGED[:-1])
 def test_a_damaged_checkpoint_is_passed_over(attempts: list[dict[str, Any]], how: str) -> None:
     for one in attempts:

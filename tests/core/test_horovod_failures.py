@@ -140,6 +140,11 @@ for step in range(100):
 """
 
 
+@pytest.mark.promise(
+    "docs/horovod.md",
+    "**What differs is an error on all ranks**, and says how: `allreduce 'x' differs in its shape: [17] on rank "
+    "0, [18] on rank 1`.",
+)
 def test_calls_that_differ_are_named_on_all_ranks(ranks: Run, tmp_path: Path) -> None:
     for one in ranks(HEAD + CALLS, 3, tmp_path, deadline=120):
         assert one.code == 0, one.err

@@ -91,6 +91,10 @@ assert hvd.allgather(torch.empty(0, 4)).shape == (0, 4) and hvd.allreduce(torch.
 assert hvd.alltoall(torch.empty(0, 2)).shape == (0, 2)
 for kind in (hvd.Compression.fp16, hvd.Compression.bf16):
     same(hvd.allreduce(torch.full((2,), 1.5), op=hvd.Sum, compression=kind), [1.5 * size] * 2)
+names = [("a", 0.0), ("b", 10.0)]
+handles = {name: hvd.allreduce_async(torch.tensor([rank + add]), name=name, op=hvd.Sum)
+           for name, add in (names if rank else names[::-1])}
+same(hvd.synchronize(handles["a"]), [float(sum(all_))]), same(hvd.synchronize(handles["b"]), [sum(all_) + 10.0 * size])
 handle = hvd.allreduce_async(torch.ones(4), name="started")
 same(hvd.synchronize(handle), [1.0] * 4)
 assert hvd.poll(handle)
@@ -204,6 +208,7 @@ near(hvd.allreduce(synced.weight.grad, op=hvd.Sum), plain.weight.grad)
 """
 
 
+@pytest.mark.promise("docs/horovod.md", "Operations are matched by name, whatever the order in which ranks submit them")
 @pytest.mark.parametrize("workers", [2, 3])
 def test_operations_give_what_they_promise(ranks: Run, tmp_path: Path, workers: int) -> None:
     for one in ranks(HEAD + OPERATIONS, workers, tmp_path, deadline=120):

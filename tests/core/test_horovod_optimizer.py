@@ -171,6 +171,11 @@ for round_ in range(2):
 """
 
 
+@pytest.mark.promise(
+    "docs/horovod.md",
+    "**`broadcast_optimizer_state` takes no step.**",
+    "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())",
+)
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_gives_the_weights_of_one_process(ranks: Run, tmp_path: Path, workers: int) -> None:
     for one in ranks(HEAD + TRAINING, workers, tmp_path, deadline=200):

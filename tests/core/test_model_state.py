@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -87,6 +89,7 @@ tell(said=said)
 """
 
 
+@pytest.mark.promise("docs/weights.md", "It is complete with any strategy: a pipeline's worker has the values")
 def test_the_complete_weights_from_every_strategy(printed: Printed, tmp_path: Path) -> None:
     one, other = printed(HEAD + STRATEGIES.replace("FOLDER", repr(str(tmp_path / "out"))), 2, tmp_path)
     said = one.pop("said")

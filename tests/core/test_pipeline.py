@@ -42,6 +42,8 @@ EXACT = {
         way("changed input", 2, "1f1b", cut=["2"], recompute=True),
         way("strides", 2, "zb-v", cut=["4", "6", "9"]),
         way("counted tokens", 2, "zb-v"),
+        way("batch norm", 2, "interleaved"),
+        way("batch norm", 3, "1f1b", stages=2, replicas=[2, 1]),
     ],
     "slow": [
         way("tied weights", 3, "1f1b", replicas=[1, 2]),
@@ -155,6 +157,19 @@ def marked(ways: dict[str, list[Way]], workers: int | None = None) -> list[Any]:
     return [pytest.param(one, marks=marks[kind]) for kind, one in chosen]
 
 
+@pytest.mark.promise(
+    "docs/pipeline.md",
+    "With `exact=True` the first six give the bits of one process, whatever the cut, the schedule, and the "
+    "number of workers for each stage",
+)
+@pytest.mark.promise(
+    "docs/cutting.md", "Their gradients are added from the last stage to the first: the same sum as in one process."
+)
+@pytest.mark.promise(
+    "docs/pipeline.md",
+    "With more workers than stages several hold the same stage, each computes a share of the microbatches, and "
+    "they average their gradients",
+)
 @pytest.mark.parametrize("one", marked(EXACT), ids=str)
 def test_the_bits_are_those_of_one_process(results: Any, one: Way) -> None:
     (alone,) = results(one, True, 1)

@@ -45,6 +45,11 @@ tell(kept=found, whole=sum(sizes.values()), state=sum(state.values()), fingerpri
 """
 
 
+@pytest.mark.promise(
+    "docs/pipeline.md",
+    "While it trains, a worker has the parameters, gradients and optimizer state of its own stages only; "
+    "parameters of other stages keep their shape but have no values.",
+)
 @pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "pipedream"])
 @pytest.mark.parametrize("case", ["batch norm", "tied weights"])

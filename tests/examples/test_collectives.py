@@ -53,6 +53,7 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Run:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
+@pytest.mark.promise("docs/collectives.md", "What each has afterwards, on three ranks that begin with 1, 2, 3:")
 def test_example(run: Run, workers: int, name: str, says: list[str]) -> None:
     code, said = run(workers, name, *(["--elements", "10007"] if name == "ring.py" else []))
     assert code == 0, said
@@ -62,16 +63,27 @@ def test_example(run: Run, workers: int, name: str, says: list[str]) -> None:
 
 @pytest.mark.slow
 def test_with_the_session(run: Run) -> None:
-    """The same bits on any number of workers, and a collective that one leaves out is named."""
+    """The same bits on any number of workers."""
     found = set()
     for workers in (1, 3):
         code, said = run(workers, "with_session.py")
         assert code == 0, said
         found.update(re.findall(r"fingerprint ([0-9a-f]{64})", said))
     assert len(found) == 1
+
+
+@pytest.mark.promise(
+    "docs/collective-calls.md",
+    "Paceline compares the calls and raises a `DisagreementError` instead, before the next update",
+)
+@pytest.mark.promise(
+    "docs/collectives.md",
+    "the run ends at once with exit code 3, and the error names what each rank called, and in which line.",
+)
+def test_a_collective_that_one_rank_leaves_out(run: Run) -> None:
     code, said = run(2, "with_session.py", FORGET="1")
     assert code == 3, said
-    assert "all_reduce" in said and "with_session.py" in said and "rank 1" in said
+    assert "all_reduce" in said and "with_session.py:" in said and "rank 1" in said
 
 
 @pytest.mark.slow

@@ -196,7 +196,6 @@ WAYS = {
     "3 workers": (3, "", {}),
     "2 workers over the network": (2, "allreduce,server,stealing,fixed,stream,evaluations", {"one_machine": False}),
     "4 workers of 2 machines": (4, "allreduce,clipping,fixed,back end,averages,recurrent", {"machines": (3, 1)}),
-    "8 workers": (8, "allreduce,samples", {}),
 }
 """For each number of workers: the cases, which are all unless named, and where the workers are."""
 
@@ -257,7 +256,6 @@ def test_the_machines_share_memory_where_they_can(everyone: Any) -> None:
         "3 workers": True,
         "2 workers over the network": False,
         "4 workers of 2 machines": False,
-        "8 workers": True,
     }
 
 

@@ -1,4 +1,4 @@
-"""Commands beside ``paceline run``, collectives by hand, and scripts written for Horovod."""
+"""Commands beside ``paceline run``."""
 
 from __future__ import annotations
 
@@ -26,15 +26,11 @@ session = paceline.start(
     data=torch.utils.data.TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)),
     batch=16,
     exact=SETTING,
-    checkpoint={"directory": FOLDER},
 )
 for batch in session.batches(steps=4):
     session.step(batch)
-session.save()
-session.export(FOLDER + "/of the session.pt")
 print("fingerprint", session.fingerprint())
 """
-EXAMPLES = Path(__file__).parents[2] / "examples" / "collectives"
 Paceline = Callable[..., tuple[int, str]]
 
 
@@ -42,7 +38,7 @@ Paceline = Callable[..., tuple[int, str]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("commands")
     for name, setting in (("train.py", "False"), ("same.py", "True")):
-        (made / name).write_text(SCRIPT.replace("SETTING", setting).replace("FOLDER", repr(str(made / "saved"))))
+        (made / name).write_text(SCRIPT.replace("SETTING", setting))
     return made
 
 
@@ -56,37 +52,15 @@ def paceline(fork_server: ForkServer, folder: Path) -> Paceline:
     return run
 
 
-@pytest.fixture(scope="module")
-def verified(paceline: Paceline) -> dict[str, tuple[int, str]]:
-    """What ``paceline verify`` says of a script with and without ``exact``."""
-    words = "verify", "--workers", "1,3", "--steps", "2"
-    return {name: paceline(*words, name) for name in ("train.py", "same.py")}
-
-
 @pytest.mark.promise(
     "README.md",
     "`paceline verify train.py` trains your own script for some steps on 1, 2, 3 and 4 workers, compares everything "
     "that was computed, and says why two runs differ.",
 )
-def test_verify_finds_rounding(verified: Any) -> None:
-    code, said = verified["train.py"]
+def test_verify_finds_rounding(paceline: Paceline) -> None:
+    code, said = paceline("verify", "--workers", "1,3", "--steps", "2", "train.py")
     assert code == 0 and "3        rounding" in said, said
     assert "3 workers: the bits first differ in" in said and "`--set exact=true` gives the same bits." in said, said
-
-
-@pytest.mark.promise(
-    "docs/verify.md", "The exit code is 0 if all sizes train the same: up to rounding or, with `exact`"
-)
-def test_verify_finds_the_same_bits(verified: Any) -> None:
-    code, said = verified["same.py"]
-    assert code == 0 and "3        identical" in said, said
-
-
-@pytest.mark.promise(
-    "docs/verify.md", "in a temporary directory that is removed afterwards.", "`checkpoint` and `resume` have"
-)
-def test_verify_leaves_nothing(verified: Any, folder: Path) -> None:
-    assert verified and not (folder / "runs").exists()
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +86,6 @@ def test_config_starts_no_training(configured: str) -> None:
     assert "fingerprint" not in configured
 
 
-@pytest.mark.promise(
-    "paceline/cli/export.py", "The file is the same as one by session.export() after the step of the checkpoint."
-)
-def test_export(paceline: Paceline, folder: Path) -> None:
-    import torch
-
-    code, said = paceline("run", "--quiet", "-n", "1", "same.py")
-    assert code == 0, said
-    code, said = paceline("export", "saved", "exported.pt")
-    assert code == 0, said
-    found, wanted = (
-        torch.load(folder / name, weights_only=True) for name in ("exported.pt", "saved/of the session.pt")
-    )
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 @pytest.fixture(scope="module")
 def examined(paceline: Paceline, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     """What the doctor finds where the script is missing."""
@@ -142,101 +100,3 @@ def test_the_doctor_says_what_to_do(examined: Any) -> None:
     wrong = [one for one in findings if one["status"] == "failure"]
     assert code == 1 and any(one["check"] == "script" for one in wrong), findings
     assert all(one["why"] and one["cure"] for one in wrong)
-
-
-@pytest.mark.promise("docs/collectives.md", "What each has afterwards, on three ranks that begin with 1, 2, 3:")
-def test_collectives_by_hand(paceline: Paceline) -> None:
-    code, said = paceline("run", "-n", 3, EXAMPLES / "operations.py")
-    assert code == 0, said
-    words = " ".join(said.split())
-    assert "reduce_scatter [3] [33] [63]" in words, said
-    assert "all_to_all [0, 10, 20] [1, 11, 21] [2, 12, 22]" in words, said
-
-
-@pytest.mark.promise(
-    "docs/collective-calls.md",
-    "Paceline compares the calls and raises a `DisagreementError` instead, before the next update",
-)
-@pytest.mark.promise(
-    "docs/collectives.md",
-    "the run ends at once with exit code 3, and the error names what each rank called, and in which line.",
-)
-def test_a_collective_that_one_rank_leaves_out(paceline: Paceline) -> None:
-    code, said = paceline("run", "-n", 2, EXAMPLES / "with_session.py", FORGET="1")
-    assert code == 3, said
-    assert "all_reduce" in said and "with_session.py:" in said and "rank 1" in said, said
-
-
-HOROVOD = """
-import torch
-import paceline.horovod.torch as hvd
-from subjects import mlp, tell
-
-hvd.init()
-rank, size = hvd.rank(), hvd.size()
-mean = hvd.allreduce(torch.tensor([rank + 1.0, 4.0]), name="mean").tolist()
-rows = hvd.allgather(torch.full((rank + 1, 1), float(rank))).flatten().tolist()
-sent = hvd.broadcast(torch.tensor([rank]), root_rank=1).item()
-first, second = (torch.tensor([float(rank + add)]) for add in (0, 10))
-handles = {name: hvd.allreduce_async(value, name=name, op=hvd.Sum) for name, value in
-           ([("a", first), ("b", second)] if rank else [("b", second), ("a", first)])}
-sums = {name: hvd.synchronize(handle).item() for name, handle in sorted(handles.items())}
-
-torch.manual_seed(rank)
-model = mlp() if rank == 0 else torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-before = [value.clone() for value in model.parameters()]
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-weights = [value.clone() for value in model.parameters()]
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-kept = all(torch.equal(old, new) for old, new in zip(weights, model.parameters()))
-for step in range(3):
-    optimizer.zero_grad()
-    model(torch.full((2, 12), float(rank + step))).square().mean().backward()
-    optimizer.step()
-value = sum(value.double().sum().item() for value in model.parameters())
-try:
-    hvd.allreduce(torch.zeros(17 + rank), name="x")
-    error = ""
-except Exception as failed:
-    error = str(failed)
-tell(mean=mean, rows=rows, sent=sent, sums=sums, kept=kept, value=value, error=error)
-hvd.shutdown()
-"""
-
-
-@pytest.fixture(scope="module")
-def horovod(reported: Any) -> list[dict[str, Any]]:
-    return reported(HOROVOD, 2)
-
-
-@pytest.mark.promise("docs/horovod.md", "Operations are matched by name, whatever the order in which ranks submit them")
-def test_the_operations_of_horovod(horovod: Any) -> None:
-    for one in horovod:
-        assert (one["mean"], one["rows"], one["sent"]) == ([1.5, 4.0], [0.0, 1.0, 1.0], 1)
-        assert one["sums"] == {"a": 1.0, "b": 21.0}
-
-
-@pytest.mark.promise("docs/horovod.md", "**`broadcast_optimizer_state` takes no step.**")
-def test_the_state_of_an_optimizer_of_horovod(horovod: Any) -> None:
-    assert all(one["kept"] for one in horovod)
-
-
-@pytest.mark.promise(
-    "docs/horovod.md", "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
-)
-def test_the_optimizer_of_horovod(horovod: Any) -> None:
-    assert horovod[0]["value"] == horovod[1]["value"]
-
-
-@pytest.mark.promise(
-    "docs/horovod.md",
-    "**What differs is an error on all ranks**, and says how: `allreduce 'x' differs in its shape: [17] on rank 0, "
-    "[18] on rank 1`.",
-)
-def test_operations_of_horovod_that_differ(horovod: Any) -> None:
-    for one in horovod:
-        assert all(word in one["error"] for word in ("differs in its shape", "[17] on rank 0", "[18] on rank 1")), (
-            horovod
-        )
