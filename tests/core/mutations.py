@@ -1,12 +1,7 @@
-"""Spoil checkpoints as an attacker or a bad disk would, and resume: nothing may run code, hang, or pass unseen.
-
-python tests/core/mutations.py --count 200 --seed 1
-python tests/core/mutations.py --count 200 --store memory
-"""
+"""Spoil checkpoints as an attacker or a bad disk would, and resume: nothing may run code, hang, or pass unseen."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -18,8 +13,6 @@ import random
 import shutil
 import signal
 import socket
-import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -345,21 +338,3 @@ def failures(home: Path, seeds: range, store: str = "", signed: bool = False) ->
         shutil.rmtree(run)
     del os.environ[MARKER]
     return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--store", default="", help="file:// or memory://")
-    parser.add_argument("--signed", action="store_true", help="with a key that signs checkpoints")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as home:
-        found = failures(Path(home), range(given.seed, given.seed + given.count), given.store, given.signed)
-    print("\n".join(found))
-    print(f"{given.count} mutations, {len(found)} failures")
-    sys.exit(bool(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -414,13 +414,6 @@ def test_what_a_schedule_leaves_out_is_not_shared(ranks: Run, tmp_path: Path) ->
     assert {one.code for one in everyone} == {0} and len({one.out for one in everyone}) == 1
 
 
-def test_bits_are_refused_but_in_mode_sync(ranks: Run, tmp_path: Path) -> None:
-    environment = {"SERVER": json.dumps({"mode": "bounded"}), "GIVEN": json.dumps({"exact": True})}
-    for one in ranks(COUNTED, 2, tmp_path, environment=environment):
-        assert one.code == 2
-        assert "cannot give the same bits" in one.err
-
-
 SYNC = """
 import json, os
 import paceline

@@ -21,8 +21,9 @@ scripted.end(session, loss=report.loss)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["before forward", "inside the collective", "between reduction and update"])
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("victim", "point"), [(0, "before forward"), (2, "inside the collective"), (0, "between reduction and update")]
+)
 def test_a_kill(run: Run, undisturbed: Any, victim: int, point: Point) -> None:
     alone = undisturbed(SCRIPT.replace("GIVEN", "{}"))
     script = SCRIPT.replace("GIVEN", "{'reduction': 'collective'}")

@@ -30,8 +30,14 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
+@pytest.mark.parametrize(
+    ("way", "point"),
+    [
+        ("memory", "inside the collective"),
+        ("network", "between reduction and update"),
+        ("collective", "inside the collective"),
+    ],
+)
 def test_a_kill_in_the_step_that_finds_the_units(run: Run, undisturbed: Any, way: str, point: Point) -> None:
     """It is computed twice in any case."""
     ran = run(WAYS[way] + PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=0, point=point), **given(way))

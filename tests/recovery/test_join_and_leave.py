@@ -70,8 +70,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
 
 
 @pytest.mark.slow
-@PATHS
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "path"), [(1, "memory"), (0, "network")])
 def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """The third worker is killed, another one joins; on the way there one of the two that are left is killed."""
     plan = faults.kill(rank=2, step=2) + faults.kill(rank=victim, step=3, point="during recovery")

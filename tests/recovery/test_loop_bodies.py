@@ -83,8 +83,7 @@ def is_right(ran: Ran, wanted: dict[str, Any], finishers: int) -> None:
 
 
 @pytest.mark.sampled(1)
-@PATHS
-@pytest.mark.parametrize("step", [1, 5, 6])
+@pytest.mark.parametrize(("step", "path"), [(1, "memory"), (5, "network"), (6, "memory"), (1, "network")])
 def test_a_lost_worker_is_replaced_in_the_next_step(run: Run, undisturbed: Any, step: int, path: str) -> None:
     plan = faults.kill(rank=1, step=step)
     ran = run(on(path, script()), "-n", 2, "--elastic", "2:2", "--standby", 1, faults=plan)

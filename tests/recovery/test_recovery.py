@@ -57,8 +57,7 @@ ELASTIC = "-n", 3, "--elastic", "1:3"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["memory", "network"])
-@pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize(("victims", "path"), [((0, 1), "memory"), ((1, 2), "network"), ((0, 2), "network")], ids=str)
 def test_two_are_killed_at_once(run: Run, undisturbed: Any, victims: tuple[int, int], path: str) -> None:
     script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
     both = faults.kill(rank=victims[0], step=5) + faults.kill(rank=victims[1], step=5)
@@ -179,8 +178,9 @@ scripted.end(session, last=values[-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [4, 5, 7, 8])
-@pytest.mark.parametrize("way", ["in the loop", "after each epoch"])
+@pytest.mark.parametrize(
+    ("way", "at"), [("in the loop", 4), ("in the loop", 7), ("after each epoch", 5), ("after each epoch", 8)]
+)
 def test_a_joiner_evaluates_with_the_others(run: Run, undisturbed: Any, way: str, at: int) -> None:
     ran = run(JOINED, *ELASTIC, faults=faults.kill(rank=1, step=2), arguments=(way, at))
     check(ran, undisturbed(JOINED, arguments=(way, at)), 3)

@@ -41,8 +41,7 @@ def test_each_of_the_others_sends_a_part(run: Run, undisturbed: Any, path: str) 
 
 
 @pytest.mark.slow
-@PATHS
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "path"), [(1, "memory"), (0, "network")])
 def test_one_is_killed_while_it_sends(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """The other one sends everything, at the same bits."""
     plan = faults.kill(rank=2, step=2) + faults.kill(rank=victim, step=0, point="sending the state")
