@@ -114,7 +114,7 @@ def test_one_is_told_to_leave(run: Run, way: str) -> None:
     assert ran.launcher("lost") == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, turns=6)
 @WAY
 def test_all_are_told_to_end(run: Run, way: str) -> None:
     """The state is saved once, and the run that goes on has used each sample once."""

@@ -107,7 +107,7 @@ paceline.training.recovery.formation.can_share = lambda: False
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_over_the_network(run: Run, victim: int) -> None:
     """Worker 0 holds the store in which they agree."""
@@ -131,7 +131,7 @@ TWO_GO_ON = "import scripted\nscripted.hold_back(3, 'end')\n"
 LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, turns=6)
 @pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 2])

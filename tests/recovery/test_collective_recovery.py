@@ -20,7 +20,7 @@ scripted.end(session, loss=report.loss)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(
     ("victim", "point"), [(0, "before forward"), (2, "inside the collective"), (0, "between reduction and update")]
 )

@@ -29,7 +29,7 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
     assert ran.saved()[-1] == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(
     ("way", "point"),
     [
@@ -55,7 +55,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str) -> None:
     assert len(ran.memberships()[-1]) >= 2, ran.report()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_stealing(run: Run, undisturbed: Any) -> None:
     script = {"GIVEN": json.dumps({"exact": "fixed-point", "strategy": "stealing"})}
     ran = run(PLAIN, *ELASTIC, faults=faults.kill(rank=1, step=5), **script)

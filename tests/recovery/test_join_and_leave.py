@@ -29,7 +29,7 @@ def on(path: str, script: str) -> str:
     return script if path == "memory" else OVER_THE_NETWORK + script
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_standby_takes_the_place(run: Run, undisturbed: Any, victim: int) -> None:
     """With as many workers as there must be, the others wait until the standby has come."""
@@ -69,7 +69,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
     assert ran.memberships()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.report()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(("victim", "path"), [(1, "memory"), (0, "network")])
 def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """The third worker is killed, another one joins; on the way there one of the two that are left is killed."""
@@ -121,7 +121,7 @@ WAKING = JOINED.replace(
 ).replace("import sys", "import os, signal, sys")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any) -> None:
     plan = faults.stop(rank=1, step=3)
     given = json.dumps({"hang_seconds": 10})
@@ -136,7 +136,7 @@ def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any) 
     assert ran.steps("rank-1")[:3] == [0, 1, 2] and ran.steps("rank-1")[-1] == STEPS - 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any) -> None:
     """Its only worker finishes its step, the state is saved once, and a resumed run ends as if nothing had happened."""
     script = PLAIN.replace("    scripted.say", "    scripted.end_launcher(session, batch, 6)\n    scripted.say")
@@ -178,7 +178,7 @@ def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) ->
     check_end(again, undisturbed(PLAIN))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_a_joiner_that_cannot_take_part(run: Run, undisturbed: Any) -> None:
     """A script that fails at its start on the new worker does not end the run."""
     script = f"""

@@ -53,7 +53,7 @@ def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: A
     assert not went_back(ran), ran.report()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undisturbed: Any, victim: int) -> None:
     """The steps since then are taken again, by two workers with another cut."""
@@ -168,7 +168,7 @@ def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
 STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 def test_a_worker_that_is_told_to_leave_a_pipeline_that_never_runs_empty_takes_no_stage_along(run: Run) -> None:
     """Without a checkpoint: the others have its stage before it goes."""
     script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")

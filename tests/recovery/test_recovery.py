@@ -56,7 +56,7 @@ def check(ran: Ran, wanted: dict[str, Any], finishers: int, steps: int = STEPS) 
 ELASTIC = "-n", 3, "--elastic", "1:3"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(("victims", "path"), [((0, 1), "memory"), ((1, 2), "network"), ((0, 2), "network")], ids=str)
 def test_two_are_killed_at_once(run: Run, undisturbed: Any, victims: tuple[int, int], path: str) -> None:
     script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
@@ -88,7 +88,7 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
     assert len(ran.launcher("lost")) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None:
     plan = faults.kill(rank=2, step=5) + faults.kill(rank=victim, step=5, point="during recovery")
@@ -177,7 +177,7 @@ scripted.end(session, last=values[-1])
 """.replace("STEPS", str(STEPS)).replace("import sys", "import os, sys")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(
     ("way", "at"), [("in the loop", 4), ("in the loop", 7), ("after each epoch", 5), ("after each epoch", 8)]
 )

@@ -73,7 +73,7 @@ KILLED_AT_ONCE = """
     scripted.say"""
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize("way", ["async", "sync"])
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
 def test_both_holders_are_lost(run: Run, way: str, saved: bool) -> None:

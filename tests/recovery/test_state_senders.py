@@ -40,7 +40,7 @@ def test_each_of_the_others_sends_a_part(run: Run, undisturbed: Any, path: str) 
     assert [len(sizes) for sizes in parts if len(sizes) > 1] == [2], ran.report()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(("victim", "path"), [(1, "memory"), (0, "network")])
 def test_one_is_killed_while_it_sends(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """The other one sends everything, at the same bits."""

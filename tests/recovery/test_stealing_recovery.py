@@ -29,7 +29,7 @@ scripted.end(session)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(turns=6)
 @pytest.mark.parametrize(("victim", "path"), [(0, OVER_THE_NETWORK), (1, ""), (2, OVER_THE_NETWORK)])
 def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """The step is repeated: what it held is free again. Over the network rank 0 counts who owns which microbatch."""
