@@ -102,7 +102,7 @@ def install(
 
 
 def _print(error: PacelineError, trace: TracebackType | None, name: str) -> None:
-    message = _message_of(error)
+    message = " ".join([_message_of(error), *getattr(error, "__notes__", ())])
     if isinstance(error, RunFailed):  # the launcher has already printed the rest
         message = message.partition("\n")[0]
     where = f" [{line.replace(':', ', line ')}]" if (line := _line(user_frames(trace))) else ""

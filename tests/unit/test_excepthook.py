@@ -41,14 +41,17 @@ def end_by(error: Exception) -> None:
         sys.excepthook(type(raised), raised, raised.__traceback__)
 
 
-def test_an_error_before_the_start_is_one_sentence(
+def test_an_error_before_the_start_is_one_line(
     early: list[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    error = InputError("The index 9 is not in a table.")
+    in_user_call(error, "This was microbatch 3.")
     with pytest.raises(SystemExit) as ended:
-        end_by(InputError("There is no file a."))
+        end_by(error)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.startswith("paceline: InputError: There is no file a. [test_excepthook.py, line ")
+    sentence = "paceline: InputError: The index 9 is not in a table. This was microbatch 3. [test_excepthook.py, line "
+    assert said.startswith(sentence)
     assert said.count("\n") == 1 and not early
 
 
