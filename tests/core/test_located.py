@@ -94,7 +94,7 @@ def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_result_for_any_workers_and_machines(printed: Printed, tmp_path: Path) -> None:
     (alone,), _ = results(printed, tmp_path, 1, [["apart", {}]])
-    for workers, placed in ((2, "in a row"), (2, "on the first"), (4, "apart"), (4, "twice")):
+    for workers, placed in ((2, "in a row"), (2, "on the first"), (4, "apart"), (8, "twice")):
         assert results(printed, tmp_path, workers, [[placed, {}]])[0] == [alone] * workers
     others: list[Any] = [["twice", {"strategy": strategy}] for strategy in ("sharded", "stealing", "auto")]
     others.append(["in a row", {"workers_per_loader": 1}])
