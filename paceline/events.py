@@ -196,6 +196,15 @@ def resident_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def run_seconds() -> tuple[float, float]:
+    """Return for how long this thread has run, and was ready to run but had no core. Zeros if the system keeps none."""
+    try:
+        ran, delayed, *_ = map(int, Path("/proc/thread-self/schedstat").read_bytes().split())
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return ran / 1e9, delayed / 1e9
+
+
 def _line_end(file: BinaryIO) -> bytes:
     """Return a newline if the file's last line is incomplete: an earlier worker of this rank may have been killed."""
     if not file.seek(0, os.SEEK_END):

@@ -35,6 +35,7 @@ class World(Waiting):
 
     Attributes:
         host_memory: memory shared by this machine's workers. None if any worker of the run is on a GPU or cannot share.
+        latency: seconds until a small message reaches all workers. None before it is measured, and if memory is shared.
         link_shares: share of a reduction that each machine adds up by its link. None before the links are measured.
         recorder: recorder of the script's calls of ``torch.distributed``. None in a single process.
         end_servers: stops this worker's parameter servers, which others read until the next membership has formed.
@@ -42,6 +43,7 @@ class World(Waiting):
 
     recorder: CallRecorder | None = None
     host_memory: SharedMemory | None = None
+    latency: float | None = None
     link_shares: list[float] | None = None
 
     def __init__(
@@ -65,7 +67,7 @@ class World(Waiting):
         self.waits_for(())
         self.take_waits()  # ranks of an earlier membership
         self.membership, self.transport, self.host_memory = membership, transport, host_memory
-        self.recorder, self.link_shares, self._rings = None, None, {}
+        self.recorder, self.latency, self.link_shares, self._rings = None, None, None, {}
 
     @property
     def generation(self) -> int:

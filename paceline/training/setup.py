@@ -19,7 +19,9 @@ from paceline.comm.collectives.agreement import versions
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
 from paceline.coordinator.failure import known_errors
+from paceline.data.growing.order import GrowingOrder
 from paceline.data.sampler import SampledOrder
+from paceline.data.streams.order import StreamOrder
 from paceline.environments import env
 from paceline.errors import InputError
 from paceline.events import EventLog, Level
@@ -198,9 +200,15 @@ def _begin(
     loop = _current = TrainingLoop(Beginning(context, formation, run_spec, state, checkpointer, resume), script)
     if checkpointer.enabled or context.world.coordinator is not None:
         catch_notices(context.world)
-    rules: dict[str, object] = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
+    rules: dict[str, object] = {
+        "server.mode": settings.server.mode,
+        "servers": settings.server.count * settings.server.dedicated,
+        "pipeline.schedule": settings.pipeline.schedule,
+    }
     rules |= {"workers_per_loader": settings.workers_per_loader, "wire": settings.facts["wire"]}
     rules |= {"microbatches": context.order.microbatches, "located": context.order.located}
+    rules |= {"communication": settings.communication, "checkpoint.every": settings.checkpoint.every}
+    rules |= {"stream": isinstance(context.order, StreamOrder | GrowingOrder)}
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
     about = {"strategy": settings.strategy, "workers": context.world.size, "host": platform.node()}

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from paceline.comm.transport.gloo import Gloo
 from paceline.comm.waiting import RecordedTransfer, Waiting
 from paceline.comm.world import World
 from paceline.coordinator.types import Membership
-from paceline.events import EventLog, Level
+from paceline.events import EventLog, Level, run_seconds
 
 
 def records(path: Path) -> list[dict[str, object]]:
@@ -195,3 +196,11 @@ def test_a_disk_that_takes_all_at_the_end_is_not_named(tmp_path: Path, caplog: p
     log.close()
     assert len(records(tmp_path / "rank-3.jsonl")) == 1
     assert caplog.records == []
+
+
+def test_the_time_for_which_a_thread_runs() -> None:
+    before, begin = run_seconds(), time.thread_time()
+    while time.thread_time() - begin < 0.02:
+        pass
+    ran, delayed = (after - earlier for after, earlier in zip(run_seconds(), before, strict=True))
+    assert not any(before) or (ran > 0.01 and delayed >= 0.0), "zeros where the system keeps no times"

@@ -295,6 +295,16 @@ def test_the_reduction_that_fits_the_workers(monkeypatch: pytest.MonkeyPatch) ->
         "hierarchical tree", "hierarchical tree", "collective", "hierarchical tree",
     ]  # fmt: skip
     assert run(2, act)[1][0][0] == "tree"
+
+    def latencies(world: Any) -> list[dict[str, Any]]:
+        facts = Facts()
+        for _ in range(2):
+            reduction_for(world, EXAMPLES, facts, "gradients")
+        assert all(one["seconds"] == world.latency > 0 for one in facts.all)
+        return facts.all
+
+    assert [len(one) for one in run(2, latencies)] == [1, 1], "it is measured once"
+    assert run(2, latencies, hosts=[(0, 1)]) == [[], []], "no network"
     ordered = SimpleNamespace(capabilities=SimpleNamespace(ordered=True, blocking_wait=False))
 
     def act_ordered(world: Any) -> list[tuple[str, int | str]]:

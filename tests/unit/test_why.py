@@ -17,11 +17,12 @@ from paceline.coordinator.types import Membership
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record
 from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find, sentences
+from paceline.observe.why.advice import Advice
 from paceline.observe.why.at_end import find_at_end, last_line
 
 Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 20
-ALLREDUCE = {"strategy": "allreduce", "wire": "float32"}
+ALLREDUCE = {"strategy": "allreduce", "wire": "float32", "latency": 0.0, "checkpoint.every": 5}
 
 
 def step_of(own: list[Times], exchange: float = 0.05) -> dict[int, Times]:
@@ -118,7 +119,7 @@ def test_pauses_of_a_rank_are_not_its_script() -> None:
     assert found["evaluate", None] == pytest.approx(0.2 * STEPS / length, abs=1e-3)
     assert found["evaluate", 0] == pytest.approx((10.0 - 0.2 * STEPS) / length, abs=1e-3)
     assert found["script", 0] == pytest.approx((0.8 * STEPS - 10.0) / length, abs=1e-3)
-    (advice,) = explain(steps, pauses={"checkpoint": 10.0}).advice
+    (advice,) = explain(steps, pauses={"checkpoint": 10.0}, start=ALLREDUCE).advice
     assert (advice.set, advice.gain) == ("checkpoint.every=auto", pytest.approx(10.0 / length - 0.01, abs=1e-3))
     for event, rank, named in (("checkpoint", 0, None), ("weights", 0, None), ("checkpoint", 1, 1), ("predict", 0, 0)):
         found = explain([{rank: step[0], 1 - rank: step[1]} for step in steps], pauses={event: 10.0})
@@ -126,6 +127,75 @@ def test_pauses_of_a_rank_are_not_its_script() -> None:
         common = 0.2 * STEPS / length
         expected = {None: common, named: 10.0 / length - common * (named is not None)}
         assert shares == pytest.approx(expected, abs=1e-3) and sentences(found)
+
+
+@pytest.mark.parametrize(
+    ("start", "advised"),
+    [
+        ({}, {"strategy=stealing", "workers_per_loader=2", "wire=bfloat16", "checkpoint.every=auto"}),
+        ({"stream": True}, {"strategy=stealing", "wire=bfloat16", "checkpoint.every=auto"}),
+        ({"communication": "auto"}, {"workers_per_loader=2", "wire=bfloat16", "checkpoint.every=auto"}),
+        ({"wire": "topk, 0.05, rank 4"}, {"workers_per_loader=2"}),
+        ({"checkpoint.every": "auto"}, {"strategy=stealing", "workers_per_loader=2", "wire=bfloat16"}),
+        ({"strategy": "sharded"}, {"workers_per_loader=2"}),
+        ({"latency": None}, {"strategy=stealing", "workers_per_loader=2", "checkpoint.every=auto"}),
+        ({"latency": 0.2}, {"strategy=stealing", "workers_per_loader=2", "checkpoint.every=auto"}),
+        ({"idle": 0.01}, {"strategy=stealing", "wire=bfloat16", "checkpoint.every=auto"}),
+    ],
+)
+def test_only_settings_that_the_run_would_accept_and_gain_by_are_advised(
+    start: dict[str, Any], advised: set[str]
+) -> None:
+    step = step_of([usual(load=0.4, script=0.2), usual(load=0.4, script=0.2, compute=1.0)], exchange=0.4)
+    found = explain([step] * STEPS, pauses={"checkpoint": 0.2 * STEPS}, start=ALLREDUCE | start)
+    assert {one.set for one in found.advice} == advised
+
+
+def test_a_narrower_format_saves_no_latency() -> None:
+    found = explain([step_of([usual()] * 3, exchange=0.42)] * STEPS, start={**ALLREDUCE, "latency": 0.1})
+    assert found.advice[0] == Advice("wire=bfloat16", pytest.approx((0.4421 - 0.2 / 0.95) / 2, abs=1e-3))
+
+
+@pytest.mark.parametrize("strategy", ["parameter-server", "sharded"])
+def test_all_wait_for_an_update_after_all_have_computed(strategy: str) -> None:
+    """Rank 0 serves the others: it updates for 0.3 s, after they have computed for 0.5 s."""
+    server, worker = Times(0.0, 0.0, 0.0, 0.55, 0.3), Times(0.0, 0.0, 0.5, 0.35)
+    found = explain([{0: server, 1: worker, 2: worker}] * STEPS, start={"strategy": strategy, "servers": 1})
+    shares = {(one.kind, one.rank): one.share for one in found.culprits}
+    assert shares == {
+        ("update", 0): pytest.approx(0.3 / 0.85, abs=1e-3),
+        ("exchange", None): pytest.approx(0.05 / 0.85, abs=1e-3),
+    }
+
+
+def test_replicas_that_are_slow_in_turn_lose_nothing_between_outer_steps() -> None:
+    def records(slow: Callable[[int], int]) -> list[Record]:
+        found: list[Record] = []
+        for step, rank in ((step, rank) for step in range(30) for rank in range(3)):
+            times = {"seconds": 1.0 if rank == slow(step) else 0.5, "waited": 0.0, "awaited": 0.0, "update": 0.0}
+            times |= {"between": 0.0, "awaited_between": 0.0, "step": step}
+            about = {"time": float(step), "rank": rank, "generation": 0}
+            found.append({**about, "event": "step", **times})
+            if step % 3 == 2:
+                found.append({**about, "event": "outer-step", "step": step})
+        return found
+
+    assert find(records(lambda step: step % 3)).culprits == []
+    found = find(records(lambda step: 2))
+    assert [(one.kind, one.rank, one.share) for one in found.culprits] == [("compute", 2, 0.5)] and found.steps == 27
+
+
+def test_too_few_cores_are_told_and_cap_what_loader_processes_save() -> None:
+    def records(delayed: float) -> list[Record]:
+        times = {"waited": 0.5, "awaited": 0.1, "ran": 0.3, "delayed": delayed, "between": 0.0, "awaited_between": 0.0}
+        about = {"event": "step", "generation": 0, "seconds": 1.0, "update": 0.0, **times}
+        return [{**about, "time": 1.0 + at, "rank": rank, "step": at} for at in range(STEPS) for rank in range(2)]
+
+    few, enough = find(records(0.45)), find(records(0.05))
+    assert few.delayed == 0.45 == few.data()["delayed"]
+    assert few.advice == [Advice("workers_per_loader=2", pytest.approx(0.15, abs=1e-3))]
+    assert enough.advice == [Advice("workers_per_loader=2", pytest.approx(0.5, abs=1e-3))]
+    assert "has none for 45% of" in "\n".join(sentences(few)) and "cores" not in "\n".join(sentences(enough))
 
 
 def test_loader_processes_are_not_advised_if_the_data_change() -> None:

@@ -12,7 +12,7 @@ from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.hierarchical import HierarchicalExchange
-from paceline.comm.reduction.link_rates import measure_links
+from paceline.comm.reduction.link_rates import measure_latency, measure_links
 from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.world import World
 from paceline.events import EventLog
@@ -44,6 +44,9 @@ def reduction_for(
     kind, megabytes, widen = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
     exchange: Exchange
+    if world.shared_memory is None and world.latency is None:
+        world.latency = measure_latency(world)
+        events.mark("latency", seconds=world.latency)
     if kind == "collective" or (kind == "auto" and world.transport.capabilities.ordered):
         exchange = CollectiveExchange(world)
     elif world.shared_memory is not None:

@@ -1,7 +1,8 @@
-"""Measurement of the rate of each machine's link before the first step."""
+"""Measurement of the latency of the network, and of the rate of each machine's link, before the first step."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -13,6 +14,16 @@ TAG = (1 << 28) - 10  # below the tags of the MPI back end
 _BYTES = 2**21  # size of a message: larger than the network's buffers, small compared to the gradients of a step
 _ROUNDS = (1, 2, 1, 2)
 """Distance in machines between sender and receiver, by round. A neighbor of a slow link is fast in other rounds."""
+_MESSAGES = 3  # small messages of which the fastest tells the latency
+
+
+def measure_latency(world: World) -> float:
+    """Return the seconds until a small message of each worker has reached all others. All must call this together."""
+    times = [perf_counter()]
+    for _ in range(_MESSAGES + 1):  # the first one only brings the workers together
+        world.gather(None, "start")
+        times.append(perf_counter())
+    return min(after - before for before, after in pairwise(times[1:]))
 
 
 def measure_links(world: World) -> list[float]:

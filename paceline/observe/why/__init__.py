@@ -15,30 +15,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.observe import noise
-from paceline.observe.ledger import is_asynchronous
 from paceline.observe.records import Record, number, printable
+from paceline.observe.why.advice import CROWDED, Advice, Cores, advise
 from paceline.observe.why.links import Links, SlowLink, slow_link
-from paceline.schedule.shares import even
-from paceline.schedule.speed_shares import fit_counts
 
 _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
 _LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
-_STOLEN = 64  # microbatches of a worker from which more of them would save no more time
-_SAVING = 0.01
-"""Share of the time that saves take at the best interval, sqrt(stall / (2 MTBF)), for 20 s and a day."""
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
-_MOST_LOADERS = 8
+_UPDATES_LAST = ("parameter-server", "sharded")  # strategies in which all workers wait for the update of each
 _PAUSES = {"checkpoint": "stall", **dict.fromkeys(("weights", "evaluate", "predict", "map", "extend"), "seconds")}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
 _OF_RANK_0 = ("checkpoint", "weights")  # pauses in which rank 0 writes for all
-EVENTS = ("start", "step", "cut", noise.EVENT, *_PAUSES)  # events from which the findings follow
+EVENTS = (
+    "start",
+    "step",
+    "cut",
+    "latency",
+    "outer-step",
+    noise.EVENT,
+    *_PAUSES,
+)  # events from which the findings follow
 STAGES = """
 SELECT rank, min(json_extract(record, '$.stage')) FROM records
 WHERE event = 'forward' AND typeof(rank) = 'integer' GROUP BY rank
@@ -80,14 +83,6 @@ class Culprit:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """Setting that would save a share of the time."""
-
-    set: str  # ``key=value``
-    gain: float
-
-
-@dataclass(frozen=True)
 class Findings:
     """Where the time of a run went."""
 
@@ -96,11 +91,12 @@ class Findings:
     culprits: list[Culprit] = field(default_factory=list)  # the largest share first, ranks of a kind together
     advice: list[Advice] = field(default_factory=list)  # the largest gain first
     noise: noise.NoiseScale | None = None  # gradient noise scale. None if too few steps were sampled
+    delayed: float = 0.0  # share of the time for which a worker could run but has no core. Culprits contain it, too
 
     def data(self) -> dict[str, Any]:
         """Return the culprits, the advice and the gradient noise scale as JSON values."""
         found = asdict(self)
-        return {name: found[name] for name in ("culprits", "advice", "noise")}
+        return {name: found[name] for name in ("culprits", "advice", "noise", "delayed")}
 
 
 def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, whole: bool = True) -> Findings:
@@ -115,6 +111,8 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
     start: Record = {}
     layers: list[str] = []
+    few: dict[str, list[Record]] = {"latency": [], "outer-step": []}
+    cores: dict[Any, Cores] = defaultdict(Cores)
     norms = noise.NoiseRecords()
 
     def noted() -> Iterator[Record]:
@@ -126,6 +124,10 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
                 about[rank]["host"] = host if isinstance(host, str) else None
             elif event == "cut":
                 layers = _layers(record)
+            elif event in few:
+                few[event].append(record)
+            elif event == "step":
+                cores[rank].add(record)
             elif event in _PAUSES:
                 pauses[event][rank] += number(record.get(_PAUSES[event])) or 0.0
             norms.add(record)
@@ -140,8 +142,32 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     longest = {event: max(seconds.values(), default=0.0) for event, seconds in pauses.items()}
     first = steps[:_FIRST_STEPS] if len(steps) > 3 * _FIRST_STEPS else []
     link = _slow_link(links, taken)
-    found = explain(steps[len(first) :], about, longest, start, link, first if whole else [])
-    return replace(found, noise=norms.scale())
+    delayed = median([one.delayed for one in cores.values()] or [0.0])
+    idle = max((one.idle for one in cores.values()), default=1.0)
+    latency = min((number(one.get("seconds")) or 0.0 for one in few["latency"]), default=None)
+    start = {**start, "latency": latency, "idle": idle if delayed >= CROWDED else 1.0}
+    rest = dict([*taken.items()][len(first) :])
+    outer = {step for one in few["outer-step"] if type(step := one.get("step")) is int}
+    found = explain(_periods(rest, outer), about, longest, start, link, first if whole else [])
+    return replace(found, steps=found.steps and len(rest), noise=norms.scale(), delayed=round(delayed, 4))
+
+
+def _periods(
+    steps: Mapping[tuple[int, int], Mapping[int, Times]], outer: Collection[object]
+) -> list[Mapping[int, Times]]:
+    """Return the durations of the steps between two outer steps together, because workers wait for others only there.
+
+    Without outer steps, return those of each step.
+    """
+    found: list[Mapping[int, Times]] = []
+    period: list[Mapping[int, Times]] = []
+    for (_, number_of_step), step in steps.items():
+        period.append(step)
+        if not outer or number_of_step in outer:
+            ranks = set(step).intersection(*period)
+            found.append({rank: Times(*map(sum, zip(*(one[rank] for one in period), strict=True))) for rank in ranks})
+            period = []
+    return found
 
 
 def _slow_link(links: Mapping[int, Links], steps: Mapping[tuple[int, int], Mapping[int, Times]]) -> SlowLink | None:
@@ -229,15 +255,19 @@ def explain(
     about, start = about or {}, start or {}
     microbatches = number(start.get("microbatches")) or math.inf
     for step in steps:
-        slowest = max(step, key=lambda rank: step[rank].own)
-        others = [times for rank, times in step.items() if rank != slowest] or [step[slowest]]
-        usual = Times(*(median(column) for column in zip(*others, strict=True)))
-        excess = step[slowest].beyond(usual)
-        lost[max(excess, key=excess.__getitem__), slowest] += max(0.0, step[slowest].own - usual.own)
+        phases = _phases(step, start)
+        beyond = -max(times.own for times in step.values())  # time of all phases beyond that of the slowest worker
+        for phase in phases:
+            slowest = max(phase, key=lambda rank: phase[rank].own)
+            others = [times for rank, times in phase.items() if rank != slowest] or [phase[slowest]]
+            usual = Times(*(median(column) for column in zip(*others, strict=True)))
+            excess = phase[slowest].beyond(usual)
+            lost[max(excess, key=excess.__getitem__), slowest] += max(0.0, phase[slowest].own - usual.own)
+            beyond += phase[slowest].own
         for other, times in step.items() if start.get("strategy") == "stealing" else ():  # the others compute for it
             for kind, seconds in times.beyond(usual).items():
                 lost[kind, other] += max(0.0, seconds) / len(step) if kind != "compute" else 0.0
-        awaited = min(times.awaited for times in step.values())
+        awaited = min(times.awaited for times in step.values()) - beyond
         lost["exchange", None] += max(0.0, awaited - _filling(step, about, slowest) / microbatches)
         lost["load", None] += usual.load
         lost["script", None] += usual.script
@@ -267,10 +297,23 @@ def explain(
     for one in culprits:
         of_ranks[one.kind] += one.share if one.rank is not None else 0.0
     culprits.sort(key=lambda one: (-(one.share if one.rank is None else of_ranks[one.kind]), -one.share))
+    kinds = {one.kind: sum(other.share for other in culprits if other.kind == one.kind) for one in culprits}
+    computing = [[step[rank].compute for step in steps if rank in step] for rank in steps[-1]]
     fixed = not pauses.get("map") and not pauses.get("extend")
-    return Findings(
-        len(steps), total, culprits, _advice(culprits, start, _stealing(steps, microbatches) / total, fixed)
-    )
+    advice = advise(kinds, start, computing, len(steps) / total, _LEAST_SHARE, fixed)
+    return Findings(len(steps), total, culprits, advice)
+
+
+def _phases(step: Mapping[int, Times], start: Mapping[str, Any]) -> list[Mapping[int, Times]]:
+    """Return the durations of the phases of a step after each of which all workers wait. The update is the first.
+
+    Dedicated servers, the first ranks, only take part in the update.
+    """
+    if start.get("strategy") not in _UPDATES_LAST:
+        return [step]
+    updates = {rank: Times(0.0, 0.0, 0.0, 0.0, times.update) for rank, times in step.items()}
+    servers = number(start.get("servers")) or 0
+    return [updates, {rank: times._replace(update=0.0) for rank, times in step.items() if rank >= servers} or updates]
 
 
 def _filling(step: Mapping[int, Times], about: Mapping[int, Mapping[str, Any]], rank: int) -> float:
@@ -299,47 +342,6 @@ def _lost_at_start(
         lost["start", slowest] += max(0.0, more[slowest] - others)
         lost["start", None] += others
     return defaultdict(float, {key: max(0.0, seconds - _PROBE_SECONDS) for key, seconds in lost.items()})
-
-
-def _stealing(steps: Sequence[Mapping[int, Times]], microbatches: float) -> float:
-    """Return the seconds that work stealing would save: each worker computes as many microbatches as fit its speed.
-
-    A pause of a worker cannot be stolen, so only what a worker usually takes counts.
-    """
-    ranks = [[step[rank] for step in steps if rank in step] for rank in steps[-1]]
-    usual = [Times(*(median(column) for column in zip(*times, strict=True))) for times in ranks]
-    total = max(len(usual), int(min(microbatches, _STOLEN * len(usual))))
-    each = [one.compute / len(share) for one, share in zip(usual, even(total, len(usual)), strict=True)]
-    together = max(one * count for one, count in zip(each, fit_counts(total, each), strict=True))
-    return len(steps) * (max(times.compute for times in usual) - together)
-
-
-def _advice(culprits: Sequence[Culprit], start: Mapping[str, Any], stealing: float, fixed: bool) -> list[Advice]:
-    """Return settings that would save time, with the shares that they save.
-
-    Args:
-        stealing: share that work stealing saves.
-        fixed: whether the data set stays the same. If not, loader processes would not see the changes.
-    """
-    if is_asynchronous(start):
-        return []
-    shares: dict[str, float] = defaultdict(float)
-    for one in culprits:
-        shares[one.kind] += one.share
-    gains = {}
-    if shares["compute"] and start.get("strategy") == "allreduce" and not start.get("located"):
-        gains["strategy=stealing"] = stealing
-    if shares["load"] and fixed:
-        rest, before = max(1e-4, 1 - shares["load"]), number(start.get("workers_per_loader")) or 0.0
-        load = before or shares["load"]  # loader processes that are too slow have been busy all the time
-        processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
-        gains[f"workers_per_loader={processes}"] = 1 - max(rest, load / processes)
-    if shares["exchange"] and start.get("strategy") in ("allreduce", "stealing") and start.get("wire") == "float32":
-        gains["wire=bfloat16"] = shares["exchange"] / 2
-    if shares["checkpoint"]:
-        gains["checkpoint.every=auto"] = shares["checkpoint"] - _SAVING
-    found = [Advice(key, round(gain, 4)) for key, gain in gains.items() if gain >= _LEAST_SHARE]
-    return sorted(found, key=lambda one: -one.gain)
 
 
 _OF_RANK = {
@@ -388,5 +390,7 @@ def sentences(findings: Findings) -> list[str]:
         lost = one.share * findings.seconds
         each = f"{lost:.3g} s" if one.kind == "start" else f"{1000 * lost / findings.steps:.3g} ms of each step"
         lines.append(f"{printable(text)}: {one.share:.0%} of the time, {each}")
+    if findings.delayed >= CROWDED:
+        lines.append(f"there are too few cores: a worker could run but has none for {findings.delayed:.0%} of the time")
     lines += [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
     return lines if findings.noise is None else [*lines, noise.sentence(findings.noise)]

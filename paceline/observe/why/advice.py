@@ -1,0 +1,111 @@
+"""Settings that would save time in a run, with the shares of the time that they save.
+
+A setting is advised only if the run would accept it and the records tell what it saves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.observe.ledger import is_asynchronous
+from paceline.observe.records import Record, number
+from paceline.schedule.shares import even
+from paceline.schedule.speed_shares import fit_counts
+
+CROWDED = 0.1
+"""Share of the time for which workers lack a core, from which on it is told, and loader processes would lack one."""
+_STOLEN = 64  # microbatches of a worker from which more of them would save no more time
+_SAVING = 0.01
+"""Share of the time that saves take at the best interval, sqrt(stall / (2 MTBF)), for 20 s and a day."""
+_MOST_LOADERS = 8
+_ROUNDS = 2
+"""Messages after each other in an exchange, sums to their owners and means to all, each of which takes the latency."""
+_REPLICATED = ("single", "allreduce", "stealing", "backup")  # strategies that take checkpoint.every=auto
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Setting that would save a share of the time."""
+
+    set: str  # ``key=value``
+    gain: float
+
+
+@dataclass
+class Cores:
+    """Use of a core by a worker, summed over steps, in seconds."""
+
+    total: float = 0.0
+    used: float = 0.0  # running, ready to run, or waiting for other workers
+    lacked: float = 0.0  # ready to run, without a core
+
+    def add(self, step: Record) -> None:
+        """Add a record of a step. Those of older versions do not tell for how long the worker ran."""
+        seconds = [number(step.get(name)) or 0.0 for name in ("seconds", "between", "awaited", "ran", "delayed")]
+        self.total += sum(seconds[:2])
+        self.used += sum(seconds[2:])
+        self.lacked += seconds[-1]
+
+    @property
+    def delayed(self) -> float:
+        """Share of the time without a core."""
+        return min(1.0, self.lacked / max(self.total, 1e-9))
+
+    @property
+    def idle(self) -> float:
+        """Share of the time for which the worker waited for a disk or a timer, which loader processes can do for it."""
+        return max(0.0, 1 - self.used / max(self.total, 1e-9))
+
+
+def advise(
+    shares: Mapping[str, float],
+    start: Mapping[str, Any],
+    computing: Sequence[Sequence[float]],
+    second: float,
+    least: float,
+    fixed: bool,
+) -> list[Advice]:
+    """Return settings that would save time, with the shares that they save, the largest first.
+
+    Args:
+        shares: share of the time that is lost by each kind of culprit.
+        start: settings of the run, from its event ``start``, with ``latency``, in seconds, if it has a network, and
+            ``idle``, the largest share of the time that loader processes can save.
+        computing: seconds for which each worker has computed in each step.
+        second: share of the time that a second in each step would be.
+        least: smallest share that is worth a change.
+        fixed: whether the data set stays the same. If not, loader processes would not see the changes.
+    """
+    if is_asynchronous(start):
+        return []
+    gains, strategy, wire = {}, start.get("strategy"), start.get("wire")
+    keeps_errors = ", rank " in str(wire)  # such formats need a strategy and saves of their own
+    elsewhere = start.get("located") or start.get("communication") or keeps_errors
+    if shares.get("compute") and strategy == "allreduce" and not elsewhere:
+        gains["strategy=stealing"] = _stealing(computing, start) * second
+    if (share := shares.get("load")) and fixed and not start.get("stream"):
+        rest, before = max(1e-4, 1 - share), number(start.get("workers_per_loader"))
+        load = before or share  # loader processes that are too slow have been busy all the time
+        processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
+        gains[f"workers_per_loader={processes}"] = min(1 - max(rest, load / processes), start.get("idle", 1.0))
+    if strategy in ("allreduce", "stealing") and wire == "float32" and (latency := start.get("latency")) is not None:
+        gains["wire=bfloat16"] = (shares.get("exchange", 0.0) - _ROUNDS * latency * second) / 2
+    if strategy in _REPLICATED and not keeps_errors and type(start.get("checkpoint.every")) is int:
+        gains["checkpoint.every=auto"] = shares.get("checkpoint", 0.0) - _SAVING
+    found = [Advice(key, round(gain, 4)) for key, gain in gains.items() if gain >= least]
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def _stealing(computing: Iterable[Sequence[float]], start: Mapping[str, Any]) -> float:
+    """Return the seconds of a step that work stealing would save: each worker computes what fits its speed.
+
+    A pause of a worker cannot be stolen, so only what a worker takes in three of four steps counts.
+    """
+    usual = [sorted(seconds)[len(seconds) // 4] for seconds in computing]
+    total = max(len(usual), int(min(number(start.get("microbatches")) or math.inf, _STOLEN * len(usual))))
+    each = [one / len(share) for one, share in zip(usual, even(total, len(usual)), strict=True)]
+    together = max(one * count for one, count in zip(each, fit_counts(total, each), strict=True))
+    return max(usual) - together
