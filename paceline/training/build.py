@@ -113,7 +113,7 @@ def build_context(
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
         ask_for_determinism()
-    keep_freed_pages(large=not capabilities.divides_state)
+    keep_freed_pages(large=not entry.capabilities(settings, max(largest, 2)).divides_state)  # for one worker, too
     formation = Formation(who, settings.timeout_seconds, coordinator, settings.transport)
     world = formation.world
     initial = _move(

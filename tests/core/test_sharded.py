@@ -330,6 +330,7 @@ if "REFUSED" in os.environ:
         "copied": lambda: start(shard_copy=True)._context.probe_results.warnings,
         "state_dict": lambda: by_hand(lambda optimizer: optimizer.state_dict()),
         "load_state_dict": lambda: by_hand(lambda optimizer: optimizer.load_state_dict({})),
+        "state": lambda: by_hand(lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]]),
         "Normed": lambda: steps(start(optimizer=partial(Normed, lr=0.1))),
         "Noisy": lambda: steps(start(optimizer=partial(Noisy, lr=0.1))),
         "LBFGS": lambda: steps(start(optimizer=optim.LBFGS)),
@@ -413,7 +414,7 @@ def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> 
         assert "'0.weight' became '0.weight_orig' after paceline.start" in found["renamed"]
         for text in found["kept"]:
             assert text.startswith("This worker has only a part of the optimizer's state")
-        for call in ("state_dict", "load_state_dict"):
+        for call in ("state_dict", "load_state_dict", "state"):
             assert found[call].startswith("InputError: This worker has only a part of the optimizer's state")
 
 

@@ -70,7 +70,7 @@ class Averages:
             late = {value: _copy(value) for value in self._parameters if self._begins(value)}
         update()
         for value, average in late.items():
-            self._optimizer.state[value][KEY] = average
+            self._optimizer.state.setdefault(value, {})[KEY] = average
         if number > 0 and rest == 0:
             self._average(number)
 
@@ -134,7 +134,7 @@ class Averages:
                 averages.append(state[KEY])
                 values.append(value.to(state[KEY].dtype))
             elif state or value.grad is not None:
-                self._optimizer.state[value][KEY] = _copy(value)
+                self._optimizer.state.setdefault(value, {})[KEY] = _copy(value)
         if averages:
             weight = 1 - settings.decay if settings.kind == "ema" else 1 / number
             foreach_lerp_(averages, values, weight)

@@ -7,11 +7,11 @@ an optimizer for the whole state while it is divided among the workers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from paceline.errors import InputError
 from paceline.step.optimizers.several import parts_of, with_wrapped
@@ -55,12 +55,33 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def guard_parts(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Make ``state_dict`` and ``load_state_dict`` of an optimizer raise while this worker has a part of its state."""
-    return [
+def guard_parts(optimizer: Optimizer) -> Callable[[], None]:
+    """Refuse the state of an optimizer to the script while this worker has a part of it.
+
+    ``state_dict``, ``load_state_dict`` and ``state[parameter]`` raise, except for a parameter that has a state here.
+
+    Returns:
+        function that ends this.
+    """
+    hooks = [
         optimizer.register_state_dict_pre_hook(_refuse),
         optimizer.register_load_state_dict_pre_hook(_refuse),
     ]
+    optimizer.state.default_factory = _begin_state
+
+    def end() -> None:
+        optimizer.state.default_factory = dict
+        for hook in hooks:
+            hook.remove()
+
+    return end
+
+
+def _begin_state() -> dict[str, Any]:
+    """Return the state of a parameter that the optimizer updates for the first time."""
+    if not updating.depth:
+        _refuse()
+    return {}
 
 
 def refuse_parts(optimizer: Optimizer) -> None:

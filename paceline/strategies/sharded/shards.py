@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from paceline.checkpoint.tensors import entries_of, laid_out, put_entry
 from paceline.comm.reduction.buckets import split
@@ -97,7 +96,7 @@ class OptimizerShard:
         self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
         self._parameters = list(context.update.parameters.values())
         self._every, self._stored = every, stored
-        self.divided, self._guards = False, list[RemovableHandle]()
+        self.divided, self._guards = False, list[Callable[[], None]]()
         self.own = {index: self._slice(index, every[index]) for index in held}
 
     def _slice(self, index: int, one: Slice) -> nn.Parameter:
@@ -160,7 +159,7 @@ class OptimizerShard:
             return
         self.divided, held = True, self._held()
         for optimizer in parts_of(self._optimizer):
-            self._guards += guard_parts(optimizer)
+            self._guards.append(guard_parts(optimizer))
             for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
                 state = optimizer.state.pop(parameter, None)
                 for one, value in held.get(parameter, ()) if state else ():
@@ -207,14 +206,14 @@ class OptimizerShard:
                     on_host = key == "step" and not entry.ndim and not (group.get("fused") or group.get("capturable"))
                     own = _cut(entry, parameter, one) if part is None else entry.view(value.shape)
                     own = own if on_host else laid_out(own.to(value.device), value)
-                    put_entry(optimizer.state[value], key, own)
+                    put_entry(optimizer.state.setdefault(value, {}), key, own)
 
     def release(self) -> dict[str, torch.Tensor]:
         """Remove the state of the held slices from the optimizer, and return it as :meth:`tensors` does."""
         self.divide()
         found, self.divided = self.tensors(), False
         while self._guards:
-            self._guards.pop().remove()
+            self._guards.pop()()
         for optimizer in parts_of(self._optimizer):
             for value in self.own.values():
                 optimizer.state.pop(value, None)
