@@ -14,7 +14,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from paceline.errors import InputError
-from paceline.schedule.pipeline.dry_run import Reductions, describe, dry_run
+from paceline.schedule.pipeline.clock import Reductions, describe, dry_run
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.pipeline.transfers import receive_before, send_after
 

@@ -1,8 +1,7 @@
 """Pipeline schedules as lists of operations.
 
 A model is cut into stages. A schedule lists each worker's operations in order, with their stages and microbatches. It
-is plain data made by pure functions. The executor performs it, the clock simulates it, the proof checks it, and the
-drawing shows it.
+is plain data made by pure functions. The executor performs it, the clock simulates it, and the drawing shows it.
 """
 
 from __future__ import annotations
