@@ -324,11 +324,7 @@ def resolve_here(script: Mapping[str, Any], checkpoint: Mapping[str, object] | N
     """Resolve the settings of this process from the command line, environment, plan file, checkpoint and script."""
     plan = env.plan_file()
     return resolve(
-        script,
-        read_plan(plan) if plan else {},
-        environment_settings(),
-        env.command_line_settings(),
-        checkpoint,
+        script, read_plan(plan) if plan else {}, environment_settings(), env.command_line_settings(), checkpoint
     )
 
 

@@ -65,10 +65,7 @@ class MachineOptions:
     nodes: Annotated[
         str | None,
         typer.Option(
-            "--nodes",
-            "--nnodes",
-            help="Number of machines, or fewest and most, as in 1:3.",
-            metavar="[MIN:]MAX",
+            "--nodes", "--nnodes", help="Number of machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"
         ),
     ] = None
     rendezvous: Annotated[

@@ -98,10 +98,7 @@ _ENTRIES: dict[str, Entry] = {
         ),
     ),
     "pipeline": Entry(
-        pipeline.build,
-        capabilities=pipeline.capabilities,
-        validate=pipeline.validate,
-        supports=pipeline.supports,
+        pipeline.build, capabilities=pipeline.capabilities, validate=pipeline.validate, supports=pipeline.supports
     ),
     "sharded": Entry(
         sharded.Sharded, capabilities=sharded.capabilities, prepare=prepare_shards, validate=sharded.validate

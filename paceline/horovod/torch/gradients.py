@@ -42,12 +42,7 @@ class Reduces:
     def arguments(self) -> dict[str, Any]:
         """Arguments of an operation that reduces gradients."""
         before, after = self.factors
-        return {
-            "op": self.op,
-            "prescale_factor": before,
-            "postscale_factor": after,
-            "process_set": self.process_set,
-        }
+        return {"op": self.op, "prescale_factor": before, "postscale_factor": after, "process_set": self.process_set}
 
 
 class Gradients:

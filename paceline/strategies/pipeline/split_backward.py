@@ -196,9 +196,7 @@ def _replaying(group: ParameterGroup) -> Iterator[None]:
 
 
 def _owned(
-    parameters: Iterable[nn.Parameter],
-    gradients: Iterable[torch.Tensor | None],
-    others: Iterable[torch.Tensor | None],
+    parameters: Iterable[nn.Parameter], gradients: Iterable[torch.Tensor | None], others: Iterable[torch.Tensor | None]
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Return gradients that may be added to, as after a whole backward pass: in own memory, with the weights' strides.
 
