@@ -425,12 +425,16 @@ def test_sums_of_half_types_are_divided_in_float32() -> None:
     assert values[0].tolist() == [1.5, 1.5]
 
 
-def test_receives_of_all_homes_are_posted_before_the_first_send() -> None:
-    """Gloo tells a sender of a receive behind the bytes that are on their way to it."""
+@pytest.mark.parametrize("windowed", [False, True])
+def test_receives_of_all_homes_are_posted_before_the_first_send(windowed: bool) -> None:
+    """Gloo tells a sender of a receive behind the bytes that are on their way to it.
+
+    Of four buckets, three fit into a window, and the last one has another home than the first.
+    """
 
     def act(world: ThreadWorld) -> tuple[list[tuple[str, int]], list[torch.Tensor]]:
-        tensors, homes = [torch.zeros(64) for _ in range(2)], [0, 1]
-        exchange = DirectExchange(world, TAGS, homes=homes, copies={0: [], 1: []})
+        tensors, homes = [torch.zeros(128) for _ in range(4)], [0, 1, 0, 1]
+        exchange = DirectExchange(world, TAGS, homes=homes, copies={0: [], 1: []}, windowed=windowed)
         exchange.layout = exchange.layout._replace(eager=True)  # as over gloo
         reduction = Reduction(world, exchange, tensors, Facts(), "pushes", 512)
         posted, start = list[tuple[str, int]](), world.start_transfers
@@ -441,19 +445,20 @@ def test_receives_of_all_homes_are_posted_before_the_first_send() -> None:
 
         world.start_transfers = recorded  # type: ignore[method-assign, assignment]
         reduction.begin([[Node(0, 0)], [Node(0, 1)]], 2.0)
-        for member in range(2):
+        for member in range(4):
             reduction.slots(member)[0].fill_(member + world.rank)
             reduction.written(member)
         reduction.finish()
-        reduction.mean(world.rank).mul_(10)
+        for member in (world.rank, world.rank + 2):
+            reduction.mean(member).mul_(10)
         taken: dict[int, torch.Tensor] = {}
         reduction.spread(lambda member, value: taken.setdefault(member, value.clone()))
-        return posted, [taken[member] if member in taken else reduction.mean(member) for member in range(2)]
+        return posted, [taken[member] if member in taken else reduction.mean(member) for member in range(4)]
 
     for rank, (posted, values) in enumerate(run(2, act)):
         other = 1 - rank
-        assert posted == [("receive", other), ("send", other)] * 2
-        assert [float(value[0]) for value in values] == [10 * (member + 0.5) for member in range(2)]
+        assert posted == [*[("receive", other)] * 2, *[("send", other)] * 2] * 2
+        assert [float(value[0]) for value in values] == [10 * (member + 0.5) for member in range(4)]
 
 
 def test_an_owner_waits_for_no_bucket_before_it_has_sent_all() -> None:

@@ -18,6 +18,7 @@ bucket is sent as soon as its tensors are written. A worker sends its parts of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from time import perf_counter
 
 import torch
@@ -74,6 +75,8 @@ class Reduction:
         self._at = {member: (bucket, at) for bucket in self._buckets for at, member in enumerate(bucket.members)}
         self._sums = len(exchange.before)
         self._owner = exchange if isinstance(exchange, OwnerExchange) else None
+        self._own_up_to = self._last(lambda bucket: bucket.home == world.rank)
+        self._spread_up_to = self._last(lambda bucket: not exchange.layout.eager or self._receives(bucket))
         self._turned = False  # whether the receives of the last bucket were awaited in reverse
         self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
         """None stands for :meth:`_reduce`. A bound method would be a reference cycle and delay freeing memory."""
@@ -81,6 +84,16 @@ class Reduction:
     @property
     def bucket_members(self) -> list[list[int]]:
         return [bucket.members for bucket in self._buckets]
+
+    def _last(self, holds: Callable[[Bucket], bool]) -> list[int]:
+        """Return, for each bucket, the index of the last bucket up to it for which a condition holds, or -1.
+
+        The last item is for the bucket before the first, whose index is -1.
+        """
+        return [*accumulate((bucket.index if holds(bucket) else -1 for bucket in self._buckets), max), -1]
+
+    def _receives(self, bucket: Bucket) -> bool:
+        return self._owner is not None and self._owner.await_spread(bucket)
 
     def describe(self) -> dict[str, str | int]:
         """Return the kind of the exchange, and the number and size of the buckets, for the records."""
@@ -199,10 +212,11 @@ class Reduction:
         done, unsent = 0, list[tuple[Bucket, list[Message]]]()  # receives are posted first, see _expect
         with self._world.awaiting(f"for the {self._name} of the others"):
             for bucket in self._buckets:
-                if unsent and (not eager or bucket.after >= done):
+                last = self._spread_up_to[bucket.after]  # what a worker spreads itself is not in the memory of arrivals
+                if unsent and (not eager or last >= done):
                     self._start_unsent(unsent)
-                self._await_spread(exchange, self._buckets[done : bucket.after + 1], arrived)
-                done, bucket.sent = max(done, bucket.after + 1), 0
+                self._await_spread(exchange, self._buckets[done : last + 1], arrived)
+                done, bucket.sent = max(done, last + 1), 0
                 for sends, receives in exchange.spread(bucket) or ():
                     self._start(bucket, [], receives)
                     unsent.append((bucket, sends))
@@ -247,7 +261,7 @@ class Reduction:
         if self._owner is None or not self._exchange.layout.eager:
             return
         for bucket in self._buckets[self._expected :]:
-            if bucket.after >= self._done[-1]:
+            if self._own_up_to[bucket.after] >= self._done[-1]:  # others have no parts in the memory of this worker
                 return
             self._start(bucket, [], self._owner.expect(bucket))
             self._expected += 1
