@@ -33,6 +33,9 @@ class Profile:
     autocast: bool = False  # whether layers compute in 16 bits
     shard_copy: bool | None = None  # as the setting
     shard_within: str | None = None  # as the setting
+    message_seconds: float | None = None  # seconds of a worker to send or to receive a message. None with one worker.
+    pass_seconds: float = 0.0  # seconds of a pass of a pipeline's stage besides its layers
+    half_pass_seconds: float = 0.0  # the same of each half of a split backward pass
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:
@@ -99,7 +102,9 @@ class Work:
     overhead: float = 0.0  # seconds of a step besides all these
     core_load: float = 1.0  # cores used while computing; 0 for layers that sleep
     add: float = 0.0  # seconds to add the gradients of all parameters to another sum
-    message_seconds: float = 1e-4  # seconds to start a transfer and to wait for it
+    message_seconds: float = 1e-4  # seconds for which a worker is busy when it sends a message, or receives one
+    pass_seconds: float = 0.0  # seconds of a pass of a pipeline's stage besides its layers
+    half_pass_seconds: float = 0.0  # the same of each half of a split backward pass
 
     def layers(self, microbatches: int) -> tuple[LayerCost, ...]:
         """Return the cost of each layer in a pass over so many microbatches, along a line between measured numbers."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
+from paceline.comm.links.channel import Receiver, Sender, communicator_of
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 from paceline.data.feed import MicrobatchGroup
@@ -23,15 +27,28 @@ from paceline.planning.blocks import blocks_of
 from paceline.planning.budget import may_fuse, measure_segments, sizes_of
 from paceline.planning.costs import Profile
 from paceline.schedule.balance import LayerCost
+from paceline.schedule.pipeline.choice import synchronous_schedule
+from paceline.schedule.pipeline.operations import Kind
+from paceline.settings import PipelineSettings
 from paceline.step.checks import sparse_parameters
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardRunner
 from paceline.step.gradients.accumulate import Values, add
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import step_of
+from paceline.strategies.pipeline.executor import Executor
+from paceline.strategies.pipeline.stages import Stages
+from paceline.strategies.pipeline.synchronous import StepGradients
 
+_log = logging.getLogger("paceline")
 _LINK_BYTES = 8 << 20
 _REPEATS = 5
+_STAGES = 2
+_MICROBATCHES = 4
+_MESSAGES = 20
+_PAUSE_SECONDS = 0.005
+"""Time between two messages, because a message takes longer after something else than after another message."""
+_TAG = 1 << 23
 
 
 def profile(context: TrainingContext) -> Profile:
@@ -55,11 +72,14 @@ def profile(context: TrainingContext) -> Profile:
     load = (time.process_time() - used) / (time.perf_counter() - begin)
     context.world.gather(None, "profile")
     sizes = sizes_of(context, measure_segments(context, blocks_of(model), 0))
+    link = _link(context.world)
+    message = None if link is None else _message_seconds(context.world)
+    whole, half = (0.0, 0.0) if uncut or context.world.size > 1 else _pass_seconds(context, passes[1])
     return Profile(
         model=type(model).__name__,
         samples=len(order.parts_of(0)[0]),
         microbatches=order.microbatches,
-        link_bytes_per_second=_link(context.world),
+        link_bytes_per_second=link,
         passes=passes,
         core_load=load,
         update_seconds=_update_seconds(context),
@@ -72,6 +92,9 @@ def profile(context: TrainingContext) -> Profile:
         autocast=context.settings.autocast is not None,
         shard_copy=context.settings.shard_copy,
         shard_within=context.settings.shard_within,
+        message_seconds=message,
+        pass_seconds=whole,
+        half_pass_seconds=half,
     )
 
 
@@ -103,6 +126,51 @@ def _whole_cost(context: TrainingContext, count: int) -> tuple[LayerCost, ...]:
     layer = _Whole(context.compute, group)
     with context.loop.noting_forward():
         return tuple(measure(context.compute.model, layer, group.data, lambda loss: loss))
+
+
+def _pass_seconds(context: TrainingContext, layers: Sequence[LayerCost]) -> tuple[float, float]:
+    """Return the seconds that a stage takes for a pass besides its layers, and for each half of a backward pass.
+
+    This worker holds both stages of a pipeline for some microbatches. Without measurement, passes are those of layers.
+    """
+    if len(layers) < _STAGES or context.compute.batch_loss is not None:
+        return 0.0, 0.0
+    try:
+        return _beyond_layers(context, layers)
+    except Exception as error:  # noqa: BLE001 - other strategies can still be planned
+        _log.debug("no pipeline could be measured: %s", error)
+        return 0.0, 0.0
+
+
+def _beyond_layers(context: TrainingContext, layers: Sequence[LayerCost]) -> tuple[float, float]:
+    pipeline = PipelineSettings(schedule="interleaved", chunks=_STAGES, cut=(layers[len(layers) // _STAGES].name,))
+    context = replace(context, settings=context.settings.model_copy(update={"pipeline": pipeline}))
+    schedule = synchronous_schedule(pipeline, 1, context.order.microbatches)
+    stages = Stages(context, schedule)
+    executor = Executor(context, stages.local, stages.workers_of)
+    count = min(_MICROBATCHES, context.order.microbatches)
+    passes = [one for one in schedule.workers[0] if 0 <= one.microbatch < count]
+    split = [
+        one._replace(kind=kind)
+        for one in passes
+        for kind in ((Kind.INPUT, Kind.WEIGHT) if one.kind is Kind.BACKWARD else (one.kind,))
+    ]
+
+    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for operations in (passes, split) * _REPEATS:
+        groups = context.feed.load(0, [range(number, number + 1) for number in range(count)])
+        context.compute.buffers.begin()
+        executor.reset()
+        executor.add(0, groups, schedule.worker_of, audits=False)
+        gradients = StepGradients(context, stages, schedule)
+        for one in operations:
+            took = seconds_of(partial(executor.run, [one], gradients))
+            seconds[one.kind, one.stage].append(took)
+    medians = {kind: sum(median(seconds[kind, stage]) for stage in range(_STAGES)) for kind, _ in seconds}
+    forward, backward = (sum(getattr(one, name) for one in layers) for name in ("forward", "backward"))
+    whole = (medians[Kind.FORWARD] + medians[Kind.BACKWARD] - forward - backward) / 2
+    halves = (medians[Kind.INPUT] + medians[Kind.WEIGHT] - backward) / 2
+    return max(0.0, whole / _STAGES), max(0.0, halves / _STAGES)
 
 
 class _Whole(Layers, Stage):
@@ -155,6 +223,31 @@ def _link(world: World) -> float | None:
         world.gather(None, "profile")
     speeds = [speed for measured in world.gather(found, "profile") for speed in measured]
     return min(speeds, default=None)
+
+
+def _message_seconds(world: World) -> float:
+    """Return the seconds for which a worker is busy with a small message, on average of sending and receiving."""
+    found: list[float] = []
+    world.open_communicators(communicator_of(_TAG, *pair) for pair in ((0, 1), (1, 0)))
+    if world.rank < _STAGES:
+        value, peer, what = torch.zeros(1, device=world.device), 1 - world.rank, "a message of the profile"
+        sender, receiver = Sender(world, peer, _TAG, what), Receiver(world, peer, _TAG, what)
+    for _ in range(_MESSAGES):
+        if world.rank < _STAGES:
+            time.sleep(_PAUSE_SECONDS)
+            begin = seconds_now()
+            receiver.expect(1)
+            sender.send(1, [value])
+            found.append(seconds_now() - begin)
+        world.gather(None, "profile")  # now the message has arrived
+        if world.rank < _STAGES:
+            time.sleep(_PAUSE_SECONDS)
+            begin = seconds_now()
+            receiver.take()
+            found[-1] += seconds_now() - begin
+            sender.finish()
+    middles = [median(each) for each in world.gather(found, "profile") if each]
+    return float(max(middles)) / 2
 
 
 def _speed(world: World, peer: int) -> float:

@@ -148,11 +148,15 @@ def pipeline(
     for kind, stage, microbatch, _, peer in schedule.workers[rank]:
         match kind:
             case Kind.FORWARD:
+                yield Compute(work.pass_seconds)
                 yield Compute(sum(layer.forward for layer in cost[stage]), work.core_load)
             case Kind.BACKWARD:
+                yield Compute(work.pass_seconds)
                 yield Compute(sum(layer.backward for layer in cost[stage]), work.core_load)
             case Kind.INPUT | Kind.WEIGHT:
-                yield Compute(sum(layer.backward for layer in cost[stage]) / 2, work.core_load)
+                part = 0.5 if stage else float(kind is Kind.WEIGHT)  # stage 0 needs no gradient for its input
+                yield Compute(work.half_pass_seconds)
+                yield Compute(part * sum(layer.backward for layer in cost[stage]), work.core_load)
             case Kind.SEND:
                 to = schedule.worker_of(peer, microbatch)
                 nbytes = cost[min(stage, peer)][-1].output_bytes
@@ -160,6 +164,7 @@ def pipeline(
                 yield Send(to, ("activations", step, stage, peer, microbatch), nbytes)
             case Kind.RECEIVE:
                 yield Wait(("activations", step, peer, stage, microbatch))
+                yield Compute(work.message_seconds)
             case Kind.REDUCE:
                 group = schedule.workers_of(stage)
                 count = len(group) * place.workers // len(schedule.workers)

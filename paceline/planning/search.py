@@ -120,8 +120,14 @@ def candidates(
     for workers in (count for count in counts if count <= measured[min(measured)].profile.microbatches):
         known = _nearest(measured, min(workers, layout.per_machine))
         place, sizes = layout.place(workers), known.profile.sizes
-        together = measured[min(2, workers, max(measured))].work  # workers that tell each other something in a step
-        work = replace(known.work, overhead=together.overhead)
+        alone, together = (measured[count].work for count in (min(measured), min(2, workers, max(measured))))
+        work = replace(
+            known.work,
+            overhead=together.overhead,
+            message_seconds=together.message_seconds,
+            pass_seconds=alone.pass_seconds,
+            half_pass_seconds=alone.half_pass_seconds,
+        )
         folded = place if workers <= _SIMULATED else place.folded(work.microbatches)
         judge = _Judge(layout, folded, known.spread)
         if workers == 1:

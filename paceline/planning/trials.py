@@ -127,6 +127,9 @@ def _fitted(profile: Profile, seconds: Sequence[float], fused: bool, workers: in
     quarters = quantiles(seconds, n=4)
     spread = max(0.05, (quarters[2] - quarters[0]) / 2 / took)
     given = {"update": profile.update_seconds, "add": profile.add_seconds}
+    given |= {"pass_seconds": profile.pass_seconds, "half_pass_seconds": profile.half_pass_seconds}
+    if profile.message_seconds is not None:
+        given["message_seconds"] = profile.message_seconds
     work = Work(profile.passes, profile.microbatches, fused, core_load=profile.core_load, **given)
     predicted = _predicted(Measured(work, profile, 0.0), workers, cores)
     if predicted <= took:

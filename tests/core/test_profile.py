@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from launching import Result
 from torch import nn
 from torch.nn import functional
 
+import paceline
 from paceline.partition.cut import layers_of
 from paceline.partition.profile import measure
+from paceline.planning.costs import read
 from paceline.schedule.balance import Cluster, LayerCost, StageCosts, balance
+from paceline.strategies.pipeline.synchronous import StepGradients
 
 CLOCK = [0.0]
 
@@ -105,6 +109,27 @@ def test_a_model_in_one_class_is_measured_and_stays_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+def test_what_a_stage_does_besides_its_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in ("paceline.partition.profile", "paceline.planning.profile"):
+        monkeypatch.setattr(f"{module}.seconds_now", lambda: CLOCK[0])
+    added = StepGradients.on_gradients
+
+    def slow(gradients: StepGradients, stage: int, microbatch: int) -> None:
+        CLOCK[0] += 0.5
+        added(gradients, stage, microbatch)
+
+    monkeypatch.setattr(StepGradients, "on_gradients", slow)
+    monkeypatch.setenv("PACELINE_PROFILE", str(tmp_path / "profile.json"))
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.zeros(32).long())
+    model = nn.Sequential(*(Nap(value) for value in (0.050, 0.010, 0.005)))
+    with pytest.raises(SystemExit):
+        paceline.start(
+            model=model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=functional.cross_entropy, data=data, batch=16
+        )
+    found = read(tmp_path / "profile.json")
+    assert (found.pass_seconds, found.half_pass_seconds) == pytest.approx((0.25, 0.25))
 
 
 Profile = Callable[..., Result]

@@ -98,7 +98,8 @@ def test_an_all_reduce_carries_the_bytes_of_a_ring(workers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
-def test_a_pipeline_takes_the_time_of_its_schedules_clock(kind: str) -> None:
+def test_a_pipeline_takes_the_time_of_its_schedules_clock(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.planning.programs._HEADER_BYTES", 0)
     stages, microbatches = 3, 6
     costs = layers(stages, forward=0.01)
     work = Work({1: costs}, microbatches, message_seconds=0.0)
@@ -110,8 +111,26 @@ def test_a_pipeline_takes_the_time_of_its_schedules_clock(kind: str) -> None:
     )
     nothing = (0.0,) * stages
     forward = tuple(one.forward for one in costs)
-    expected = clock.simulate(schedule, clock.Times(forward, forward, forward, (0.01,) * 2, nothing, nothing))
-    assert ran.seconds == pytest.approx(expected.seconds, abs=0.02)  # and a header over the same link
+    halves = (0.0, *forward[1:]), (2 * forward[0], *forward[1:])  # the first stage needs no gradient for its input
+    expected = clock.simulate(schedule, clock.Times(forward, *halves, (0.01,) * 2, nothing, nothing))
+    assert ran.seconds == pytest.approx(expected.seconds, abs=0.0101)  # both neighbors get messages over one link
+
+
+@pytest.mark.parametrize(("kind", "whole", "halves"), [("1f1b", 4, 0), ("zb-h1", 2, 3)])
+def test_a_pass_and_a_message_keep_a_worker_busy(kind: str, whole: int, halves: int) -> None:
+    """The second stage sends after the first half of its backward pass."""
+    schedule = synchronous_schedule(PipelineSettings(schedule=kind, stages=2), 2, 1)
+
+    def seconds(**more: float) -> float:
+        work = Work({1: layers(2)}, 1, **{"message_seconds": 0.0, **more})
+        programs = {
+            rank: pipeline(work, Place((Machine(),) * 2, (0, 1)), rank, 0, schedule, [(0, 1), (1, 2)])
+            for rank in range(2)
+        }
+        return Simulation((Machine(),) * 2, (0, 1)).run(programs).seconds
+
+    busy = {"message_seconds": 0.01, "pass_seconds": 0.1, "half_pass_seconds": 1.0}
+    assert seconds(**busy) - seconds() == pytest.approx(4 * 0.01 + whole * 0.1 + halves)
 
 
 def test_equal_pipelines_are_simulated_once_and_exchange_their_gradients() -> None:

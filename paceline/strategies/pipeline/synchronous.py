@@ -157,10 +157,10 @@ class Synchronous(Strategy):
             self._synchronize_on(header.notice)
         return StepResult(loss, norm, rate, notice=header.notice, metrics=metrics)
 
-    def _compute(self, step: int, groups: list[MicrobatchGroup], schedule: Schedule, scale: float) -> _StepGradients:
+    def _compute(self, step: int, groups: list[MicrobatchGroup], schedule: Schedule, scale: float) -> StepGradients:
         """Run the forward and backward passes of a step."""
         context = self._context
-        gradients = _StepGradients(context, self.stages, schedule)
+        gradients = StepGradients(context, self.stages, schedule)
         context.compute.buffers.begin()
         context.update.check_structure()
         for parameter in self._parameters.values():
@@ -237,7 +237,7 @@ class Synchronous(Strategy):
         stages = [len(users[name]) if name in users else 1 for name in self._parameters]
         return frozenset(place for place, name in enumerate(self._parameters) if missing[name] == stages[place])
 
-    def _mean_gradients(self, gradients: _StepGradients, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
+    def _mean_gradients(self, gradients: StepGradients, nodes: list[list[Node]], count: Callable[[], Divisor]) -> None:
         self._reducer.send(nodes, _concatenate(gradients.sums[stage].values() for stage in self.stages.local), count)
         self._reducer.finish()
 
@@ -260,7 +260,7 @@ class Synchronous(Strategy):
         return self._reducer.statistics(nodes, changing, self._context.order.samples_of(step))
 
 
-class _StepGradients(Hooks):
+class StepGradients(Hooks):
     """Accumulated gradients of a step on one worker.
 
     Without ``exact``, gradients of parameters that only one stage uses stay in ``.grad`` until the end: the next
