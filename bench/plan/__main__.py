@@ -10,18 +10,19 @@ predicts each configuration. So two cores are enough for up to eight workers.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # before torch is imported
 sys.path.append(str(Path(__file__).resolve().parent.parent / "machines"))
+import train
 from namespaces import network, obstacle
 
 from paceline.cli.report import run_quietly
@@ -52,24 +53,31 @@ def measured(names: list[str], one: Candidate, given: dict[str, Any], rounds: in
     return statistics.median(found)
 
 
-def run(names: list[str], given: Mapping[str, Any], folder: Path) -> None:
-    """Run a worker in each namespace."""
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank, name in enumerate(names):
-            environment = os.environ | {
-                **{"RANK": str(rank), "WORLD_SIZE": str(len(names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29412", "GLOO_SOCKET_IFNAME": "eth0"},
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-            }
-            command = ["ip", "netns", "exec", name, sys.executable, str(SCRIPT), json.dumps(given), str(folder)]
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running.append(process)
+def run(names: list[str], given: dict[str, Any], folder: Path) -> None:
+    """Run a worker in each namespace, as forks of this process."""
+    context = multiprocessing.get_context("fork")
+    running = [context.Process(target=work, args=(names, rank, given, folder)) for rank in range(len(names))]
+    try:
         for process in running:
-            if process.wait(600):
-                raise SystemExit(f"a worker has ended with exit code {process.returncode}")
+            process.start()
+        for process in running:
+            process.join(600)
+            if process.exitcode != 0:
+                raise SystemExit(f"a worker has ended with exit code {process.exitcode}")
+    finally:
+        for process in running:
+            process.kill()
+
+
+def work(names: list[str], rank: int, given: dict[str, Any], folder: Path) -> None:
+    """Train in a namespace."""
+    with open(f"/run/netns/{names[rank]}") as namespace:
+        ctypes.CDLL(None).setns(namespace.fileno(), 0)
+    os.environ |= {
+        **{"RANK": str(rank), "WORLD_SIZE": str(len(names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29412", "GLOO_SOCKET_IFNAME": "eth0"},
+    }
+    train.main(given, folder)
 
 
 def main() -> None:
@@ -80,12 +88,13 @@ def main() -> None:
     parser.add_argument("--strategies", default="allreduce,sharded,pipeline,diloco")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--realtime", action="store_true", help="workers go before all other programs of the machine")
     options = parser.parse_args()
     if missing := obstacle():
         raise SystemExit(f"left out, as {missing}")
     errors, wanted = [], options.strategies.split(",")
     for name in options.models.split(","):
-        given = {**MODELS[name], "settings": {"microbatches": 8}}
+        given = {**MODELS[name], "settings": {"microbatches": 8}, "realtime": options.realtime}
         found = measure(Request(SCRIPT, (json.dumps(given),)), [1, 2], os.cpu_count() or 1, run_quietly)
         for rate in map(float, options.rates.split(",")):
             for workers in map(int, options.workers.split(",")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -73,6 +74,8 @@ def model_of(given: dict[str, Any]) -> nn.Module:
 def main(given: dict[str, Any], folder: Path | None) -> None:
     """Train for some steps."""
     sharpen_sleep()
+    if given.get("realtime"):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     samples = torch.randn(512, given["width"])
