@@ -229,12 +229,22 @@ class SavedPlan(NamedTuple):
     high: float | None  # end of the interval of a step's seconds, if the plan is for one machine like this
 
 
-def saved_plan(plan: Path | None) -> SavedPlan | None:
-    """Return what ``paceline plan`` has saved, or None for other plan files."""
+def saved_plan(plan: Path | None, script: Path | None = None) -> SavedPlan | None:
+    """Return what ``paceline plan`` has saved, or None for other plan files.
+
+    Raises:
+        ConfigError: the plan is unusable, or for a script with another name than this one.
+    """
     if plan is None or plan.suffix != ".json":
         return None
     read_plan(plan)  # complains about what is not a plan
     values = json.loads(plan.read_bytes())
+    planned = values.get("script")
+    if script is not None and isinstance(planned, str) and planned != script.name:
+        raise ConfigError(
+            f"The plan file {plan} is for {quoted(planned)}, and this script is {script.name!r}, whose layers and times "
+            f"may be others: run paceline plan --save again, or change 'script' in the file if it has a new name."
+        )
     high = values.get("high") if values.get("machine") == "this machine" else None
     machines = values.get("machines")
     return SavedPlan(

@@ -120,7 +120,7 @@ def command(given: RunOptions) -> None:
     from paceline.cli.display import alerts
     from paceline.launchers.clusters.registry import LOCAL
 
-    planned = config.saved_plan(given.plan)
+    planned = config.saved_plan(given.plan, given.script)
     alerts.check(given.alert or (), given.notify)
     settings = config.parse_command_line(given.set_ or [])
     if given.resume is not None:

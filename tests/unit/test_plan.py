@@ -362,6 +362,10 @@ def test_a_saved_plan_gives_settings_and_workers(tmp_path: Path) -> None:
     assert predicted(planned, 4) == predicted(None, 2) == []
     path.write_text(json.dumps(saved | {"high": 0.0432, "machine": "g5.xlarge"}))
     assert predicted(config.saved_plan(path), 2) == []
+    path.write_text(json.dumps(saved | {"script": "train.py"}))
+    assert config.saved_plan(path, tmp_path / "train.py") == (2, 1, None)
+    with pytest.raises(ConfigError, match=r"is for 'train.py', and this script is 'other.py'"):
+        config.saved_plan(path, tmp_path / "other.py")
     others = (
         "[1]",
         json.dumps(saved | {"workers": "2"}),

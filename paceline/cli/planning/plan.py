@@ -113,7 +113,8 @@ def command(  # noqa: PLR0913 - each argument is an option
         written = _values(first, total, pareto=True)
         given = {key: config.parse_value(value) for key, value in base.settings.items()}
         written["settings"] = config.flattened(written["settings"]) | given
-        save.write_text(json.dumps({key: written[key] for key in _SAVED}, indent=1) + "\n")
+        kept = {"script": script.name} | {key: written[key] for key in _SAVED}
+        save.write_text(json.dumps(kept, indent=1) + "\n")
     if as_json:
         print(json.dumps([_values(one, total, one in pareto) for one in (*ordered, *too_large)], indent=1))
         return
