@@ -1,11 +1,12 @@
 """Whether ``paceline why`` finds the cause of lost time: one cause at a time, in runs of 3 to 8 workers.
 
 A microbatch sleeps for 4 ms in place of computing, so a machine with few cores can run the workers. Prints the first
-two culprits of each run, and whether the cause comes first, second, or not at all. Slow links need root, for network
-namespaces.
+two culprits of each run, and whether the cause comes first, second, or not at all. With ``--gains``, each cause runs
+again with the first setting that is advised. It then prints how much of the time the setting was to save, and how much
+it has saved. Slow links need root, for network namespaces.
 
     python bench/causes.py
-    python bench/causes.py --only hot-thread,slow-sender
+    python bench/causes.py --only hot-thread,slow-sender --gains
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ CAUSES = {
     "stragglers-in-turn": Cause("compute", (0, 1, 2, 3), workers=4),
     "hiccup-of-a-host": Cause("compute", (2, 3), workers=6),
     "imbalanced-stage": Cause("compute", settings=("strategy=pipeline",)),
+    "slow-replica": Cause("compute", workers=4, settings=("strategy=diloco", "local.every=5")),
+    "slow-owner": Cause("update", workers=4, settings=("strategy=sharded",)),
+    "slow-dedicated-server": Cause(
+        "update", (0,), workers=4, settings=("strategy=parameter-server", "server.dedicated=true")
+    ),
     "slow-server": Cause("update", (0,), settings=("strategy=parameter-server",)),
     "slow-first-step": Cause("start"),
     "small-loader": Cause("load", (None,)),
@@ -75,8 +81,11 @@ CAUSES = {
     "sleep-in-the-loop": Cause("script", (None,)),
     "slow-sender": Cause("exchange", workers=4),
     "slow-receiver": Cause("exchange"),
+    "slow-links": Cause("exchange", (None,)),
 }
-LINKS = "slow-sender", "slow-receiver"
+LINKS = "slow-sender", "slow-receiver", "slow-links"
+SLOW_UPDATES = {"slow-server": range(8), "slow-dedicated-server": (0,), "slow-owner": (SLOW,)}
+"""Ranks with slow updates, by cause."""
 
 
 class Items(Dataset[Any]):
@@ -89,7 +98,8 @@ class Items(Dataset[Any]):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(self.seconds)
+        if self.seconds:
+            time.sleep(self.seconds)
         return torch.ones(self.width), torch.zeros(1)
 
 
@@ -107,10 +117,10 @@ class Layer(torch.nn.Linear):
 
 
 class SlowSGD(torch.optim.SGD):
-    """SGD whose updates take time."""
+    """SGD whose updates take time on some ranks."""
 
     def step(self, closure: Any = None) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.05 if int(os.environ["RANK"]) in SLOW_UPDATES[os.environ["CAUSE"]] else 0.0)
         return super().step(closure)
 
 
@@ -188,6 +198,7 @@ OF_A_MICROBATCH: dict[str, Callable[[], Callable[[], None]]] = {
     "garbage-collection": garbage_collection,
     "lock-contention": lock_contention,
     "uneven-microbatches": lambda: lambda: time.sleep(MICROBATCH_SECONDS),
+    "slow-replica": lambda: lambda: time.sleep(MICROBATCH_SECONDS),
 }
 OF_A_PROCESS = {"hot-thread": hot_thread, "slow-cpu": slow_cpu}
 
@@ -210,7 +221,7 @@ def train(cause: str) -> None:
     loading = cause == "small-loader" or (cause == "slow-data-of-a-rank" and slow)
     session = paceline.start(
         model=model,
-        optimizer=functools.partial(SlowSGD if cause == "slow-server" else torch.optim.SGD, lr=1e-3),
+        optimizer=functools.partial(SlowSGD if cause in SLOW_UPDATES else torch.optim.SGD, lr=1e-3),
         loss=lambda output, target: functional.mse_loss(output[:, :1], target),
         data=Items(width, 0.005 if loading else 0.0),
         batch=24,
@@ -260,9 +271,10 @@ def between_steps(cause: str, session: Any, step: int) -> None:
 
 
 @contextlib.contextmanager
-def launched(cause: str, run: Path) -> Iterator[None]:
-    """Run the workers of a cause to their end, with records in a folder."""
+def launched(cause: str, run: Path, more: tuple[str, ...] = ()) -> Iterator[None]:
+    """Run the workers of a cause to their end with more settings, and with records in a folder."""
     about = CAUSES[cause]
+    about = about._replace(settings=(*about.settings, *more))
     environment = {**os.environ, "CAUSE": cause}
     if cause not in LINKS:
         words = [sys.executable, "-m", "paceline", "run", "--quiet", "-n", str(about.workers), "--runs-dir", str(run)]
@@ -271,11 +283,14 @@ def launched(cause: str, run: Path) -> Iterator[None]:
         yield
         return
     with network(about.workers, None) as names, contextlib.ExitStack() as stack:
-        name, device = names[SLOW], "eth0"
+        ends = [(names[SLOW], "eth0")]
         if cause == "slow-receiver":
-            name, device = name[: name.rindex("m")], f"p{SLOW}"
-        shape = ("root", "tbf", "rate", RATE, "burst", BURST, "latency", "500ms")
-        within(name, "tc", "qdisc", "add", "dev", device, *shape)
+            ends = [(names[SLOW][: names[SLOW].rindex("m")], f"p{SLOW}")]
+        if cause == "slow-links":
+            ends = [(name, "eth0") for name in names]
+        for name, device in ends:
+            shape = ("root", "tbf", "rate", RATE, "burst", BURST, "latency", "500ms")
+            within(name, "tc", "qdisc", "add", "dev", device, *shape)
         environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29413", "GLOO_SOCKET_IFNAME": "eth0"}
         environment |= {
             "WORLD_SIZE": str(about.workers),
@@ -283,6 +298,8 @@ def launched(cause: str, run: Path) -> Iterator[None]:
             "LOCAL_WORLD_SIZE": "1",
             "OMP_NUM_THREADS": "1",
         }
+        for key, value in (setting.split("=", 1) for setting in about.settings):
+            environment["PACELINE_" + key.upper().replace(".", "__")] = value
         workers = []
         for rank, name in enumerate(names):
             words = ["ip", "netns", "exec", name, sys.executable, __file__]
@@ -295,10 +312,34 @@ def launched(cause: str, run: Path) -> Iterator[None]:
         yield
 
 
+def found_in(run: Path) -> dict[str, Any]:
+    """Return what ``paceline why`` says of a run."""
+    words = [sys.executable, "-m", "paceline", "why", str(run), "--json"]
+    found: dict[str, Any] = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+    return found
+
+
+def seconds_of_a_step(run: Path) -> float:
+    """Return the mean duration of a step of rank 0, with what comes between steps, without the first three."""
+    lines = (run / "events" / "rank-0.jsonl").read_text().splitlines()
+    ends = [record["time"] for record in map(json.loads, lines) if record["event"] == "step"][2:]
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def gain(cause: str, advice: list[dict[str, Any]], before: float) -> str:
+    """Run a cause with the first setting that is advised, and return what it was to save beside what it has saved."""
+    if not advice:
+        return ""
+    with tempfile.TemporaryDirectory() as folder, launched(cause, Path(folder), (advice[0]["set"],)):
+        saved = 1 - seconds_of_a_step(Path(folder) / "run") / before
+    return f"; {advice[0]['set']}: promised {advice[0]['gain']:.0%}, saved {saved:.0%}"
+
+
 def main() -> None:
     """Run each cause, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="causes, with commas between them")
+    parser.add_argument("--gains", action="store_true", help="run each cause again with the first advised setting")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     places = []
@@ -307,12 +348,12 @@ def main() -> None:
             print(f"{cause:<22} left out, as {missing}")
             continue
         with tempfile.TemporaryDirectory() as folder, launched(cause, Path(folder)):
-            words = [sys.executable, "-m", "paceline", "why", str(Path(folder) / "run"), "--json"]
-            culprits = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)["culprits"]
-        about = CAUSES[cause]
+            found, before = found_in(Path(folder) / "run"), seconds_of_a_step(Path(folder) / "run")
+        about, culprits = CAUSES[cause], found["culprits"]
         right = [one["kind"] == about.kind and one["rank"] in about.ranks for one in culprits]
         places.append(right.index(True) if True in right else len(right) + 2)
         text = ", ".join(f"{one['kind']} of {one['rank']} {one['share']:.0%}" for one in culprits[:2])
+        text += gain(cause, found["advice"], before) if options.gains else ""
         print(f"{cause:<22} {'first' if places[-1] == 0 else 'second' if places[-1] == 1 else 'MISSED':<7} {text}")
         sys.stdout.flush()
     print(f"first {places.count(0)}, in the first two {sum(place < 2 for place in places)}, of {len(places)}")

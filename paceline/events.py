@@ -197,9 +197,16 @@ def resident_bytes() -> int:
 
 
 def run_seconds() -> tuple[float, float]:
-    """Return for how long this thread has run, and was ready to run but had no core. Zeros if the system keeps none."""
+    """Return for how long this thread has run, and could run but had no core. Zeros if the system does not tell.
+
+    Takes 5 microseconds, and 20 with :class:`pathlib.Path`.
+    """
     try:
-        ran, delayed, *_ = map(int, Path("/proc/thread-self/schedstat").read_bytes().split())
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        try:
+            ran, delayed, *_ = map(int, os.read(file, 64).split())
+        finally:
+            os.close(file)
     except (OSError, ValueError):
         return 0.0, 0.0
     return ran / 1e9, delayed / 1e9

@@ -456,12 +456,12 @@ class Data(torch.utils.data.Dataset):
         return 512
     def __getitem__(self, place):
         if kind == "load" and rank == 1:
-            time.sleep(0.01)
+            time.sleep(0.05)
         return torch.ones(2), torch.zeros(1)
 
 class Model(torch.nn.Linear):
     def forward(self, value):
-        time.sleep(0.05 if kind == "compute" and rank == 1 else 0.0)
+        time.sleep(0.2 if kind == "compute" and rank == 1 else 0.0)
         return super().forward(value)
 
 session = paceline.start(
@@ -470,7 +470,7 @@ session = paceline.start(
 )
 for batch in session.batches(steps=12):
     session.step(batch)
-    time.sleep(0.05 if kind == "script" and rank == 1 else 0.0)
+    time.sleep(0.2 if kind == "script" and rank == 1 else 0.0)
 tell(rank=session.rank)
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -14,7 +15,7 @@ TAG = (1 << 28) - 10  # below the tags of the MPI back end
 _BYTES = 2**21  # size of a message: larger than the network's buffers, small compared to the gradients of a step
 _ROUNDS = (1, 2, 1, 2)
 """Distance in machines between sender and receiver, by round. A neighbor of a slow link is fast in other rounds."""
-_MESSAGES = 3  # small messages of which the fastest tells the latency
+_MESSAGES = 3  # small messages, of whose times the median is the latency
 
 
 def measure_latency(world: World) -> float:
@@ -23,7 +24,7 @@ def measure_latency(world: World) -> float:
     for _ in range(_MESSAGES + 1):  # the first one only brings the workers together
         world.gather(None, "start")
         times.append(perf_counter())
-    return min(after - before for before, after in pairwise(times[1:]))
+    return median(after - before for before, after in pairwise(times[1:]))
 
 
 def measure_links(world: World) -> list[float]:

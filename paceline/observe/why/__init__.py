@@ -167,7 +167,7 @@ def _periods(
             ranks = set(step).intersection(*period)
             found.append({rank: Times(*map(sum, zip(*(one[rank] for one in period), strict=True))) for rank in ranks})
             period = []
-    return found
+    return [step for step in found if step] or [*steps.values()]
 
 
 def _slow_link(links: Mapping[int, Links], steps: Mapping[tuple[int, int], Mapping[int, Times]]) -> SlowLink | None:
