@@ -52,7 +52,7 @@ class Cores:
     @property
     def delayed(self) -> float:
         """Share of the time without a core."""
-        return min(1.0, self.lacked / max(self.total, 1e-9))
+        return min(1.0, max(0.0, self.lacked / max(self.total, 1e-9)))
 
     @property
     def idle(self) -> float:
