@@ -38,6 +38,7 @@ def publish(about: Save, seed: int, fails: bool, patch: pytest.MonkeyPatch) -> N
     assert [one.error for one in actors.values()] == [None, None], f"order {seed}"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fails", [False, True], ids=["the disk works", "the disk fails once"])
 @pytest.mark.parametrize("waits", [False, True], ids=["rank 0 goes on", "rank 0 waits"])
 def test_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool, fails: bool) -> None:

@@ -242,7 +242,7 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Callable[[str], tuple[int, s
 @pytest.mark.promise(
     "docs/optimizers.md", "they are compared in each step, and an error names the group and the value on each rank."
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_has_one_message(run: Callable[[str], tuple[int, str]], name: str) -> None:
     script, code, says, cure = MISTAKES[name]

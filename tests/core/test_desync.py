@@ -151,7 +151,7 @@ def _line(body: str, part: str) -> int:
     return script[: script.index(part, start)].count("\n") + 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_calls_on_one_machine(ranks: Run, tmp_path: Path, name: str) -> None:
     differs = DIFFERENT[name]

@@ -312,7 +312,7 @@ tell(dense=trained_with(False), module=trained_with(True), function=trained_with
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("strategy", ["allreduce", "parameter-server", "pipeline"])
 def test_one_process_takes_sparse_gradients(printed: Printed, tmp_path: Path, strategy: str, exact: bool) -> None:

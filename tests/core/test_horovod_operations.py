@@ -209,7 +209,7 @@ near(hvd.allreduce(synced.weight.grad, op=hvd.Sum), plain.weight.grad)
 
 
 @pytest.mark.promise("docs/horovod.md", "Operations are matched by name, whatever the order in which ranks submit them")
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_operations_give_what_they_promise(ranks: Run, tmp_path: Path, workers: int) -> None:
     for one in ranks(HEAD + OPERATIONS, workers, tmp_path, deadline=120):
         assert one.code == 0, one.err

@@ -59,6 +59,7 @@ def test_what_the_page_lists_is_refused(printed: Printed, tmp_path: Path) -> Non
     assert [row.split("`")[1] for row in rows] == [f"strategy={strategy}" for strategy in REFUSED]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", [{"strategy": "backup", "backup": {"workers": 1}}, {"strategy": "stealing"}])
 def test_who_computes_what_depends_on_time(printed: Printed, tmp_path: Path, settings: dict[str, Any]) -> None:
     everyone = printed(SCRIPT, 2, tmp_path, environment={"GIVEN": repr(([settings], True))})

@@ -256,6 +256,7 @@ def weighted(folder: Path, steps: int, length: int, resume: str | None = None) -
     return session.fingerprint()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("length", [80, 800])  # also weights of which each change is not copied
 @pytest.mark.parametrize("steps", [4, 7])
 def test_weights_of_a_sampler_that_the_loop_changes(tmp_path: Path, length: int, steps: int) -> None:

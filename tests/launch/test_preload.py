@@ -165,7 +165,7 @@ ENDINGS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("body", ENDINGS.values(), ids=ENDINGS)
 def test_a_fork_ends_as_a_new_python(body: str, both: Callable[..., list[tuple[int, str, str]]], folder: Path) -> None:
     forked, expected = both(body)

@@ -60,7 +60,7 @@ IN_THE_FIRST_STEP = {
 CASES = AT_THE_START | IN_THE_FIRST_STEP
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_where_more_workers_may_come(run: Run, case: str) -> None:
     script, words = CASES[case]
@@ -71,7 +71,7 @@ def test_it_is_refused_where_more_workers_may_come(run: Run, case: str) -> None:
     assert not ran.steps("rank-0"), ran.report()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_trained_where_one_worker_stays_alone(run: Run, case: str) -> None:
     ran = run(HEAD + CASES[case][0] + TAIL, "-n", 1, "--standby", 1)

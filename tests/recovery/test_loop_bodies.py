@@ -107,6 +107,7 @@ def test_a_lost_worker_is_replaced_in_an_evaluation(run: Run, undisturbed: Any, 
     is_right(ran, undisturbed(script()), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("saves", "of"), [((), (8, 7)), ((6,), (7,))], ids=["at the error, due", "in the loop"])
 def test_a_resumed_run(run: Run, undisturbed: Any, saves: tuple[int, ...], of: tuple[int, ...]) -> None:
     every = {} if saves else {"checkpoint": {"every": 7, "background": False}}

@@ -147,6 +147,7 @@ def test_sums_in_fixed_point_have_the_bits_of_one_process(alone: Any) -> None:
         assert (state, losses) == alone(mlp, exact="fixed-point")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("wire", ["bfloat16", "float16", "fp8-e4m3", "int8", "int4"])
 @pytest.mark.parametrize(
     ("strategy", "on"), [("allreduce", "memory"), ("allreduce", "machines"), ("stealing", "network")]
@@ -200,6 +201,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("hosts", [False, True], ids=["network", "memory"])
 @pytest.mark.parametrize(("workers", "pipeline"), PIPELINES, ids=str)
 def test_pipelines_have_the_bits_of_one_process(
