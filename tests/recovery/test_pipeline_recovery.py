@@ -42,10 +42,11 @@ def went_back(ran: Ran) -> list[int]:
     return [one["step"] for one in ran.events() if one["event"] == "went back"]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.crossed
-@pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.slow(turns=6)
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [(3, "inside the collective"), (0, "between reduction and update"), (3, "between reduction and update")],
+)
 def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: Any, victim: int, point: str) -> None:
     """Those that have their means by then must not update before all have."""
     ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5, point=point))
