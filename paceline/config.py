@@ -126,8 +126,7 @@ def environment_settings() -> dict[str, str]:
     """Return the settings in the environment, as strings by dotted key."""
     keys = {env.variable_of(key): key for key in flat_keys()}
     for name in env.unknown_variables(keys):
-        near = difflib.get_close_matches(name, keys, n=1, cutoff=0.9)
-        if near:
+        if near := difflib.get_close_matches(name, keys, n=1, cutoff=0.9):
             raise ConfigError(f"{name} in the environment is no setting. Did you mean {near[0]}? Rename or unset it.")
     return env.environment_settings(flat_keys())
 

@@ -263,8 +263,7 @@ class Checkpointer:
         if measured is None:
             return
         self._interval.add_save(*measured)
-        decision = self._interval.decision()
-        if decision is not None:
+        if (decision := self._interval.decision()) is not None:
             _log.info(decision["text"])
             self._events.mark("checkpoint-interval", **decision)
 
@@ -287,8 +286,7 @@ class Checkpointer:
         self.finish()
         join_all()  # another session of this process may still be writing the checkpoint
         seconds = self._settings.retry_seconds
-        storage = self._storage
-        if storage is not None:
+        if (storage := self._storage) is not None:
             new = secrets.token_hex(8)
             self.launch, new = ask(self._world, lambda _: (storage.next_launch(), new), storage.location(), seconds)
             state.run = state.run or new
@@ -376,7 +374,6 @@ class Checkpointer:
 
 
 def key_in(path: Path) -> bytes:
-    found = secret.read(path)
-    if found is None:
+    if (found := secret.read(path)) is None:
         raise ConfigError(f"checkpoint.key_file = {str(path)!r}: there is no such file.")
     return found.key("checkpoint")

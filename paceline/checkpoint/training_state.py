@@ -366,8 +366,7 @@ class TrainingState:
                 f"{length:,}: {rounds} was {saved.order.get(rounds)} and is now {self._order.get(rounds)}. Resume it "
                 f"with that version, or start a new run."
             )
-        difference = first_difference(saved.order, self._order)
-        if difference:
+        if difference := first_difference(saved.order, self._order):
             raise CheckpointError(
                 f"{location} was made with another order of samples: {difference}. A position in the data has no "
                 f"meaning then; use the same value. (With batch_per_worker on another number of workers: set batch to "

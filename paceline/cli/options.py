@@ -166,8 +166,7 @@ def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[
     if nodes is None:
         return None
     first, _, last = nodes.rpartition(":")
-    found = number_range(first or last, last)
-    if found is None:
+    if (found := number_range(first or last, last)) is None:
         raise ConfigError(f"--nodes {quoted(nodes)}: give a number of machines, or the fewest and the most, as in 1:3.")
     return found
 

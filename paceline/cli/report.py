@@ -54,8 +54,7 @@ def report(
     from paceline.launchers.runs import newest_checkpoint
 
     coordinator = coordinator or CoordinatorReport()
-    failure = diagnose(launch, result, coordinator, seen)
-    if failure is None:
+    if (failure := diagnose(launch, result, coordinator, seen)) is None:
         return 0
     kept = launch.run / (f"failure-{launch.first}.txt" if launch.first else "failure.txt")
     context = message.Context(

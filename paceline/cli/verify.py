@@ -123,8 +123,7 @@ def _where(comparison: Comparison) -> str:
     parts = []
     if comparison.first is not None:
         parts.append(f"the bits first differ in the {comparison.first}")
-    beyond = comparison.beyond
-    if beyond is not None:
+    if (beyond := comparison.beyond) is not None:
         values = f" ({beyond.reference} against {beyond.other})" if beyond.reference is not None else ""
         parts.append(f"more than rounding in the {beyond}{values}")
     return "; ".join(parts)

@@ -99,8 +99,7 @@ class KeyValues:
 
     def _await(self, question: _Question) -> None:
         """Answer when all keys are set. Until then, check again only when the first missing key is set."""
-        missing = next((key for key in question.keys if key not in self._values), None)
-        if missing is None:
+        if (missing := next((key for key in question.keys if key not in self._values), None)) is None:
             values = [self._values[key] for key in question.keys] if question.wants_values else None
             self._send(question.worker, {"type": "store", "call": question.call, "value": values})
             return

@@ -68,8 +68,7 @@ class LatenessPolicy:
         return self._monitor.timeout_seconds or _FIRST_STEP_SECONDS
 
     def _check_start(self, now: float) -> None:
-        absent = self._monitor.check_absent(self._membership, now)
-        if absent is not None:
+        if (absent := self._monitor.check_absent(self._membership, now)) is not None:
             numbers, text = absent
             self._membership.end(StartError.exit_code, text, now, kind="not-started", workers=numbers)
 
@@ -110,8 +109,7 @@ class LatenessPolicy:
 
     def _end_hang(self, now: float) -> None:
         membership, monitor = self._membership, self._monitor
-        gone = [lost for lost in membership.lost if lost.worker in membership.members]
-        if gone:
+        if gone := [lost for lost in membership.lost if lost.worker in membership.members]:
             membership.end(WorkerLost.exit_code, gone[-1].reason, now, save=True)
             return
         for number in monitor.late_workers:

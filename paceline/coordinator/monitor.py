@@ -93,8 +93,7 @@ class RunMonitor:
         """Report late workers at once, and again after each further ``limit`` seconds."""
         numbers, now = tuple(members[one.rank] for one in late), self._clock()
         self.hang_report = describe(statuses)
-        stopped = [number for number in numbers if state_of(self._pids.get(number, 0)) == STOPPED]
-        if stopped:
+        if stopped := [number for number in numbers if state_of(self._pids.get(number, 0)) == STOPPED]:
             names = ", ".join(f"{self._pids[number]} of rank {members.index(number)}" for number in stopped)
             self.hang_report += f"; stopped by a signal: process {names}"
         for one in late:

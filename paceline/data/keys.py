@@ -42,8 +42,7 @@ def seed_all(seed: int) -> None:
     """Seed the global generators of torch, Python and, if it is imported, NumPy."""
     seed_torch(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
@@ -83,8 +82,7 @@ def torch_states() -> list[torch.Tensor]:
 def generator_states() -> dict[str, Any]:
     """Return the states of the global generators."""
     states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         states["numpy"] = numpy.random.get_state()
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()

@@ -38,8 +38,7 @@ def tasks_per_node(text: str) -> list[int]:
     """Parse Slurm's list of tasks per node: ``3,1(x2)`` is ``[3, 1, 1]``."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if found is None:
+        if (found := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())) is None:
             raise ConfigError(f"{text!r} in the environment does not say how many tasks are on each node of Slurm.")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts

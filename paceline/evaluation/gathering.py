@@ -54,8 +54,7 @@ def gather_contributions(
     parcels = _parcels(own)
     said = world.gather((words(error), parcels[0], len(parcels), facts, world.notice(), sums), what)
     raise_first(error, [failed for failed, *_ in said], what)
-    differs = difference([sums for *_, sums in said])
-    if differs:
+    if differs := difference([sums for *_, sums in said]):
         raise DisagreementError(differs)
     compare([facts for _, _, _, facts, *_ in said], f"{what}: ")
     found = [one for _, parcel, *_ in said for one in parcel]

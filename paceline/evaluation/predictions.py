@@ -36,8 +36,7 @@ class Predictions:
     def combine(self, contributions: list[Any]) -> Any:
         """Return the outputs for all samples."""
         outlines = list(map(_outline, contributions))
-        other = next((one for one in outlines if one != outlines[0]), None)
-        if other is not None:
+        if (other := next((one for one in outlines if one != outlines[0]), None)) is not None:
             raise InputError(
                 f"The outputs have other parts in other microbatches, {outlines[0]} and {other}: they cannot become "
                 f"one. Return the same parts for every microbatch."

@@ -179,8 +179,7 @@ def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
 
     Searches the run directory first, then the events of rank 0, which also record checkpoints stored elsewhere.
     """
-    newest = newest_manifest(run)
-    if newest is not None:
+    if (newest := newest_manifest(run)) is not None:
         step = run / "checkpoints" / newest[1].relative_to(run).parts[1]
         name = step.name.rpartition("-")[2]
         return str(step), int(name) if name.isdecimal() else 0, newest[0]

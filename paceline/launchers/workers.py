@@ -200,8 +200,7 @@ class Workers:
 
     def _collect(self, now: float) -> None:
         for number, worker in list(self._running.items()):
-            code = worker.poll()
-            if code is None:
+            if (code := worker.poll()) is None:
                 continue
             worker.kill()  # processes that the worker started
             self._launcher.ended(worker)

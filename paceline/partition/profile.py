@@ -103,8 +103,7 @@ class _Probe:
         """Run the backward pass."""
         gradients = self.output_gradients if self.loss is None else [None]
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        pairs = [pair for pair in pairs if self.loss is not None or pair[1] is not None]
-        if pairs:
+        if pairs := [pair for pair in pairs if self.loss is not None or pair[1] is not None]:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
 
     def measure(self) -> None:

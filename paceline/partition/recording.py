@@ -226,8 +226,7 @@ class Recorder(Watch):
             self.record.draws.add(function)
         elif not follows:
             return result
-        kind = _kind(function, result, self._dispatched > before)
-        if kind is Kind.READ:
+        if (kind := _kind(function, result, self._dispatched > before)) is Kind.READ:
             self._read(given)
         made = map_leaves(lambda leaf: self._leaf(leaf, [], ""), result) if kind is Kind.VALUES else None
         self.record.operations.append(Operation(function, kind, made, calls))
@@ -269,8 +268,7 @@ class Recorder(Watch):
     def _read(self, given: list[torch.Tensor]) -> None:
         """Keep these tensors for all stages, because Python control flow depends on their numbers."""
         for tensor in given:
-            number = self._numbers.get(id(tensor))
-            if number is not None:
+            if (number := self._numbers.get(id(tensor))) is not None:
                 self.record.values[number].last_use = sys.maxsize
             elif self._follows(tensor):
                 raise InputError(
@@ -282,8 +280,7 @@ class Recorder(Watch):
     def use(self, tensor: torch.Tensor) -> None:
         """Record that an operation, in a layer or between two layers, uses a tensor."""
         record, layer = self.record, self._place
-        number = self._numbers.get(id(tensor))
-        if number is not None:
+        if (number := self._numbers.get(id(tensor))) is not None:
             value = record.values[number]
             again = value.is_whole_number and not self._in_layer
             value.last_use = sys.maxsize if again else max(value.last_use, layer)

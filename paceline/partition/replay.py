@@ -107,8 +107,7 @@ class Replay(Watch):
             with self.watching(self._section.layers):
                 output = self._section.model(values)
         except Reached:
-            missing = [number for number in self._section.sent if number not in self._objects]
-            if missing:
+            if any(number not in self._objects for number in self._section.sent):
                 self._refuse("does not compute a tensor that the next stage needs")
             return tuple(self._objects[number] for number in self._section.sent)
         if self._section.end < len(self._record.calls):

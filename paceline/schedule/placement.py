@@ -82,8 +82,7 @@ def _give(
     """
     ranks = [rank for rank in holders[microbatch] if rank not in tried]
     tried.update(ranks)
-    free = [rank for rank in ranks if len(owned[rank]) < room[rank]]
-    if free:
+    if free := [rank for rank in ranks if len(owned[rank]) < room[rank]]:
         chosen = min(
             free, key=lambda rank: (max(len(owned[rank]) + 1 - even[rank], 0), microbatch - 1 not in owned[rank], rank)
         )

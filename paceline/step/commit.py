@@ -109,8 +109,7 @@ def skip(
     Raises:
         NonFiniteLoss, InputError: see :func:`commit`.
     """
-    bad = not_finite(parts)
-    if bad is not None:
+    if (bad := not_finite(parts)) is not None:
         context.compute.buffers.reset()
         whole = context.compute.batch_loss is not None
         error = non_finite_batch(bad, step) if whole else non_finite(bad, locate(bad), step)

@@ -332,8 +332,7 @@ def recompute(model: nn.Module, classes: tuple[str, ...], buffers: Buffers) -> N
     """Make modules of these classes recompute their activations in the backward pass (Chen et al. 2016)."""
     found = [module for module in model.modules() if type(module).__name__ in classes]
     recompute_modules(found, buffers)
-    missing = [name for name in classes if name not in {type(module).__name__ for module in found}]
-    if missing:
+    if missing := [name for name in classes if name not in {type(module).__name__ for module in found}]:
         present = sorted({type(module).__name__ for module in model.modules()})
         raise InputError(
             f"recompute: the model has no module of class {missing[0]!r}; it has {', '.join(present)}. "

@@ -164,8 +164,7 @@ def compare(context: TrainingContext, what: str, samples: dict[str, int] | None 
     everyone = context.world.gather(
         ((samples or {}) | digests(context), numerics(exact=False), options_of(context.update.optimizer)), what
     )
-    text = difference([found for found, _, _ in everyone])
-    if not text:
+    if not (text := difference([found for found, _, _ in everyone])):
         return True
     text = _option_that_differs([options for _, _, options in everyone]) or text
     text += _joined_text(context.audits.newcomers) + _held_text(context.world.gather(_held(context), what))
@@ -240,8 +239,7 @@ def _held_text(everyone: Sequence[dict[str, str]]) -> str:
     """Name the held values that differ among ranks, as the loop may have used them. Empty if none differs."""
     names = sorted({name for found in everyone for name in found if COMPILED not in name})
     differing = [name for name in names if len({found.get(name) for found in everyone}) > 1]
-    shown = [*dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in differing)][:2]
-    if not shown:
+    if not (shown := [*dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in differing)][:2]):
         return ""
     return (
         f" On each worker {' and '.join(shown)} {'has' if len(shown) == 1 else 'have'} another value, as after "

@@ -43,8 +43,7 @@ class BatchLosses(Delegating):
 
     def step(self, step: int, groups: list[MicrobatchGroup]) -> StepResult:
         groups = self._loaded(step, groups)
-        plan = self._plan(step, groups)
-        if plan is not None:
+        if (plan := self._plan(step, groups)) is not None:
             self._loss.begin(plan)
         try:
             if self._inner.loss_place is None:

@@ -110,8 +110,7 @@ def user_line(frame: FrameType | None) -> str:
 def script_modules() -> list[ModuleType]:
     """Return the main module and the modules imported from its folder; in a notebook, the main module only."""
     main = sys.modules["__main__"]
-    script = getattr(main, "__file__", None)
-    if script is None:
+    if (script := getattr(main, "__file__", None)) is None:
         return [main]
     folder = os.path.join(os.path.dirname(os.path.realpath(script)), "")
     names = [name for name in [*sys.modules] if not _is_installed(name.partition(".")[0])]

@@ -188,11 +188,9 @@ def _check(call: Call, ended: list[Ended], wanted: _Settings) -> None:
     """Raise SkipTest if a process skipped the test, or WorkersFailed if a process did not end as expected."""
     __tracebackhide__ = True
     reports = _reports(call, wanted.count)
-    skipped = [report for report in reports if report.skipped]
-    if skipped:
+    if skipped := [report for report in reports if report.skipped]:
         raise unittest.SkipTest(skipped[0].message)
-    failed = [one for one in ended if _how(one) != wanted.ends.get(one.rank, 0)]
-    if failed:
+    if failed := [one for one in ended if _how(one) != wanted.ends.get(one.rank, 0)]:
         _fail(ended, failed, [report for report in reports if report.rank in {one.rank for one in failed}], wanted)
 
 

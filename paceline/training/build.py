@@ -211,8 +211,7 @@ def _checked_model(model: Any) -> nn.Module:
                 f"call model.to_empty(device='cpu') and give it values before paceline.start."
             )
     for name, module in model.named_modules():
-        wrapper = _WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
-        if wrapper:
+        if wrapper := _WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__):
             what = f"{name!r} of the model" if name else "model"
             raise InputError(
                 f"{what} is wrapped in {min(wrapper)}, which brings gradients or weights together itself: give start "
@@ -261,8 +260,7 @@ def warnings(context: TrainingContext) -> list[str]:
             f"batch = {context.order.batch} is more than the {context.order.length} samples of the data set: each step "
             f"takes all of them, and an epoch is one step. Give a smaller batch for more updates"
         )
-    left = context.update.without_optimizer
-    if left:
+    if left := context.update.without_optimizer:
         found.append(
             f"no optimizer has the parameter {left[0]!r}{f' and {len(left) - 1} more' if left[1:] else ''}: they stay "
             f"as they are. Freeze them by requires_grad_(False), or give them to an optimizer"

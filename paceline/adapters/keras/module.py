@@ -49,8 +49,7 @@ class KerasModule(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         names = [_name(variable) for variable in model.weights]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
+        if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
             raise InputError(f"Two weights of the Keras model have the path {twice!r}: give their layers other names.")
         object.__setattr__(self, "keras_model", model)  # not a submodule, which would add its parameters again
         for variable in model.trainable_weights:

@@ -127,14 +127,12 @@ def _check(module: Any) -> None:
             f"{kind} optimizes manually (automatic_optimization is False), which its training_step cannot do on "
             f"several workers. Give paceline.start the model, a forward for each loss, and the optimizers by name."
         )
-    overridden = [name for name in _REFUSED if _overrides(module, name)]
-    if overridden:
+    if overridden := [name for name in _REFUSED if _overrides(module, name)]:
         raise InputError(
             f"{kind} overrides {', '.join(overridden)}, which would not be called. Use a setting, such as clip_norm, "
             f"or the script's own loop instead."
         )
-    unused = [name for name in _NOT_CALLED if _overrides(module, name)]
-    if unused:
+    if unused := [name for name in _NOT_CALLED if _overrides(module, name)]:
         _log.warning("%s overrides %s, which are not called: put that into the script", kind, ", ".join(unused))
 
 

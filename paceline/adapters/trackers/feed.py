@@ -94,8 +94,7 @@ class Feed:
 def describe(run: TrackedRun) -> TrackedRun:
     """Write the description of a run to ``run.json``, and return the run with the commit of the script."""
     run.folder.mkdir(parents=True, exist_ok=True)
-    commit = _commit(Path(str(run.environment.get("script", "."))).parent)
-    if commit:
+    if commit := _commit(Path(str(run.environment.get("script", "."))).parent):
         run = replace(run, environment={**run.environment, "commit": commit})
     path = run.folder / "run.json"
     if not path.exists():

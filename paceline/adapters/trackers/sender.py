@@ -160,8 +160,7 @@ def _new(values: Values, last: dict[str, int]) -> Values | None:
     def later(named: Iterable[str]) -> set[str]:
         return {name for name in named if last.get(name, -1) < values.step}
 
-    names = later({*values.scalars, *values.texts, *values.images})
-    if not names:
+    if not (names := later({*values.scalars, *values.texts, *values.images})):
         return None
     last.update(dict.fromkeys(names, values.step))
     kept = [{k: v for k, v in one.items() if k in names} for one in (values.texts, values.images)]

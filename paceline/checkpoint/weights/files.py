@@ -152,8 +152,7 @@ def _write_beside(path: Path, files: Mapping[str, Callable[[Path], None]]) -> No
 
 def _put(url: str, files: Mapping[str, Callable[[Path], None]]) -> None:
     system, target = file_system(url)
-    parent = target.rpartition("/")[0]
-    if parent:
+    if parent := target.rpartition("/")[0]:
         system.makedirs(parent, exist_ok=True)
     for name, write in files.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -184,8 +183,7 @@ def _write_file(path: Path, suffix: str, weights: Mapping[str, Any]) -> None:
         return
     from safetensors.torch import save_file
 
-    others = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
-    if others:
+    if others := [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]:
         raise CheckpointError(
             f"A .safetensors file holds tensors only, and {others[0]!r} is a {type(weights[others[0]]).__name__}, the "
             f"extra state of a module: write a .pt file."

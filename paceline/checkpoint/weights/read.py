@@ -92,8 +92,7 @@ def converted(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torc
 def _names(content: load.Content, where: Path | str) -> dict[str, str]:
     """Map the names in the ``state_dict`` to tensors. An older checkpoint has the names of ``named_parameters``."""
     known = {name for name in content.tensors if name.startswith(("parameter/", "buffer/"))}
-    names = content.manifest.state.get("names")
-    if names is None:
+    if (names := content.manifest.state.get("names")) is None:
         return {name.partition("/")[2]: name for name in known}
     if not isinstance(names, dict) or not known.issuperset(names.values()):
         raise DamagedError(f"{where} is damaged: the names of its weights are not those of its tensors.")

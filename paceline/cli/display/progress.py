@@ -98,8 +98,7 @@ class Progress:
         parts += [f"{name[:_LONGEST_NAME]} {value:.4g}" for name, value in list(self._metrics.items())[:_MOST_METRICS]]
         if self._speed is not None:
             parts.append(f"{self._speed:.0f} samples/s" if self._speed >= 10 else f"{self._speed:.2g} samples/s")
-        left = self.seconds_left()
-        if left is not None:
+        if (left := self.seconds_left()) is not None:
             parts.append(f"time left {datetime.timedelta(seconds=round(max(0.0, left)))}")
         return parts
 

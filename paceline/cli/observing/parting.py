@@ -20,8 +20,7 @@ def compare(runs_dir: Path, first: str, second: str) -> int:
 
     one, two = (recorded.load(found(runs_dir, name).resolve()) for name in (first, second))
     step = parting.first_recorded(one, two)
-    common = one.steps.keys() & two.steps.keys()
-    if not common:
+    if not (common := one.steps.keys() & two.steps.keys()):
         has = (f"{run.folder.name} has {run.range_of_steps()}" for run in (one, two))
         raise InputError(f"The runs have no step in common: {', '.join(has)}.")
     if step is None:

@@ -95,8 +95,7 @@ def _through_shared_memory(
     for number in range(1, 1 + -(-max(map(len, shares)) // _WINDOW_BYTES)):
         first = (number - 1) * _WINDOW_BYTES
         parts = [share[first : first + _WINDOW_BYTES] for share in shares]
-        own = parts[rank]
-        if own:
+        if own := parts[rank]:
             memory.wait(flag + 1, number - 2, others)
             fill(windows[rank][number % 2][: len(own)], own.start)
             memory.announce(flag, number)

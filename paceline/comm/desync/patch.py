@@ -85,8 +85,7 @@ def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
     atexit.register(stop)
     recorded = {}
     for name in _OPERATIONS:
-        original = getattr(dist, name, None)
-        if original is not None:
+        if (original := getattr(dist, name, None)) is not None:
             recorded[original] = recorder(name, original)
             _replace(dist, name, original, recorded[original])
     for module in user_code.script_modules():
@@ -129,14 +128,12 @@ def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             what = _what(name, arguments.root, find)
         except (AttributeError, IndexError, TypeError, ValueError):  # invalid arguments: torch raises its own error
             return original(*args, **kwargs)
-        call = calls.enter(what, group, sys._getframe(1), waits=not find("async_op"))
-        if call is None:
+        if (call := calls.enter(what, group, sys._getframe(1), waits=not find("async_op"))) is None:
             return original(*args, **kwargs)
         try:
             return original(*args, **kwargs)
         except RuntimeError as error:
-            better = calls.failed(call, error)
-            if better is error:
+            if (better := calls.failed(call, error)) is error:
                 raise
             raise better from error
 
@@ -161,8 +158,7 @@ def _what(name: str, root: str | None, find: Callable[[str], Any]) -> What:
     reduce = find("op")
     rank = 0 if root is None else int(find(root) or find(f"group_{root}") or 0)
     key = name, tensors, reduce, rank
-    found = _kinds.get(key)
-    if found is None:
+    if (found := _kinds.get(key)) is None:
         rooted = "" if root is None else f" {'from' if root == 'src' else 'to'} rank {rank}"
         text = name + _tensors_in_words(tensors, several, typed) + _reduced(reduce) + rooted
         symmetric = name in SYMMETRIC
@@ -176,8 +172,7 @@ def _group(given: Any) -> Group | None:
     if given is dist.group.WORLD:
         return None
     name = given.group_name
-    found = _groups.get(name)
-    if found is None:
+    if (found := _groups.get(name)) is None:
         found = _groups[name] = Group(name, dist.get_process_group_ranks(given))
     return found
 

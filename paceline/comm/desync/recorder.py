@@ -225,20 +225,17 @@ class CallRecorder:
         """Return the error to raise for a failed call: the original if it comes from the call's arguments."""
         if not any(word in str(error) for word in _FAILED):
             return error
-        lost = self._lost()
-        if lost is None:
+        if (lost := self._lost()) is None:
             return error
         where = f" ({call.site.lines[0]})" if call.site.lines else ""
         return lost([], f"in {call.what.text}{where}", error)
 
     def _refuse(self, by: Compare = compare) -> None:
-        sentence = self._sentence(by)
-        if sentence is not None:
+        if (sentence := self._sentence(by)) is not None:
             raise DisagreementError(sentence)
 
     def _sentence(self, by: Compare) -> str | None:
-        sentence = by(self._read())
-        if sentence is None:
+        if (sentence := by(self._read())) is None:
             return None
         self._board.barrier(self._number, _LATE_SECONDS)  # include workers that arrive slightly later
         sentence = by(self._read())
@@ -277,8 +274,7 @@ def site_of(frame: FrameType | None, own: bool) -> Site | None:
         elif not frames and not own and package == "paceline":
             return None
         frame = frame.f_back
-    found = _sites.get(tuple(key))
-    if found is not None:
+    if (found := _sites.get(tuple(key))) is not None:
         return found[0]
     return _remember(tuple(key), frames) if frames or own else None
 

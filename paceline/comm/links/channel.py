@@ -165,8 +165,7 @@ class Receiver:
         for arrival in self._expected:
             if arrival.ready:
                 continue
-            forms = self._forms.get(arrival.samples)
-            if forms is None:
+            if (forms := self._forms.get(arrival.samples)) is None:
                 return
             arrival.ready = True
             arrival.numbers = [form and self._room_for(form) for form in forms]

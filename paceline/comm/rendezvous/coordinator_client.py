@@ -177,8 +177,7 @@ class CoordinatorClient:
 
     def send_heartbeat(self) -> None:
         """Send this worker's status, with the current line of the user's script, unless the status is empty."""
-        status = self._status()
-        if status:
+        if status := self._status():
             line = user_line(sys._current_frames().get(_MAIN.ident or 0))
             self._link.send({"type": "heartbeat", "status": {**status, "line": line}})
 

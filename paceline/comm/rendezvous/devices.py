@@ -63,8 +63,7 @@ def agree(store: Store, rank: int, size: int, device: torch.device) -> tuple[tor
     Returns:
         this worker's device, and whether any GPU has several workers.
     """
-    visible = visible_gpus()
-    if not visible:
+    if not (visible := visible_gpus()):
         return device, False
     own = "" if device.type == "cpu" else visible[device.index]
     store.set(f"gpus/{rank}", json.dumps(Gpus(own, visible)))

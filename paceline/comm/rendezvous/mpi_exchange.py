@@ -32,8 +32,7 @@ def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str,
             "The script has finalized MPI, by which the processes would learn where rank 0 is: call paceline.start "
             "before that, or set MASTER_ADDR and MASTER_PORT."
         )
-    ours = not mpi.Is_initialized()
-    if ours:
+    if ours := not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_FUNNELED)
     try:
         if (seen := mpi.COMM_WORLD.Get_size()) != size:

@@ -174,8 +174,7 @@ def _named(reports: list[WorkerReport] | tuple[WorkerReport, ...], context: Cont
 
 def _done(failure: Failure, context: Context) -> str:
     parts = []
-    replaced = len(context.coordinator.replaced())
-    if replaced:
+    if context.coordinator.replaced():
         parts.append(lost_in_words(context.coordinator))
     left = context.coordinator.reason.rpartition("; ")[2]
     if context.coordinator.elastic and "of at least" in left:
@@ -200,8 +199,7 @@ def lost_in_words(coordinator: CoordinatorReport) -> str:
 
 
 def _saved_after(failure: Failure, context: Context) -> bool:
-    found = context.checkpoint
-    if found is None:
+    if (found := context.checkpoint) is None:
         return False
     if failure.kind in ("preempted", "stopped"):
         return found[1] >= context.coordinator.step > 0

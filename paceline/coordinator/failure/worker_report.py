@@ -225,8 +225,7 @@ def signal_name(number: int) -> str:
 
 def exception_in(lines: list[str]) -> tuple[UncaughtException, str] | None:
     """Return the last exception that Python printed and its traceback, or None."""
-    starts = [number for number, line in enumerate(lines) if line == _HEADER]
-    if not starts:
+    if not (starts := [number for number, line in enumerate(lines) if line == _HEADER]):
         starts = [number - 1 for number, line in enumerate(lines) if line.startswith(_WITHOUT_HEADER) and number]
         while starts and starts[-1] > 0 and not _FRAME.match(lines[starts[-1]]):
             starts[-1] -= 1

@@ -48,8 +48,7 @@ def agree(world: World, samples: list[bytes]) -> int:
     own = len(samples), hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).digest()
     everyone: list[tuple[int, bytes, int]] = world.gather((*own, world.notice()), "extend")
     counts = [count for count, *_ in everyone]
-    others = [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]
-    if not others:
+    if not (others := [rank for rank, one in enumerate(everyone) if one[:2] != everyone[0][:2]]):
         return max(notice for *_, notice in everyone)
     if any(counts[rank] != counts[0] for rank in others):
         listed = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))

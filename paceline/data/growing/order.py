@@ -181,8 +181,7 @@ class GrowingOrder(BatchOrder):
 
     def state_from(self, start: int, stop: int | None = None) -> dict[str, Any]:
         """Return the entries ``start`` to ``stop`` (exclusive) of the log, or to its end, with their samples."""
-        log = self._log[start:stop]
-        if not log:
+        if not (log := self._log[start:stop]):
             return {}
         first = self._log[start - 1].samples if start else 0
         blocks = self.data.added.tensors(first, log[-1].samples)

@@ -95,8 +95,7 @@ class Attributes:
         waiting = list(roots.items())
         while waiting and len(self._seen) < _MOST_OBJECTS:
             name, value = waiting.pop()
-            kind = _kind_of(value.__class__)
-            if kind is _NUMBERS:
+            if (kind := _kind_of(value.__class__)) is _NUMBERS:
                 self.values[name] = value
             elif kind is not _SKIPPED and id(value) not in self._seen:
                 self._seen.add(id(value))

@@ -278,8 +278,7 @@ class ObjectValues:
     def _read(self, indices: Collection[int]) -> list[int]:
         """Read some objects again, and return the indices of those that have changed."""
         found = [(index, self._owners[index].values()) for index in indices]
-        found = [(index, values) for index, values in found if values is not self._values[index]]
-        if found:
+        if found := [(index, values) for index, values in found if values is not self._values[index]]:
             self._values = [*self._values]
             for index, values in found:
                 self._values[index] = values

@@ -40,8 +40,7 @@ def write(dataset: Any, folder: str | Path) -> tuple[int, list[str]]:
         written = ray.get([writer.remote(table, target, number) for number, table in enumerate(tables)])
     except InputError as error:  # a subclass made by Ray, whose text has the stack of the task
         raise InputError(str(getattr(error, "cause", error))) from None
-    names = next((names for rows, names in written if rows), None)
-    if names is None:
+    if (names := next((names for rows, names in written if rows), None)) is None:
         raise InputError("The Dataset has no rows.")
     return sum(rows for rows, _ in written), names
 

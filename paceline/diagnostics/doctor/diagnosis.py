@@ -118,8 +118,7 @@ def _guest(where: Rendezvous, wanted: Wanted, joined: Joined, shared: Shared) ->
     if joined.connection is None or joined.secret is None:
         assert joined.problem is not None
         return replace(alone(wanted, joined.problem.at(wanted.host)), first=False)
-    code = serve(joined.connection, wanted, joined.secret)
-    if code is not None:
+    if (code := serve(joined.connection, wanted, joined.secret)) is not None:
         return Diagnosis(elsewhere=where.name, elsewhere_code=code, first=False)
     return replace(alone(wanted, _lost(where).at(wanted.host)), first=False)
 
@@ -153,8 +152,7 @@ class First:
         gathering.open(listener, self._secret)
         examiner = Examiner(self._wanted, self._where.address, self._secret)
         try:
-            others = self._wanted.machines - 1
-            if others:
+            if others := self._wanted.machines - 1:
                 self._say(f"waiting for {counted(others, 'more machine')} at {self._where}")
             came = gathering.wait(others, patience)
             self._machines = [

@@ -192,8 +192,7 @@ def _starved() -> float:
 def _read(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        got = connection.recv(count - len(data))
-        if not got:
+        if not (got := connection.recv(count - len(data))):
             raise ConnectionResetError(104, "closed by the other machine")
         data += got
     return data

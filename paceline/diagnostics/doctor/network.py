@@ -24,8 +24,7 @@ class Interface:
 
 
 def interface_at(address: str) -> Interface | None:
-    name = interface_of(address)
-    if name is None:
+    if (name := interface_of(address)) is None:
         return None
     speed = _number(name, "speed")
     return Interface(name, _number(name, "mtu") or 0, speed if speed and speed > 0 else None)
@@ -118,11 +117,9 @@ def interface_variables(variables: Mapping[str, str], own: Interface | None, int
     name = own.name if own else "unknown"
     wrong = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = variables.get(variable)
-        if value is None:
+        if (value := variables.get(variable)) is None:
             continue
-        chosen = _chosen(value, interfaces, prefixes=variable.startswith("NCCL"))
-        if not chosen:
+        if not (chosen := _chosen(value, interfaces, prefixes=variable.startswith("NCCL"))):
             wrong.append(f"{variable}={value}, and there is no such interface (there are {', '.join(interfaces)})")
         elif own and own.name not in chosen:
             wrong.append(f"{variable}={value}, and the other machines are reached through {own.name}")

@@ -104,8 +104,7 @@ class RecordedRun:
 
     def checkpoint_before(self, step: int) -> tuple[int, Path | None]:
         """Return the nearest checkpoint from which a step can be replayed, and its step; 0 and None from the start."""
-        found = [one for one in self.checkpoints if one <= step]
-        if found:
+        if found := [one for one in self.checkpoints if one <= step]:
             return max(found), self.checkpoints[max(found)]
         if self.steps and min(self.steps) > 0:
             raise InputError(
@@ -142,8 +141,7 @@ def load(folder: Path) -> RecordedRun:
     records: dict[str, list[Record]] = {name: [] for name in _EVENTS}
     for record in read(folder, _EVENTS):
         records[record["event"]].append(record)
-    starts = tuple(sorted(records["start"], key=lambda one: one["time"]))
-    if not starts:
+    if not (starts := tuple(sorted(records["start"], key=lambda one: one["time"]))):
         raise InputError(f"{folder} has no record of a start, so there is nothing to replay.")
     if any(one.get("session", 1) != 1 for one in starts):
         raise InputError(f"{folder.name} called paceline.start several times, so a step is not of one session.")

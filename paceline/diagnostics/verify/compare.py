@@ -48,12 +48,10 @@ class Comparison:
 
 def compare(reference: RunTrace, other: RunTrace) -> Comparison:
     """Compare two runs that should have trained the same."""
-    differences = list(_differences(reference, other))
-    if not differences:
+    if not (differences := list(_differences(reference, other))):
         return Comparison("identical")
     first = differences[0]
-    beyond = next((one for one in differences if one.beyond), None)
-    if beyond is not None:
+    if (beyond := next((one for one in differences if one.beyond), None)) is not None:
         return Comparison("different", first, beyond, causes.of_difference(reference, other, first, beyond))
     return Comparison("rounding", first, None, causes.of_rounding(reference, other))
 
@@ -102,8 +100,7 @@ def _tensors(
     moved: float = 0.0,
 ) -> Iterator[Difference]:
     """Yield the tensors of a kind whose bits differ, with differences beyond rounding first."""
-    missing = sorted(mine.keys() ^ theirs.keys())
-    if missing:
+    if missing := sorted(mine.keys() ^ theirs.keys()):
         yield Difference(step, kind, missing[0], missing[0] in mine, missing[0] in theirs, True)
     gaps = {
         name: _gap(mine[name].projection, theirs[name].projection)

@@ -175,8 +175,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[bool], None]) -> Callable[
 
 @contextmanager
 def _listening(state: State) -> Iterator[None]:
-    found = generations()
-    if found is None:
+    if (found := generations()) is None:
         yield
         return
     found.on_change = lambda generation: state.on_hosts_updated(generation, ADDED)

@@ -222,8 +222,7 @@ class Engine:
         kind = message["type"]
         if kind == "run":
             for written, error, joined in message["responses"]:
-                items = [item for one in written if (item := self._item(one)) is not None]
-                if items:
+                if items := [item for one in written if (item := self._item(one)) is not None]:
                     self._carry_out(Response(tuple(items), error, tuple(joined)))
         elif kind == "submit":
             self._take(rank, message["again"], list(map(from_json, message["new"])))
@@ -355,8 +354,7 @@ class Engine:
         if self._negotiation is None:
             with self._lock:
                 self.waits.give_up(self._pending.values(), self._quiet_since, self._links.looked)
-        message = self.waits.news()
-        if message is None:
+        if (message := self.waits.news()) is None:
             return
         if self._negotiation is not None:
             self._read(0, message)

@@ -89,13 +89,11 @@ class Negotiation:
             self._joined.append(rank)
             self._complete += [key for key in self._entries if key[0] == GLOBAL]
             return
-        number = self._numbers.get(request.key)
-        if number is not None:
+        if (number := self._numbers.get(request.key)) is not None:
             if rank not in self._known[number]:
                 self._announced.add(number)
             self._known[number][rank] = request
-        entry = self._entries.get(request.key)
-        if entry is None:
+        if (entry := self._entries.get(request.key)) is None:
             entry = self._entries[request.key] = _Entry(now)
         entry.requests[rank] = request
         if len(entry.requests) + len(self._joined) + len(self._gone) >= len(self.sets.get(request.set, ())):
@@ -152,11 +150,9 @@ class Negotiation:
         first = _first(entry)
         if members is None:
             return f"{first.words}: there is no process set {key[0]}; it was removed, or never added."
-        outside = sorted(entry.requests.keys() - set(members))
-        if outside:
+        if outside := sorted(entry.requests.keys() - set(members)):
             return f"{first.words}: {name_ranks(outside)} called it, but the process set has ranks {list(members)}."
-        gone = [rank for rank in members if rank in self._gone and rank not in entry.requests]
-        if gone:
+        if gone := [rank for rank in members if rank in self._gone and rank not in entry.requests]:
             return f"{first.words}: {'; '.join(f'rank {rank} {self._gone[rank]}' for rank in gone)}."
         if text := conflict(entry.requests):
             return text
@@ -202,8 +198,7 @@ class Negotiation:
         entry.requests[rank] = Request(set_, name, "allreduce")
 
     def end_wait(self, rank: int, name: str) -> None:
-        entry = self._waits.get(name)
-        if entry is not None:
+        if (entry := self._waits.get(name)) is not None:
             entry.requests.pop(rank, None)
             if not entry.requests:
                 del self._waits[name]
@@ -230,8 +225,7 @@ class Negotiation:
             rank 1   allreduce a                 barrier    waits in the barrier
         """
         waiting = {rank: self._entries[key] for rank, key in self._blocked.items() if key in self._entries}
-        waiting = {rank: entry for rank, entry in waiting.items() if rank in entry.requests}
-        if not waiting:
+        if not (waiting := {rank: entry for rank, entry in waiting.items() if rank in entry.requests}):
             return []
         awaited = {rank: self._missing(entry) for rank, entry in waiting.items()}
         awaited |= {rank: set(self.sets[GLOBAL]).difference(self._joined) for rank in self._joined}

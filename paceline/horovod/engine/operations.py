@@ -193,8 +193,7 @@ def barrier(members: Members, item: Item, task: Task) -> None:
 
 
 def _put(task: Task, place: int, result: torch.Tensor) -> None:
-    output = task.outputs[place]
-    if output is None:
+    if (output := task.outputs[place]) is None:
         task.outputs[place] = result.to(task.tensors[place].device)
     else:
         output.detach().copy_(result)

@@ -106,8 +106,7 @@ class Gradients:
         if self._plan is not None:
             self._plan.add(parameter)
             return
-        group = self._group_of.get(parameter)
-        if group is None:
+        if (group := self._group_of.get(parameter)) is None:
             self._finish[parameter] = self._start(parameter)
         elif all(one in self._taken for one in group):
             self._finish[group] = self._start_group(group)
@@ -145,8 +144,7 @@ class Gradients:
         running = self._running
         if running.joins != self._joins:
             self._joins, self._steps = running.joins, 0
-        plan = self._plan
-        if plan is None:
+        if (plan := self._plan) is None:
             for parameter in self._names:
                 if parameter not in self._taken:
                     self._submit(parameter)

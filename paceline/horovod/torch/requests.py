@@ -69,8 +69,7 @@ def submit(
     words = Request(GLOBAL, called, kind).words
     running = engine(words)
     number = _number_of(process_set, f"Rank {running.rank}: {words}: ")
-    strange = [type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor)]
-    if strange:
+    if strange := [type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor)]:
         _refuse(running, Request(number, called, kind), f"a {strange[0]} was given, not a tensor.")
     request = Request(
         number,

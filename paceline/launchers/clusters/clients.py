@@ -137,11 +137,10 @@ class _Started:
         self.codes[place] = code
         _close_input(process)
         client = self.clients[place]
-        if place and 0 in self.running and self.deadline == math.inf:
-            delay = self.again(client, code)
-            if delay is not None:
-                self.due[place] = time.monotonic() + delay
-                return
+        restarts = place and 0 in self.running and self.deadline == math.inf
+        if restarts and (delay := self.again(client, code)) is not None:
+            self.due[place] = time.monotonic() + delay
+            return
         if not self.ended(client, code):
             self.stop()
         elif place == 0:  # the run is over, and the client of an unreachable machine would never end

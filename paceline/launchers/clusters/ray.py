@@ -117,8 +117,7 @@ def _connected(ray: Any, address: str | None, cpus: int, fewest: int, seconds: f
     A process that is already connected, as in a notebook, uses its cluster and stays connected.
     """
     before = signal.getsignal(signal.SIGTERM)
-    own = not ray.is_initialized()
-    if own:
+    if own := not ray.is_initialized():
         _connect(ray, address, cpus, fewest, seconds)
         signal.signal(signal.SIGTERM, _end)  # replaces Ray's handler, which exits with a different code
     elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
@@ -300,8 +299,7 @@ class NodeAgent:
 
     def missing(self) -> str:
         """Return an error message about a folder or script that is missing on this node. Empty if none is missing."""
-        lacking = [path for path in (self.folder, self.script) if not os.path.exists(path)]
-        if not lacking:
+        if not (lacking := [path for path in (self.folder, self.script) if not os.path.exists(path)]):
             return ""
         return (
             f"node {_address_here()} has no {lacking[0]}. Put the script where all nodes see it: a shared folder, "

@@ -75,8 +75,7 @@ def _open_again(stream: TextIO, number: int, name: str) -> None:
 
 def reseed() -> None:
     """Refresh random state and cached values that a new process sets at startup but a fork inherits."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # os.fork reseeds Python's own generator
     multiprocessing.process.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None  # cached once per process

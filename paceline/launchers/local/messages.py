@@ -47,8 +47,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _exactly(channel: socket.socket, count: int) -> bytes:
     parts = bytearray()
     while len(parts) < count:
-        part = channel.recv(min(count - len(parts), 1 << 16))
-        if not part:
+        if not (part := channel.recv(min(count - len(parts), 1 << 16))):
             raise OSError("a message that is cut off")
         parts += part
     return bytes(parts)

@@ -125,8 +125,7 @@ def _importable(folder: str) -> Iterator[tuple[str, str]]:
     except OSError:
         return
     for entry in entries:
-        suffix = next((one for one in _SUFFIXES if entry.name.endswith(one)), None)
-        if suffix is not None:
+        if (suffix := next((one for one in _SUFFIXES if entry.name.endswith(one)), None)) is not None:
             yield entry.name[: -len(suffix)].partition(".")[0], entry.path
         elif "." not in entry.name:
             for one in _SUFFIXES:

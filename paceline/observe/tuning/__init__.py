@@ -67,8 +67,7 @@ class Branch:
 
 def branch_of(records: Sequence[Record], seed: int) -> Branch | None:
     """Return a branch from the records of rank 0. None if it did not start."""
-    about = next((record for record in records if record["event"] == "branch"), None)
-    if about is None:
+    if (about := next((record for record in records if record["event"] == "branch"), None)) is None:
         return None
     steps = [record for record in records if record["event"] == "step" and number(record.get("loss")) is not None]
     ended = [record for record in records if record["event"] == "branch-end"]

@@ -206,8 +206,7 @@ class _Clock:
                 return False
             ready = max(begin, self._arrivals.pop((peer, stage, microbatch)))
         elif kind == Kind.REDUCE:
-            arrived = self._reductions.arrive(stage, worker, begin)
-            if arrived is None:
+            if (arrived := self._reductions.arrive(stage, worker, begin)) is None:
                 return False
             begin = ready = max(arrived)
         self._now[worker] = ready + self._times.of(operation)

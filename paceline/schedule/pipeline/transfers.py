@@ -123,8 +123,7 @@ def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Position, Or
         # For each other worker: the operation before which it receives the values sent after this operation.
         first: dict[int, int] = {}
         for index in range(len(order) - 1, -1, -1):
-            one = send_after(order[index], stages)
-            if one is None:
+            if (one := send_after(order[index], stages)) is None:
                 continue
             place = needed[one.peer, one.stage, one.microbatch]
             if place.worker == worker:
@@ -141,7 +140,6 @@ def _needed(stages: int, orders: Sequence[Order]) -> dict[tuple[int, int, int], 
     needed = {}
     for worker, order in enumerate(orders):
         for index, operation in enumerate(order):
-            value = receive_before(operation, stages)
-            if value is not None:
+            if (value := receive_before(operation, stages)) is not None:
                 needed[value.stage, value.peer, value.microbatch] = _Position(worker, index)
     return needed

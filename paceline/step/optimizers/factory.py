@@ -98,8 +98,7 @@ def make_schedule(schedule: Any, optimizer: Optimizer) -> LRScheduler | None:
         schedule = {str(place): one for place, one in enumerate(schedule)}
     if not isinstance(schedule, dict):
         schedule = dict.fromkeys(names, schedule)
-    unknown = [name for name in schedule if name not in names]
-    if unknown:
+    if unknown := [name for name in schedule if name not in names]:
         raise InputError(
             f"schedule has a factory for {unknown[0]!r}, but the optimizers are {', '.join(map(repr, names))}."
         )

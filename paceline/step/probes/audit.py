@@ -267,8 +267,7 @@ class Audit:
         name, ranks = self._difference(everyone)
         halves = [one.loss for several in everyone for one in several if one.halved]
         if halves and name != DATA:
-            what = self._difference_of_halves(name, everyone, halves[0])
-            if not what:
+            if not (what := self._difference_of_halves(name, everyone, halves[0])):
                 return
             if any(one.halved for one in self._recorders):  # compute the whole, to tell this from a worker that differs
                 self._recorders = [one for one in self._recorders if not one.halved]

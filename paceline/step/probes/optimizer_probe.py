@@ -103,8 +103,7 @@ def _some(optimizer: Optimizer) -> list[list[int]]:
 
 def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
     """Raise if step hooks treat a parameter differently when others have no gradients."""
-    hooks = step_hooks(optimizer)
-    if not hooks:
+    if not (hooks := step_hooks(optimizer)):
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     what = f"A step hook of the optimizer {type(optimizer).__name__}"

@@ -145,8 +145,7 @@ class BackupWorkers(Strategy):
 
     def _progress(self, step: int) -> EpochProgress:
         epoch, place = divmod(step, self._length.steps)
-        state = self._context.strategy_state.get(_STATE)
-        if state is None:
+        if (state := self._context.strategy_state.get(_STATE)) is None:
             return resume_epoch(place, self._length)
         progress = EpochProgress()
         if state["epoch"] == epoch:

@@ -80,8 +80,7 @@ def groups_of(slices: Sequence[Slice], buckets: Sequence[Sequence[int]]) -> list
         tensors[one.parameter].append(member)
     groups = []
     for bucket in buckets:
-        whole = [member for member in bucket if len(tensors[slices[member].parameter]) == 1]
-        if whole:
+        if whole := [member for member in bucket if len(tensors[slices[member].parameter]) == 1]:
             groups.append(GradientGroup([slices[member].parameter for member in whole], whole))
         for place in dict.fromkeys(slices[member].parameter for member in bucket):
             members = tensors[place]

@@ -124,8 +124,7 @@ class StageAudit:
                     self._passes[again].add(f"the gradient of input {place} of stage {self._stage}", one.grad)
         finally:
             for name, value in self._parameters.items():
-                before = kept[name]
-                if before is not None:
+                if (before := kept[name]) is not None:
                     value.grad = before if again or value.grad is None else before.add_(value.grad)
                 elif again:
                     value.grad = None

@@ -229,8 +229,7 @@ class Executor:
         if saved.states and stage < self._last:
             unpack_generators(saved.states)
         before = generator_states() if stage in self._observed else None
-        audit = self._audits.get(key)
-        if audit is not None:
+        if (audit := self._audits.get(key)) is not None:
             audit.begin(saved.inputs)
         call = local.forward
         if local.recompute:
@@ -323,8 +322,7 @@ class Executor:
     def _compute_again(self, operation: Operation, saved: Saved) -> None:
         """Compute a microbatch of an audited step a second time, right after the first."""
         stage, microbatch = operation.stage, operation.microbatch
-        audit = self._audits.pop((stage, microbatch), None)
-        if audit is None:
+        if (audit := self._audits.pop((stage, microbatch), None)) is None:
             return
         forward = self._stages[stage].forward
         with self._hooks.weights(operation):

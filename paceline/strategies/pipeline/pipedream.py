@@ -255,8 +255,7 @@ class _StageUpdates(Hooks):
         names = buffers.names_in(self._buffers)
         if not buffers.fixed:
             buffers.fix_part(self._buffers)
-        values = (self._statistics.values() or [[]])[0]
-        if not values:  # no microbatch
+        if not (values := (self._statistics.values() or [[]])[0]):  # no microbatch
             return [torch.zeros_like(example) for example in buffers.examples()]
         return [value for name in buffers.live if (value := values[names.index(name)]) is not None]
 

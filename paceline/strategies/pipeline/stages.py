@@ -204,8 +204,7 @@ class Stages:
 
     def _bounds(self, layers: Layers, costs: Sequence[LayerCost], cluster: Cluster) -> Sequence[tuple[int, int]]:
         """Return the configured or the best cut. Raise ConfigError if it does not fit into memory."""
-        cut = self._context.settings.pipeline.cut
-        if cut is None:
+        if (cut := self._context.settings.pipeline.cut) is None:
             return balance(costs, self.count, cluster).bounds
         bounds = bounds_of(layers, self.count, cut)
         check_memory(costs, bounds, cluster)
@@ -216,8 +215,7 @@ class Stages:
         changing = set(self._context.compute.buffers.agreed)
         for stage, names in enumerate(self._buffers):
             for other in range(stage):
-                both = sorted(changing & set(names) & set(self._buffers[other]))
-                if both:
+                if both := sorted(changing & set(names) & set(self._buffers[other])):
                     raise InputError(
                         f"Stages {other} and {stage} both change the buffer {both[0]!r}: keep the module that it "
                         f"belongs to in one stage (pipeline.cut), or use one module for each place."

@@ -138,8 +138,7 @@ class TiedWeights:
 
     def _receive_until(self, name: str, stage: int, rank: int, microbatch: int, schedule: Schedule) -> None:
         """Receive the gradients of a worker in the order of sending, up to a microbatch, and keep the earlier ones."""
-        expected = self._expected[name, stage, rank]
-        if not expected:
+        if not (expected := self._expected[name, stage, rank]):
             owner = self.users[name][0]
             expected.extend(
                 one.microbatch

@@ -45,8 +45,7 @@ class TiedPipeDream:
         self._weight_senders: dict[str, list[Sender]] = {}
         self._updates = 0
         for number, (name, users) in enumerate(tied.users.items()):
-            replicated = [user for user in users if stream.replicas[user] > 1]
-            if replicated:
+            if replicated := [user for user in users if stream.replicas[user] > 1]:
                 raise ConfigError(
                     f"The parameter {name!r} is used by stages {', '.join(map(str, users))}, of which stage "
                     f"{replicated[0]} has {stream.replicas[replicated[0]]} workers: schedule {stream.name!r} does not "

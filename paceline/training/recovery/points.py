@@ -133,8 +133,7 @@ class Points:
         if None in everyone:
             senders = [place for place, one in enumerate(everyone) if one is not None]
             own = None if point is None else StateBytes(point.tensors, point.rest, steps)
-            received = transfer(context.world, senders, own)
-            if received is not None:
+            if (received := transfer(context.world, senders, own)) is not None:
                 tensors = {name: value.clone() for name, value in received.tensors.items()}
                 point = Point(steps, tensors, received.rest, {})
         assert point is not None

@@ -298,8 +298,7 @@ class Recovery:
         """Load the newest checkpoint on all workers, because they lack a part of the state; return the progress."""
         furthest, own = furthest_of(everyone), everyone[self._context.world.rank]
         self._state.keeps_script = own is not None
-        steps = self._points.go_back(everyone)
-        if steps is None:
+        if (steps := self._points.go_back(everyone)) is None:
             steps = go_back(self._context, self._checkpointer, self._state, everyone)
             self._points.begin(steps)
         if own is not None and not own.has_script_at(steps):
@@ -336,8 +335,7 @@ class Recovery:
         self._checkpointer.saved_before = max(made for *_, made, _, _ in everyone)
         self._checkpointer.launch = max((launch for *_, launch, _ in everyone if launch is not None), default=None)
         buffers.added.update(name for *_, names in everyone for name in names)
-        known = [changing for _, _, changing, *_ in everyone if changing is not None]
-        if known:
+        if known := [changing for _, _, changing, *_ in everyone if changing is not None]:
             buffers.fix(name for names in known for name in names)
 
     def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:

@@ -71,6 +71,5 @@ def share_samples(world: World, order: GrowingOrder) -> None:
     if world.rank in senders:
         rest = encoding.encode(order.state_from(min(entries)), tensors, "the samples")
         state = StateBytes(tensors, rest)
-    received = transfer(world, senders, state)
-    if received is not None:
+    if (received := transfer(world, senders, state)) is not None:
         order.load(encoding.decode(received.rest, received.tensors, None, "the samples"))

@@ -52,8 +52,7 @@ def open_tracker(run: TrackedRun) -> Tracker:
     client = MlflowClient(server)
     experiment = client.get_experiment_by_name(run.project)
     number = client.create_experiment(run.project, artifacts) if experiment is None else experiment.experiment_id
-    found = client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-    if found:
+    if found := client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
         client.update_run(found[0].info.run_id, status="RUNNING")
         return MlflowTracker(client, found[0].info.run_id)
     made = client.create_run(number, run_name=run.name, tags={_TAG: run.id}).info.run_id

@@ -157,11 +157,9 @@ def _counted(names: Sequence[str]) -> list[str]:
 
 def script(machines: Machines) -> Finding:
     check = "script"
-    given = {name: facts["script"] for name, facts in machines.items() if facts["script"]}
-    if not given:
+    if not (given := {name: facts["script"] for name, facts in machines.items() if facts["script"]}):
         return skipped(check, "none was given")
-    missing = [f"{name} ({one['path']})" for name, one in given.items() if one["hash"] is None]
-    if missing:
+    if missing := [f"{name} ({one['path']})" for name, one in given.items() if one["hash"] is None]:
         return Finding(
             check,
             "failure",
@@ -180,8 +178,7 @@ def script(machines: Machines) -> Finding:
 
 def data(machines: Machines) -> Finding:
     check = "data"
-    given = {name: facts["data"] for name, facts in machines.items() if facts["data"]}
-    if not given:
+    if not (given := {name: facts["data"] for name, facts in machines.items() if facts["data"]}):
         return skipped(check, "none was given (--data)")
     cure = "copy the same files to every machine, or put them on a shared file system"
     absent = [f"{one['path']} {one['error']} on {name}" for name, one in given.items() if "error" in one]
@@ -200,8 +197,7 @@ def clock(offsets: Mapping[str, float]) -> Finding:
         offsets: seconds by which each machine's clock is ahead of the first machine's.
     """
     check = "clock"
-    off = {name: offset for name, offset in offsets.items() if abs(offset) > _CLOCK_OFF}
-    if not off:
+    if not (off := {name: offset for name, offset in offsets.items() if abs(offset) > _CLOCK_OFF}):
         return ok(check, f"within {max(map(abs, offsets.values()), default=0.0):.3f} s of each other")
     worst = max(map(abs, off.values()))
     each = [f"{name} is {abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}" for name, offset in off.items()]

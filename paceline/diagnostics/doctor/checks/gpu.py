@@ -127,8 +127,7 @@ def other_processes(gpus: Sequence[Gpu], processes: Sequence[tuple[int, str, int
 
 def compute_mode(gpus: Sequence[Gpu]) -> Finding:
     check = "GPU compute mode"
-    closed = _which(gpus, "compute_mode", "Prohibited")
-    if not closed:
+    if not (closed := _which(gpus, "compute_mode", "Prohibited")):
         return ok(check, f"open; {_HINTS}")
     return Finding(
         check,

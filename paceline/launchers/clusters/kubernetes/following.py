@@ -51,8 +51,7 @@ class Following:
         with stop_signals() as signals:
             try:
                 while not signals:
-                    code = self._poll()
-                    if code is not None:
+                    if (code := self._poll()) is not None:
                         return code
                     _pause(signals, 0)
                 return self._stop(signals)
@@ -137,8 +136,7 @@ class Following:
         self._kubectl.run("delete", job, "--cascade=foreground", "--wait=false", "--ignore-not-found")
         while len(signals) < 2 and time.monotonic() < deadline:
             with contextlib.suppress(StartError):
-                pods = self._list()
-                if not pods:
+                if not (pods := self._list()):
                     break
                 self._show(pods)
             _pause(signals, 1)

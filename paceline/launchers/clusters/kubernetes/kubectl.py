@@ -34,8 +34,7 @@ class Kubectl:
     """
 
     def __init__(self, namespace: str | None) -> None:
-        program = shutil.which("kubectl")
-        if program is None:
+        if (program := shutil.which("kubectl")) is None:
             raise StartError(
                 "--on kubernetes submits with kubectl, which is not installed here. Install it, or apply what "
                 "--dry-run prints where it is."

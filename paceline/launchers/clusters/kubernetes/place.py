@@ -42,8 +42,7 @@ class Kubernetes(Place):
     reads: ClassVar[frozenset[str]] = frozenset({"image", "namespace", "kind", "gpus", "volume", "detach"})
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Submission:
-        kind = KINDS.get(options.kind or "job")
-        if kind is None:
+        if (kind := KINDS.get(options.kind or "job")) is None:
             raise ConfigError(f"--kind {quoted(options.kind)}: give one of {', '.join(KINDS)}.")
         if not options.image:
             raise ConfigError(

@@ -81,8 +81,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 def seconds_of(limit: str) -> int:
     """Return a time limit of Slurm in seconds: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
-    found = _TIME.fullmatch(limit)
-    if found is None:
+    if (found := _TIME.fullmatch(limit)) is None:
         raise ConfigError(f"--time {quoted(limit)}: give minutes, or hours as in 2:00:00, or days as in 1-12:00:00.")
     minutes, first, second, third, *days = [int(part or 0) for part in found.groups()]
     if found[5]:

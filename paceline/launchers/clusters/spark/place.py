@@ -88,8 +88,7 @@ class Spark(Place):
                 for attempt in range(1, _ATTEMPTS + 1):
                     command = agent.command if attempt == 1 or request.examination else _resumed(agent.command, request)
                     stage = Stage(context, driver.task(command), tasks, request)
-                    code = _follow(stage, driver, received, request.grace_seconds)
-                    if code is not None:
+                    if (code := _follow(stage, driver, received, request.grace_seconds)) is not None:
                         return code
                     say(f"Spark has lost a task of attempt {attempt} of {_ATTEMPTS}: {stage.lost}")
         finally:
@@ -198,8 +197,7 @@ def _connect(master: str, request: Request) -> Any:
 
 
 def _master_of(session: Any) -> str:
-    context = getattr(session, "sparkContext", None)
-    if context is None:
+    if (context := getattr(session, "sparkContext", None)) is None:
         connect = ".connect." in type(session).__module__
         raise ConfigError(
             "on = a session of Spark Connect: it runs no barrier stages. Use on='spark' with master=..., or a "
