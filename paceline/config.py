@@ -241,8 +241,8 @@ def saved_plan(plan: Path | None, script: Path | None = None) -> SavedPlan | Non
     planned = values.get("script")
     if script is not None and isinstance(planned, str) and planned != script.name:
         raise ConfigError(
-            f"The plan file {plan} is for {quoted(planned)}, and this script is {script.name!r}, whose layers and times "
-            f"may be others: run paceline plan --save again, or change 'script' in the file if it has a new name."
+            f"The plan file {plan} is for {quoted(planned)}, and this script is {script.name!r}, whose layers and "
+            f"times may be others: run paceline plan --save again, or change 'script' in the file if it has a new name."
         )
     high = values.get("high") if values.get("machine") == "this machine" else None
     machines = values.get("machines")

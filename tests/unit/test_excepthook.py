@@ -41,9 +41,7 @@ def end_by(error: Exception) -> None:
         sys.excepthook(type(raised), raised, raised.__traceback__)
 
 
-def test_an_error_before_the_start_is_one_line(
-    early: list[BaseException], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_before_the_start_is_one_line(early: list[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
     error = InputError("The index 9 is not in a table.")
     in_user_call(error, "This was microbatch 3.")
     with pytest.raises(SystemExit) as ended:
