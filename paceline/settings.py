@@ -142,6 +142,8 @@ class LocalSettings(_Group):
     mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps when a fragment lands")
     uneven: bool = Field(False, description="each worker makes as many inner steps as it can, not its share of a batch")
     adaptive: bool = Field(False, description="shorten the periods, of at most local.every steps, as the loss falls")
+    quorum: PositiveInt | None = Field(None, description="replicas that an outer step needs; none: all")
+    grace_seconds: Seconds = Field(10.0, description="seconds that an outer step with a quorum waits for late replicas")
     sites: bool = Field(False, description="a replica for each shard of Located data, from which only updates leave")
     sampled: PositiveFloat | None = Field(None, description="sites in a round: a number, or a part below 1; none: all")
     masked: bool = Field(False, description="add up updates by secure aggregation, so that no party sees a single one")
@@ -192,9 +194,7 @@ class TrackingSettings(BaseModel):
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    directory: Path | None = Field(
-        None, description="directory of the trackers' files; none: trackers in the run's, or in the current one"
-    )
+    directory: Path | None = Field(None, description="of the trackers' files; none: trackers in the run's, or here")
     project: str = Field("paceline", min_length=1, description="project, or experiment, of the run")
     name: str | None = Field(None, description="name of the run; none: that of its directory or of the script")
 

@@ -74,6 +74,8 @@ SETTINGS = {
         "local.mixing",
         "local.uneven",
         "local.adaptive",
+        "local.quorum",
+        "local.grace_seconds",
         "local.sites",
         "local.sampled",
         "local.masked",

@@ -1,4 +1,4 @@
-"""Slow workers: every update rule under five patterns of slowness, with real processes.
+"""Slow workers: every update rule under patterns of slowness, with real processes.
 
 Computing is emulated by sleeping, so that two cores are enough for eight workers; how many cores were busy stands
 beside each result. The parts:

@@ -1,4 +1,4 @@
-"""The five patterns of slowness, and what workers of such speeds could do at best: pure functions of whole numbers.
+"""The patterns of slowness, and what workers of such speeds could do at best: pure functions of whole numbers.
 
 A microbatch takes a worker ``base`` seconds times its slowdown, a function of (pattern, seed, worker, step):
 
@@ -7,6 +7,7 @@ A microbatch takes a worker ``base`` seconds times its slowdown, a function of (
     rotating       one worker is 3 times slower; every PERIOD steps it is another one
     noise          each worker's time in a step is log-normal around the usual one, sigma 0.15
     speeds         the workers' speeds are 1, 1, 1, 1, 1.5, 1.5, 2.5, 2.5
+    stall          each worker is 30 times slower in a step, with a chance of 1 %
     none           all are equally fast, always
 
 Asynchronous rules have no common steps. For them a step of the pattern is the time that ideal workers without any
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 1.5, 1.5, 2.5, 2.5)
 SIGMA = 0.15
-PATTERNS = ("permanent", "transient", "rotating", "noise", "speeds")
+PATTERNS = ("permanent", "transient", "rotating", "noise", "speeds", "stall")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ def _transient(pattern: Pattern, worker: int, step: int) -> float:
     return 4.0 if pattern.drawn(worker, step).random() < 0.1 else 1.0
 
 
+def _stall(pattern: Pattern, worker: int, step: int) -> float:
+    return 30.0 if pattern.drawn(worker, step).random() < 0.01 else 1.0
+
+
 def _rotating(pattern: Pattern, worker: int, step: int) -> float:
     first = pattern.drawn().randrange(pattern.workers)
     return 3.0 if worker == (first + 3 * (step // pattern.period)) % pattern.workers else 1.0
@@ -105,5 +110,6 @@ _SLOWDOWNS: dict[str, Callable[[Pattern, int, int], float]] = {
     "rotating": _rotating,
     "noise": _noise,
     "speeds": _speeds,
+    "stall": _stall,
     "none": lambda pattern, worker, step: 1.0,
 }

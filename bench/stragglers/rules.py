@@ -46,6 +46,11 @@ _ALL = (
     Rule("hogwild", {"strategy": "hogwild"}, steps=False),
     Rule("local-sgd", {"strategy": "local-sgd", "local": {"replicas": 8}}),
     Rule("local-uneven", {"strategy": "local-sgd", "local": {"replicas": 8, "uneven": True}}, steps=False),
+    Rule(
+        "local-quorum",
+        {"strategy": "local-sgd", "local": {"replicas": 8, "uneven": True, "quorum": 6, "grace_seconds": 0.5}},
+        steps=False,
+    ),
 )
 RULES = {rule.name: rule for rule in _ALL}
 

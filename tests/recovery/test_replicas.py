@@ -74,3 +74,55 @@ def test_the_parts_of_a_lost_worker_are_trained_in_the_same_period(run: Run) -> 
     assert ran.code == 0 and len(ran.launcher("lost")) == 1, ran.report()
     counts = {event["step"]: event["counts"] for event in ran.events() if event["event"] == "outer-step"}
     assert {step: sum(samples.values()) for step, samples in counts.items()} == {2: 96, 5: 68, 8: 68}, ran.report()
+
+
+STOPPED = """
+import os, signal, subprocess
+from pathlib import Path
+import scripted
+from subjects import tell
+
+session = scripted.begin(microbatches=12)
+late, again = Path(os.environ["PACELINE_RUN"]) / "late", "KILL" in os.environ
+for batch in session.batches(steps=12):
+    report = session.step(batch)
+    scripted.say(session, report)
+    if session.rank == 3 and batch.step == 3 and not late.exists():
+        late.write_text(str(os.getpid()))
+        if again:
+            subprocess.Popen(["sh", "-c", f"sleep 1; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if batch.step == 8 and not again:
+        if session.rank == 0:
+            os.kill(int(late.read_text()), signal.SIGCONT)
+        session.save()
+        tell(saved=session.fingerprint())
+scripted.end(session, loss=report.loss)
+"""
+
+
+@pytest.mark.slow
+def test_outer_steps_go_on_while_a_worker_is_stopped(run: Run) -> None:
+    """It is stopped during two of them, what it has trained on counts in the last one, and is saved before."""
+    environment = given(every=3, uneven=True, quorum=3, grace_seconds=0.5, exact=False)
+    ran = run(STOPPED, "-n", 4, **environment)
+    assert ran.code == 0, ran.report()
+    counts = {event["step"]: event["counts"] for event in ran.events("rank-0") if event["event"] == "outer-step"}
+    assert {step: sorted(replicas) for step, replicas in counts.items()} == {
+        2: ["0", "1", "2", "3"],
+        5: ["0", "1", "2"],
+        8: ["0", "1", "2"],
+        11: ["0", "1", "2", "3"],
+    }, ran.report()
+    assert len({one["fingerprint"] for one in ran.printed() if "fingerprint" in one}) == 1, ran.report()
+
+
+@pytest.mark.slow
+def test_a_late_worker_is_lost_while_the_others_wait_for_it(run: Run) -> None:
+    """They go back to the last outer step of all, and take its replica over."""
+    environment = given(every=3, uneven=True, quorum=3, grace_seconds=60, exact=False) | {"KILL": "1"}
+    ran = run(STOPPED, "-n", 4, "--elastic", "1:4", **environment)
+    assert ran.code == 0 and len(ran.launcher("lost")) == 1, ran.report()
+    assert {event["step"] for event in ran.events() if event["event"] == "went back"} == {3}, ran.report()
+    counts = {event["step"]: event["counts"] for event in ran.events("rank-0") if event["event"] == "outer-step"}
+    assert all(sorted(replicas) == ["0", "1", "2", "3"] for replicas in counts.values()), ran.report()

@@ -3,114 +3,20 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
-import torch.distributed as dist
-from thread_world import run
+from thread_training import BATCH, LENGTH, STEPS, Result, mlp, no_draws, store, tied, train  # noqa: F401
 from torch import nn
-from torch.nn.functional import mse_loss
-from torch.utils.data import TensorDataset
 
-from paceline.comm.assignment import store as stores
-from paceline.config import Resolved
 from paceline.data.order import Order
-from paceline.environments.start import Identity
 from paceline.errors import ConfigError
-from paceline.events import EventLog
-from paceline.partition import gradient_check
 from paceline.settings import Settings
-from paceline.step import forward, optimizer
-from paceline.step.probes import optimizer_probe
 from paceline.strategies import registry
-from paceline.strategies.local import inner as local_training
-from paceline.strategies.local import strategy as local_strategy
 from paceline.strategies.local.outer import OuterSteps
-from paceline.strategies.local.uneven import ClaimedParts
-from paceline.strategies.pipeline import executor
-from paceline.training import build as jobs
-from paceline.training.build import Components
-
-STEPS = 4
-LENGTH, BATCH = 40, 16  # the third batch of an epoch has half as many
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2)
-    )
-
-
-def tied() -> nn.Module:
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-    model[2].weight = model[0].weight
-    return model
-
-
-Result = tuple[dict[str, list[float]], list[float]]
-
-
-def train(
-    make: Callable[[], nn.Module],
-    workers: int,
-    hosts: Sequence[tuple[int, ...]] | None = None,
-    steps: int = STEPS,
-    **settings: Any,
-) -> list[Result]:
-    """The state and the losses that each worker has after some steps."""
-    torch.manual_seed(0)
-    inputs = torch.randn(LENGTH, 6)
-    models = [make() for _ in range(workers)]
-    for model in models[1:]:
-        model.load_state_dict(models[0].state_dict())
-    data = TensorDataset(inputs, inputs[:, :2] * 2)
-    resolved = Resolved(
-        settings=Settings.model_validate({"batch": BATCH, "microbatches": 4, "threads": 1} | settings), sources={}
-    )
-    building = threading.Lock()
-
-    def work(world: Any) -> Result:
-        model = models[world.rank]
-        given = Components(model, partial(torch.optim.AdamW, lr=0.05), data, mse_loss, None, None, None)
-        who = Identity(world.rank, world.size, world.rank, world.size)
-        with building, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jobs, "Formation", lambda *_: SimpleNamespace(world=world))
-            context, *_ = jobs.build_context(given, resolved, who, EventLog(None, world.rank))
-        world.gather(None, "built")  # no worker seeds the generators while another one builds
-        strategy = registry.build(context)
-        losses = []
-        for step in range(steps):
-            groups = context.feed.load(step, strategy.groups(step))
-            losses.append(strategy.step(step, groups).loss)
-        strategy.synchronize(steps)
-        state = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
-        strategy.close()
-        world.gather(None, "end")
-        world.end_servers()
-        return state, losses
-
-    return run(workers, work, hosts=hosts)
-
-
-@pytest.fixture(autouse=True)
-def no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads share the global generators, so another one's seed would look like a draw; these models draw nothing."""
-    for module in (executor, forward, gradient_check, optimizer, optimizer_probe):
-        monkeypatch.setattr(module, "same_states", lambda *_: True)
-
-
-@pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What workers on several machines read and write, which torch's process group would have."""
-    made = dist.HashStore()
-    monkeypatch.setattr(stores, "default_store", lambda: made)
 
 
 @pytest.fixture(scope="module")
@@ -278,49 +184,20 @@ def test_periods_get_shorter_with_the_loss(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(state == alone for state, _ in train(partial(nn.Linear, 6, 2), 3, None, **settings))
 
 
-@pytest.mark.parametrize("hosts", [None, [(0, 1)]], ids=["network", "memory"])
-def test_a_slow_worker_leaves_its_inner_steps_to_others(monkeypatch: pytest.MonkeyPatch, hosts: Any) -> None:
-    """Rank 1 ends its inner step when rank 0 has begun all others of the period, and leaves the next period to it."""
-    begun, ahead, made, counts = threading.Event(), threading.Event(), list[tuple[int, int]](), list[Any]()
-
-    def inner_step(context: Any, batch: Any, step: int, groups: Any, replica: Any) -> Any:
-        made.extend((step, one) for group in groups for one in group.microbatches)
-        if len(made) == 4 + 4 + 2 + 4:
-            ahead.set()
-        begun.set() if context.world.rank else None
-        assert (ahead if context.world.rank else begun).wait(20), f"rank {context.world.rank} is held up at {made}"
-        return local_training.inner_step(context, batch, step, groups, replica)
-
-    def send(outer: OuterSteps, step: int, fragment: int, known: Any, seconds: float) -> None:
-        counts.append(known)
-        sent(outer, step, fragment, known, seconds)
-
-    def step(strategy: local_strategy.LocalTraining, *given: Any) -> Any:
-        paced.add((result := stepped(strategy, *given)).paced_over)
-        return result
-
-    sent, stepped, paced = OuterSteps.send, local_strategy.LocalTraining.step, set[int]()
-    monkeypatch.setattr(local_strategy.LocalTraining, "step", step)
-    monkeypatch.setattr(ClaimedParts, "pace", property(lambda self: (1.0, 100.0)[self._rank]))
-    monkeypatch.setattr(local_strategy, "inner_step", inner_step)
-    monkeypatch.setattr(OuterSteps, "send", send)
-    local = {"every": 4, "replicas": 2, "uneven": True}
-    (first, _), (second, _) = train(mlp, 2, hosts, steps=8, strategy="diloco", local=local)
-    assert sorted(made) == [(step, part) for step in range(8) for part in range(2 if step in (2, 5) else 4)]
-    assert sorted(map(sorted, map(dict.items, counts))) == [[(0, 48), (1, 8)]] * 2 + [[(0, 56), (1, 0)]] * 2
-    assert first == second
-    assert paced == {4}, "throughput is that of a period, as a batch may take a worker no time"
-
-
 @pytest.mark.parametrize(
     ("local", "named"),
     [
         ({"every": 4, "fragments": 5}, "local.fragments = 5 is more than local.every = 4"),
         ({"every": 6, "fragments": 2, "delay": 3}, "local.delay = 3 is too long.* at most 2"),
         ({"every": 20, "fragments": 13}, "local.fragments = 13, but the model has 10 trained parameters"),
+        ({"quorum": 5, "uneven": True}, "local.quorum = 5 is more than local.replicas = 4"),
+        ({"quorum": 3}, "local.quorum = 3 .* set local.uneven = True"),
+        ({"quorum": 3, "uneven": True, "adaptive": True}, "local.adaptive = True cannot be combined with local.quorum"),
+        ({"quorum": 3, "uneven": True, "fragments": 2}, "local.fragments = 2 cannot be combined with local.quorum"),
+        ({"quorum": 3, "uneven": True, "delay": 1}, "local.delay = 1 cannot be combined with local.quorum"),
     ],
 )
-def test_fragments_that_cannot_be_sent_in_turn_are_refused(local: dict[str, Any], named: str) -> None:
+def test_periods_that_cannot_be_kept_are_refused(local: dict[str, Any], named: str) -> None:
     settings = Settings.model_validate({"batch": BATCH, "strategy": "diloco", "local": local})
     with pytest.raises(ConfigError, match=named):
         registry.entry_of("diloco").validate(settings, mlp(), Order(LENGTH, BATCH, 8, seed=0), 2, 2)

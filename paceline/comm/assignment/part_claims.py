@@ -9,29 +9,53 @@
 A worker claims parts of its batch until none is left, and goes on to the next batch. It waits for no part that another
 worker computes.
 
-On one machine the claims are two numbers in shared memory (:class:`SharedMemoryClaims`). On several machines they are a
-counter for each batch in the store of ``torch.distributed`` (:class:`StoreClaims`).
+The same table decides which workers take part in an exchange that does not wait for all of them::
+
+    worker 0   ▓ ▓ ▓ arrive ───────────────┐
+    worker 1   ▓ ▓ arrive ── quorum ─ grace ┴─ exchange      the ranks 0 and 1, once and for all
+    worker 2   ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ arrive: late
+
+On one machine the table is in shared memory (:class:`SharedMemoryClaims`). On several machines it is a counter for each
+batch, and two strings for each exchange, in the store of ``torch.distributed`` (:class:`StoreClaims`).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.comm.assignment.store import Store
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
+from paceline.errors import WorkerSilent, name_ranks
+
+Enough = Callable[[Sequence[int]], bool]
+"""Function that returns whether these ranks are a quorum."""
+_POLL_SECONDS = 2e-3
 
 
 class PartClaims(Protocol):
     """Interface by which a worker claims parts."""
 
-    def claim(self, step: int, parts: int) -> int | None:
-        """Claim a part of the batch of a step, which has ``parts`` parts.
+    def meet(self) -> None:
+        """Make the table. All workers call this together, before anything else."""
 
-        All workers meet in their first claim. A worker claims no part of an earlier step than before.
+    def claim(self, step: int, parts: int) -> int | None:
+        """Claim a part of the batch of a step, which has ``parts`` parts, none of an earlier step than before.
 
         Returns:
             Number of the part. None if all parts are claimed.
+        """
+
+    def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
+        """Arrive at the exchange after a step, and wait until its workers are decided, which never changes then.
+
+        They are all workers, or those that have arrived when ``grace`` seconds have passed since they were enough. One
+        of them took part in the exchange before, so workers that were late then cannot go on by themselves.
+
+        Returns:
+            Their ranks, in ascending order. Empty if this worker is late.
         """
 
     def forget(self) -> None:
@@ -47,18 +71,22 @@ class SharedMemoryClaims:
     """Claims through shared memory."""
 
     def __init__(self, world: World, shared_memory: SharedMemory) -> None:
-        self._rank, self._shared_memory = world.rank, shared_memory
-        table = memoryview(shared_memory.share(16)[0]).cast("q")
+        self._rank, self._size, self._shared_memory = world.rank, world.size, shared_memory
+        table = memoryview(shared_memory.share(8 * (3 + 2 * world.size))[0]).cast("q")
         self._step, self._claimed = table[:1], table[1:2]  # newest step of a claim, and the number of its claimed parts
+        self._decided = table[2:3]  # newest step after which the workers of an exchange are decided
+        self._arrived = table[3 : 3 + world.size]  # newest step at whose exchange each worker has arrived
+        self._takes = table[3 + world.size : 3 + 2 * world.size]  # whether it takes part in the newest exchange
         self._lock = shared_memory.lock()
-        self._fresh = True
+
+    def meet(self) -> None:
+        if self._rank == 0:
+            self._step[0] = self._decided[0] = -1
+            for rank in range(self._size):
+                self._arrived[rank] = -1
+        self._shared_memory.all_gather(b"")
 
     def claim(self, step: int, parts: int) -> int | None:
-        if self._fresh:  # the table is uninitialized
-            if self._rank == 0:
-                self._step[0] = -1
-            self._shared_memory.all_gather(b"")
-            self._fresh = False
         with self._lock:
             if self._step[0] < step:
                 self._step[0], self._claimed[0] = step, 0
@@ -68,6 +96,35 @@ class SharedMemoryClaims:
             self._claimed[0] = part + 1
         return part
 
+    def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
+        with self._lock:
+            if self._decided[0] >= step:
+                return []
+            self._arrived[self._rank] = step
+        quorum: list[float] = []  # time at which this worker has first seen one
+
+        def decide() -> bool:
+            with self._lock:
+                if self._decided[0] >= step:
+                    return True
+                here = self._here(step)
+                if not is_over(len(here) == self._size, self._knows(here) and enough(here), grace, quorum):
+                    return False
+                self._decided[0] = step
+                for rank in range(self._size):
+                    self._takes[rank] = rank in here
+            return True
+
+        self._shared_memory.wait_until(decide, lambda: sorted({*range(self._size)}.difference(self._here(step))))
+        return [rank for rank in range(self._size) if self._takes[rank]]
+
+    def _knows(self, ranks: Sequence[int]) -> bool:
+        """Return whether one of these ranks took part in the exchange before."""
+        return self._decided[0] < 0 or any(self._takes[rank] for rank in ranks)
+
+    def _here(self, step: int) -> list[int]:
+        return [rank for rank in range(self._size) if self._arrived[rank] == step]
+
     def forget(self) -> None:
         pass
 
@@ -76,19 +133,73 @@ class StoreClaims:
     """Claims through the store. Each takes a round trip, also the last one of a step, which finds no part."""
 
     def __init__(self, world: World) -> None:
+        self._world = world
         self._store = Store(world, "parts", "while they claimed parts of a batch")
         self._made = list[str]()  # keys that this worker has added
+        self._before = ""  # key of the decision before
+
+    def meet(self) -> None:
+        self._store.open()
 
     def claim(self, step: int, parts: int) -> int | None:
-        if not self._store.is_open:
-            self._store.open()
         key = self._store.key(step)
         claimed: int = self._store.ask(lambda store: store.add(key, 1))
         if claimed == 1:
             self._made.append(key)
         return claimed - 1 if claimed <= parts else None
 
+    def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
+        arrivals, decision = self._store.key("arrived", step), self._store.key("decided", step)
+        self._store.ask(lambda store: store.append(arrivals, f"{self._world.rank} "))  # type: ignore[attr-defined]
+        begin, quorum, ranks = time.monotonic(), list[float](), ""
+        before, self._before = self._read(self._before), decision
+        while not ranks:
+            if ranks := self._read(decision):
+                break
+            here = sorted(map(int, self._read(arrivals).split()))
+            knows = not before or any(rank in here for rank in map(int, before.split()))
+            if is_over(len(here) == self._world.size, knows and enough(here), grace, quorum):
+                own = " ".join(map(str, here))
+                ranks = self._store.ask(lambda store: store.compare_set(decision, "", own)).decode()  # noqa: B023
+                break
+            awaited = [rank for rank in self._world.others if rank not in here]
+            self._world.waits_for(awaited)
+            if time.monotonic() - begin > self._world.timeout:
+                raise WorkerSilent(
+                    f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for the outer step after step {step}; "
+                    f"{name_ranks(awaited)} did not come (timeout_seconds). See their logs: they are stopped, or busy "
+                    f"with something else."
+                )
+            time.sleep(_POLL_SECONDS)
+        self._world.waits_for(())
+        found = [*map(int, ranks.split())]
+        if found[0] == self._world.rank:
+            self._made += [arrivals, decision]
+        return found if self._world.rank in found else []
+
+    def _read(self, key: str) -> str:
+        """Return the value of a key. Empty if it has none: all workers have then taken part, and know it."""
+        there = key and self._store.ask(lambda store: store.check([key]))
+        return self._store.ask(lambda store: store.get(key)).decode() if there else ""
+
     def forget(self) -> None:
         if self._made:
             self._store.ask(lambda store: [store.delete_key(key) for key in self._made])
         self._made.clear()
+
+
+def is_over(complete: bool, enough: bool, grace: float, quorum: list[float]) -> bool:
+    """Return whether a wait for the others is over.
+
+    Args:
+        complete: whether all workers have arrived.
+        enough: whether those that have arrived are a quorum.
+        grace: seconds to wait for others then.
+        quorum: empty until there is a quorum, then the time at which this was first seen.
+    """
+    if not enough:
+        return False
+    now = time.monotonic()
+    if not quorum:
+        quorum.append(now)
+    return complete or now - quorum[0] >= grace

@@ -27,6 +27,8 @@ import torch
 from torch import nn
 
 from paceline.comm.collectives.subgroup import Subgroup
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 from paceline.errors import ConfigError
 from paceline.schedule.shares import by_size
 from paceline.schedule.tree import Node, nodes_of
@@ -38,6 +40,7 @@ from paceline.strategies.local.replica import Replica
 
 STATE = "local"
 _FLIGHT = "flight"
+_TAGS = 1 << 25
 
 
 class OuterSteps:
@@ -47,6 +50,9 @@ class OuterSteps:
         context: training context, whose ``strategy_state`` holds the state that is the same on all workers.
         shares: numbers of the replicas of each rank.
         replicas: replicas of this worker, by number.
+
+    Attributes:
+        made: number of outer steps of these workers in which this worker took part, or that it has caught up with.
     """
 
     def __init__(
@@ -63,11 +69,13 @@ class OuterSteps:
             Reducer(context, own, workers=alone, overlap=False, any_order=not settings.along_tree)
             for own in ({name: named[name] for name in names} for names in self._fragments)
         ]
-        self._waited, self._in_air = 0.0, False
+        self._quorum: Reducer | None = None  # of the fragment in flight, if not all workers take part
+        self._workers: Sequence[int] = range(world.size)
+        self._waited, self._in_air, self.made = 0.0, False, 0
 
     def close(self) -> None:
         """Release the gradients."""
-        for reducer in self._reducers:
+        for reducer in (*self._reducers, *([self._quorum] if self._quorum else [])):
             reducer.close()
 
     @property
@@ -81,13 +89,19 @@ class OuterSteps:
         """Fragment that has been sent and has not landed: its number, the step, the steps since, and the counts."""
         return self._state.get(_FLIGHT)
 
-    def send(self, step: int, fragment: int, counts: Mapping[int, float], seconds: float) -> None:
+    def send(
+        self, step: int, fragment: int, counts: Mapping[int, float], seconds: float, quorum: Subgroup | None = None
+    ) -> None:
         """Start the outer step of a fragment.
 
         Args:
             step: number of the inner step that has just been made.
             seconds: seconds that this worker has waited for the others.
+            quorum: workers that take part. Defaults to all.
         """
+        if quorum is not None:
+            named = {name: self._context.update.parameters[name] for name in self._fragments[fragment]}
+            self._quorum, self._workers = Reducer(self._context, named, quorum, overlap=False), quorum.ranks
         for one in self._replicas.values():
             one.send(fragment, self._fragments[fragment], self._local.delay > 0)
         self._state[_FLIGHT] = {"fragment": fragment, "step": step, "age": 0, "counts": counts}
@@ -103,7 +117,7 @@ class OuterSteps:
         """Send the outer gradients of the fragment in flight."""
         context, flight = self._context, self.flight
         assert flight is not None
-        reducer, along_tree = self._reducers[flight["fragment"]], context.settings.along_tree
+        reducer, along_tree = self._quorum or self._reducers[flight["fragment"]], context.settings.along_tree
         gradients, counts = Accumulator(along_tree), flight["counts"]
         for number, one in self._replicas.items():
             for name, weight in one.sent.items():
@@ -121,7 +135,7 @@ class OuterSteps:
             return
         fragment, delay = flight["fragment"], self._local.delay
         if flight["age"] == (delay + 1) // 2:
-            self._reducers[fragment].go_on()
+            (self._quorum or self._reducers[fragment]).go_on()
         if flight["age"] < delay:
             flight["age"] += 1
         else:
@@ -140,17 +154,19 @@ class OuterSteps:
         Args:
             step: step after which the fragment was sent.
         """
-        context, reducer = self._context, self._reducers[fragment]
+        context, reducer = self._context, self._quorum or self._reducers[fragment]
         while not reducer.finish():
             self._send()
         last = fragment == len(self._fragments) - 1
         if total := _total(counts):
-            means = self._mean_buffers(counts, total) if last else None
+            means = self._mean_buffers(reducer, counts, total) if last else None
             self.update(step, fragment)
             if means is not None:
                 context.compute.buffers.accept(means)
         reducer.accept()
         reducer.clear()
+        self._quorum, self._workers = None, range(self._context.world.size)
+        self.made += 1
         for one in self._replicas.values():
             one.land(self._local.mixing)
             if last:
@@ -164,7 +180,7 @@ class OuterSteps:
         else:
             update()
 
-    def _mean_buffers(self, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
+    def _mean_buffers(self, reducer: Reducer, counts: Mapping[int, float], total: float) -> list[torch.Tensor]:
         context, exact = self._context, self._context.settings.exact
         buffers = Accumulator(exact)
         for number, one in self._replicas.items():
@@ -172,14 +188,55 @@ class OuterSteps:
                 buffers.push(number, [value * counts[number] for value in context.compute.buffers.examples()])
         context.compute.buffers.begin()
         nodes = self._nodes(exact, counts)
-        return self._reducers[-1].statistics(nodes, [values for _, values in buffers.nodes()], total)
+        return reducer.statistics(nodes, [values for _, values in buffers.nodes()], total)
 
     def _nodes(self, along_tree: Exact, counts: Mapping[int, float]) -> list[list[Node]]:
         """Return the nodes of the tree over the replicas that each rank sends, or one node for its running sum."""
-        shares = [[number for number in share if number in counts] for share in self._shares]
+        shares = [[number for number in self._shares[rank] if number in counts] for rank in self._workers]
         if along_tree:
             return [nodes_of(share) for share in shares]
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
+
+    @torch.no_grad()
+    def catch_up(self, workers: World | Subgroup, made: Sequence[int]) -> None:
+        """Give the outer state to workers that were late. What their replicas have trained is kept, as a difference.
+
+        Args:
+            workers: workers that call this together.
+            made: for each of them, its :attr:`made`.
+        """
+        behind = [rank for rank, number in enumerate(made) if number < max(made)]
+        source = made.index(max(made))
+        if not behind or workers.rank not in (source, *behind):
+            return
+        context, momentum = self._context, self._state["momentum"]
+        parameters, live = context.update.parameters, dict(context.compute.model.named_buffers())
+        device = {
+            name: momentum.get(name, torch.zeros_like(value)).to(value.device) for name, value in parameters.items()
+        }
+        state = [*(value.detach() for value in parameters.values()), *(device.values() if self._momentum else ())]
+        state += [live[name] for name in context.compute.buffers.names]
+        with workers.awaiting("to catch up with the outer steps"):
+            if workers.rank == source:
+                sends = [Message(one.contiguous(), peer, _TAGS + at) for at, one in enumerate(state) for peer in behind]
+                transfers = workers.start_transfers(sends, [])
+            else:
+                before = [value.detach().clone() for value in parameters.values()]
+                found = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in state]
+                receives = [Message(one, source, _TAGS + at) for at, one in enumerate(found)]
+                transfers = workers.start_transfers([], receives)
+            for transfer in transfers:
+                transfer.wait()
+        if workers.rank == source:
+            return
+        for own, one in zip(state, found, strict=True):
+            own.copy_(one)
+        if self._momentum:
+            momentum.update(device)
+        for replica in self._replicas.values():
+            for (name, value), old in zip(parameters.items(), before, strict=True):
+                replica.weights[name].add_(value.detach() - old)
+        self.made = max(made)
 
     @torch.no_grad()
     def _outer_update(self, names: Sequence[str]) -> None:

@@ -64,13 +64,13 @@ class Replica:
         """Return the tensors of the replica by name.
 
         Args:
-            weights: whether its weights and buffers may differ from those at rest.
+            weights: whether its weights and buffers may differ from those at rest although it has not trained since.
         """
         model, optimizer = self._context.compute.model, self._context.update.optimizer
         with self._swapped(optimizer):
             check_savable(optimizer)
             found = dict(optimizer_state(model, optimizer))
-        if weights:
+        if weights or any(self.counts):
             found |= {f"parameter/{name}": value for name, value in self.weights.items()}
             found |= {f"buffer/{name}": value for name, value in self.buffers.items()}
             found |= {f"sent/{name}": value for name, value in self.sent.items()}

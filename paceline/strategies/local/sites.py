@@ -48,7 +48,7 @@ from paceline.strategies.local.inner import inner_step
 from paceline.strategies.local.outer import STATE, OuterSteps
 from paceline.strategies.local.replica import Replica, leave_averages
 
-_WITHOUT = {"after": 0, "fragments": 1, "delay": 0, "mixing": 0.0, "uneven": False, "adaptive": False}
+_WITHOUT = {"after": 0, "fragments": 1, "delay": 0, "mixing": 0.0, "uneven": False, "adaptive": False, "quorum": None}
 """Settings of replicas that keep a state between outer steps or share their data, with their values without effect."""
 
 

@@ -34,11 +34,13 @@ from torch import nn
 
 from paceline.checkpoint.tensors import REPLICA
 from paceline.comm.collectives.step_header import agreed_names
+from paceline.comm.collectives.subgroup import Subgroup
+from paceline.comm.world import World
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.errors import CheckpointError, ConfigError
 from paceline.schedule.shares import even
-from paceline.settings import Settings
+from paceline.settings import LocalSettings, Settings
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import means
 from paceline.step.context import StepResult, TrainingContext
@@ -62,20 +64,23 @@ OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "c
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     outer = ("local.outer_lr", "local.outer_momentum") * (settings.strategy == "local-sgd")
     bound, uneven = settings.local.sites, settings.local.uneven
+    quorum = settings.local.quorum is not None
+    uneven_with = "local.uneven = False" + " without local.quorum" * quorum
     exact_with = 'reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32")
     return Capabilities(
         exact=not uneven and (settings.fixed_point or settings.reduction != "collective"),
-        exact_with="local.uneven = False" if uneven else exact_with,
+        exact_with=uneven_with if uneven else exact_with,
         fixed_point=not bound,
-        wires=("float32",) if bound else WHOLE_WIRES,
+        wires=("float32",) if bound or quorum else WHOLE_WIRES,  # a late worker would lack scales
         replicated=False,
         replicas=1 if bound else settings.local.replicas,  # of sites, which keep nothing from round to round
         located=bound,
+        averages=not quorum,
         loop_weights=False,
         carries=False,
         even_shares=not bound,
         reads=("local", "reduction", "bucket_megabytes"),
-        ignores=outer + (("local.replicas",) if bound else OF_SITES),
+        ignores=outer + ("local.grace_seconds",) * (not quorum) + (("local.replicas",) if bound else OF_SITES),
     )
 
 
@@ -109,7 +114,29 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"{local.fragments} a fragment is sent after every {between} steps, and it must land before the next one: "
             f"use at most {between - 1}."
         )
+    _check_quorum(local)
     fragments_of({name: one for name, one in model.named_parameters() if one.requires_grad}, local.fragments)
+
+
+def _check_quorum(local: LocalSettings) -> None:
+    if local.quorum is None:
+        return
+    if local.quorum > local.replicas:
+        raise ConfigError(
+            f"local.quorum = {local.quorum} is more than local.replicas = {local.replicas}: use at most "
+            f"{local.replicas}, or leave it out to wait for all replicas."
+        )
+    if not local.uneven:
+        raise ConfigError(
+            f"local.quorum = {local.quorum} lets outer steps go on without a late worker, which catches up only if "
+            f"others take its parts of the batches: set local.uneven = True, or leave out local.quorum."
+        )
+    for key, plain in (("adaptive", False), ("fragments", 1), ("delay", 0)):
+        if (given := getattr(local, key)) != plain:
+            raise ConfigError(
+                f"local.{key} = {given} cannot be combined with local.quorum, because a late worker would lack what "
+                f"the others have agreed on in the outer steps without it: leave out one of them."
+            )
 
 
 def build(context: TrainingContext) -> Strategy:
@@ -131,7 +158,12 @@ class LocalTraining(Strategy):
         self._claimed = ClaimedParts(world) if self._local.uneven and world.size > 1 else None
         self._outer = OuterSteps(context, self._shares, self._replicas)
         self._last = StepResult(math.nan, math.nan, context.update.learning_rate)
-        self._notice = 0
+        if self._local.quorum is not None and world.transport.capabilities.ordered:
+            raise ConfigError(
+                f"local.quorum = {self._local.quorum}: on GPUs the exchanges are those of all workers, so none can be "
+                f"left out. Train on CPUs, or leave out local.quorum."
+            )
+        self._notice, self._complete = 0, True  # whether all workers took part in the last outer step
         self._divided = DividedOptimizerState(context, self._tensors, REPLICA)
         if not context.replicas:
             context.strategy_state.pop(STATE, None)  # of a run that has gone on with another strategy since
@@ -174,8 +206,8 @@ class LocalTraining(Strategy):
 
     @property
     def _settled(self) -> bool:
-        """Whether the last fragment of a period has just landed."""
-        return self._outer.flight is None and len(self._trained) == self._local.delay
+        """Whether the last fragment of a period has just landed, on all workers."""
+        return self._complete and self._outer.flight is None and len(self._trained) == self._local.delay
 
     # Replicas.
 
@@ -207,6 +239,10 @@ class LocalTraining(Strategy):
         if steps >= self._local.after and self.divided is None:
             return {}  # replicas begin as the model at rest
         return self._tensors() if steps >= self._local.after and self._settled else None
+
+    def synchronize(self, steps: int) -> None:
+        if self._claimed is not None and self._local.quorum is not None:
+            self._outer.catch_up(self._context.world, self._context.world.gather(self._outer.made, "step"))
 
     def close(self) -> frozenset[str] | None:
         if self._synchronous is not None:
@@ -296,24 +332,42 @@ class LocalTraining(Strategy):
         for share in self._claimed.claim(step, shares, later):
             yield next(self._turns), self._context.feed.load(step, batch.groups(step, share))
 
+    def _present(self, step: int) -> World | Subgroup | None:
+        """Return the workers of the outer step after ``step``. None if they have gone on without this one."""
+        world, quorum, shares = self._context.world, self._local.quorum, self._shares
+        if self._claimed is None or quorum is None:
+            return world
+        grace = self._local.grace_seconds
+        ranks = self._claimed.arrive(step, lambda here: sum(len(shares[rank]) for rank in here) >= quorum, grace)
+        self._complete = len(ranks) == world.size
+        if self._complete:
+            return world
+        return Subgroup(world, ranks) if ranks else None
+
     def _send(self, step: int, parts: list[MicrobatchResult], fragment: int) -> StepResult:
-        """Send a fragment. Returns the result of the inner step with the loss of the whole batch."""
+        """Send a fragment, unless this worker is late. Returns the step's result with the loss of the whole batch."""
         begin, context = time.perf_counter(), self._context
+        workers = self._present(step)
+        if workers is None:
+            return self._last
         world, live, metrics = context.world, context.compute.buffers.live, context.compute.metrics
         sums = [(part.microbatches, part.rank, part.loss, part.counted, part.metrics) for part in parts]
         counts = {number: one.counts[fragment] for number, one in self._replicas.items()}
         pace = self._claimed.pace if self._claimed is not None else 0.0
-        own = list(self._trained), counts, sums, pace, metrics, live, world.notice()
-        everyone = world.gather(own, f"outer step after step {step}")
+        own = list(self._trained), counts, sums, pace, metrics, live, world.notice(), self._outer.made
+        everyone = workers.gather(own, f"outer step after step {step}")
         check_trained([trained for trained, *_ in everyone])
+        quorum = workers if isinstance(workers, Subgroup) else None
         if self._claimed is not None:
-            self._claimed.exchanged([pace for _, _, _, pace, *_ in everyone])
+            paces = dict(zip(quorum.ranks if quorum else range(world.size), (one[3] for one in everyone), strict=True))
+            self._claimed.exchanged([paces.get(rank, 0.0) for rank in range(world.size)], self._complete)
+            self._outer.catch_up(workers, [made for *_, made in everyone])
         if given := [(rank, one[4]) for rank, one in enumerate(everyone) if one[4]]:
             context.compute.metrics = agreed_names(given)
-        context.compute.buffers.fix(name for *_, names, _ in everyone for name in names)
+        context.compute.buffers.fix(name for *_, names, _, _ in everyone for name in names)
         known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
-        self._outer.send(step, fragment, known, time.perf_counter() - begin)
-        self._notice = max(notice for *_, notice in everyone)
+        self._outer.send(step, fragment, known, time.perf_counter() - begin, quorum)
+        self._notice = max(notice for *_, notice, _ in everyone) if self._complete else 0
         whole = [
             MicrobatchResult(at, rank, loss, counted, metrics=tuple(found))
             for _, _, sums, *_ in everyone

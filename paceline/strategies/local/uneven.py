@@ -10,6 +10,9 @@
 
 A part is the share of a batch on which a replica would train if all made the same number of inner steps. These are the
 dynamic local updates of asynchronous local SGD (Liu et al. 2024, arXiv 2401.09135), but with synchronous outer steps.
+
+With ``local.quorum`` an outer step goes on without late workers (Douillard et al. 2026, arXiv 2604.21428). A late one
+passes the batches whose parts others have claimed, and sends the update of its replica in its next outer step.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from paceline.comm.assignment.part_claims import claims_for
+from paceline.comm.assignment.part_claims import Enough, claims_for
 from paceline.comm.world import World
 
 
@@ -25,7 +28,7 @@ class ClaimedParts:
     """Parts that this worker claims between two exchanges."""
 
     def __init__(self, world: World) -> None:
-        self._claims, self._rank = claims_for(world), world.rank
+        self._claims, self._rank, self._size, self._met = claims_for(world), world.rank, world.size, False
         self._seconds, self._made = 0.0, 0  # of this worker since the last exchange
         self._paces: Sequence[float] = ()  # of all workers before it
 
@@ -35,24 +38,44 @@ class ClaimedParts:
         return self._seconds / self._made if self._made else 0.0
 
     def claim(self, step: int, shares: Sequence[range], later: int) -> Iterator[range]:
-        """Yield the parts of a batch that this worker computes.
+        """Yield the parts of a batch that this worker computes. The first batch has a part for each worker.
+
+        So each worker has a loss to report, and a pace.
 
         Args:
             shares: microbatches of each part.
             later: number of parts of later batches before the next exchange.
         """
-        left = len(shares) + later
+        own, left = list[int](), len(shares) + later
+        kept = 0 if self._met else min(self._size, len(shares))
+        if not self._met:
+            self._claims.meet()
+            self._met, own = True, [self._rank] if self._rank < kept else []
         while not leaves_rest(self._paces, self._rank, left):
-            if (part := self._claims.claim(step, len(shares))) is None:
+            if own:
+                part = own.pop()
+            elif (claimed := self._claims.claim(step, len(shares) - kept)) is not None:
+                part = kept + claimed
+            else:
                 return
             left = len(shares) - part - 1 + later
             begin = time.perf_counter()
             yield shares[part]
             self._seconds, self._made = self._seconds + time.perf_counter() - begin, self._made + 1
 
-    def exchanged(self, paces: Sequence[float]) -> None:
-        """Begin anew after an exchange, in which the workers have told their :attr:`pace`."""
-        self._claims.forget()
+    def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
+        """Return the ranks of the exchange after a step. See :meth:`PartClaims.arrive`."""
+        return self._claims.arrive(step, enough, grace)
+
+    def exchanged(self, paces: Sequence[float], complete: bool) -> None:
+        """Begin anew after an exchange, in which the workers have told their :attr:`pace`.
+
+        Args:
+            paces: seconds of each worker for a part. 0 if unknown.
+            complete: whether all workers took part. Late ones may still try to claim parts of these batches.
+        """
+        if complete:
+            self._claims.forget()
         self._paces, self._seconds, self._made = paces, 0.0, 0
 
 
