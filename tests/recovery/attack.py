@@ -18,6 +18,7 @@ FORGED = [
     {"type": "hello", "about": ABOUT, "facts": "text", "fits": [], "session": 1, "timeout_seconds": 1e-9},
     {"type": "ready", "progress": None, "arena": None, "leaving": True, "planned": False, "ended": [0, 1]},
     {"type": "ending"},
+    {"type": "unfit"},
     {"type": "finished"},
     {"type": "agent", "workers": 1, "host": "b", "script": "train.py", "name": None, "about": {}},
     {"type": "started", "worker": 0},

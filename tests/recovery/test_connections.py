@@ -70,6 +70,7 @@ FORGED = [
     HELLO,
     READY | {"leaving": True},
     {"type": "ending"},
+    {"type": "unfit"},
     JOIN,
     ENDED | {"worker": 0, "report": REPORT},
     {"type": "change", "generation": 1, "urgent": True, "why": "", "lost": [0]},
