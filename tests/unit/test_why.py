@@ -19,10 +19,12 @@ from paceline.observe.records import Record
 from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find, sentences
 from paceline.observe.why.advice import Advice
 from paceline.observe.why.at_end import find_at_end, last_line
+from paceline.settings import Settings
 
 Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 20
 ALLREDUCE = {"strategy": "allreduce", "wire": "float32", "latency": 0.0, "checkpoint.every": 5}
+ALLREDUCE["communication"] = Settings().communication
 
 
 def step_of(own: list[Times], exchange: float = 0.05) -> dict[int, Times]:

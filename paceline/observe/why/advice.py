@@ -83,7 +83,7 @@ def advise(
         return []
     gains, strategy, wire = {}, start.get("strategy"), start.get("wire")
     keeps_errors = ", rank " in str(wire)  # such formats need a strategy and saves of their own
-    elsewhere = start.get("located") or start.get("communication") or keeps_errors
+    elsewhere = start.get("located") or start.get("communication", "fixed") != "fixed" or keeps_errors
     if shares.get("compute") and strategy == "allreduce" and not elsewhere:
         gains["strategy=stealing"] = _stealing(computing, start) * second
     if (share := shares.get("load")) and fixed and not start.get("stream"):
