@@ -1,4 +1,4 @@
-"""Memory and time of a step with a divided optimizer state, beside all-reduce and torch's ZeroRedundancyOptimizer.
+"""Memory and time of a step with a divided state, beside all-reduce, ZeroRedundancyOptimizer and FSDP2 of torch.
 
 A GPT of 10 M parameters with AdamW in float32, one microbatch for each worker, so that little communication is hidden
 behind computation. The ways take turns in the same processes; a time is the median of the steps of all rounds on the
@@ -23,6 +23,8 @@ SCRIPT = f"""
 import gc, json, os, re, sys, time
 from functools import partial
 import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -46,7 +48,8 @@ def megabytes():
     return int(re.search(r"Pss: +(\\d+)", open("/proc/self/smaps_rollup").read())[1]) / 1e3
 
 def bytes_of(optimizer):
-    return sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in values)
 
 def loss(output, target):
     return cross_entropy(output.flatten(0, -2), target.flatten())
@@ -59,9 +62,12 @@ def ours(strategy, **more):
     for batch in session.batches(steps=WARM + STEPS):
         yield partial(session.step, batch), session._context.update.optimizer
 
-def torchs(zero):
+def torchs(zero=False, fsdp=False):
     net = model()
-    wrapped = DistributedDataParallel(net)
+    if fsdp:
+        for part in (*net.blocks, net):
+            fully_shard(part)
+    wrapped = net if fsdp else DistributedDataParallel(net)
     make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW) if zero else torch.optim.AdamW
     optimizer = make(net.parameters(), lr=1e-4, foreach=True)
     def step(rows):
@@ -75,7 +81,7 @@ WAYS = {{
     "all-reduce": lambda: ours("allreduce"),
     **{{f"sharded: {{one}}": partial(ours, "sharded", shard=one) for one in ("parameters", "gradients", "optimizer")}},
     "sharded: parameters, copied": partial(ours, "sharded", shard_copy=True),
-    "DDP": lambda: torchs(False), "DDP, ZeroRedundancyOptimizer": lambda: torchs(True),
+    "DDP": torchs, "DDP, ZeroRedundancyOptimizer": partial(torchs, zero=True), "FSDP2": partial(torchs, fsdp=True),
 }}
 torch.set_num_threads(1)
 names = os.environ["NAMES"].split(";")
@@ -100,7 +106,7 @@ print(json.dumps(found), flush=True)
 
 
 SHARDED = [f"sharded: {one}" for one in ("parameters", "gradients", "optimizer", "parameters, copied")]
-NAMES = "all-reduce", *SHARDED, "DDP", "DDP, ZeroRedundancyOptimizer"
+NAMES = "all-reduce", *SHARDED, "DDP", "DDP, ZeroRedundancyOptimizer", "FSDP2"
 
 
 def measure(workers: int, rounds: int, names: Sequence[str]) -> list[dict[str, dict[str, list[float]]]]:

@@ -7,7 +7,7 @@ after ``import paceline, torch`` and after making an optimizer of torch, which i
 the same script needs for a tiny model: libraries, activations and buffers of the process group.
 
     python bench/sharded_memory.py --megabytes 400 --workers 4
-    python bench/sharded_memory.py --megabytes 100 --workers 4 --set exact=true
+    python bench/sharded_memory.py --megabytes 100 --workers 4 --set shard=gradients
     python bench/sharded_memory.py --megabytes 100 --workers 4 --limit 280      # RLIMIT_DATA, see --help
 """
 
@@ -120,13 +120,16 @@ def main() -> None:
     width = round((options.megabytes * 1e6 / 4 / WIDTHS) ** 0.5 / 64) * 64
     _, tiny = measure(options.workers, 64, {**given, "limit": 0})
     parameters, found = measure(options.workers, width, given)
-    share, block = 16 * parameters / options.workers / 1e6, 4 * 4 * width * width / 1e6
+    stages = {"optimizer": 8 + 8 / options.workers, "gradients": 4 + 12 / options.workers}
+    least = stages.get(str(settings.get("shard")), 16 / options.workers)
+    share, block = least * parameters / 1e6, 4 * 4 * width * width / 1e6
     print(f"{parameters * 4 / 1e6:.0f} MB of weights, {options.workers} workers: share {share:.0f} MB")
     print(f"share x 1.1 + largest parameter of {block:.0f} MB: {1.1 * share + block:.0f} MB")
-    print(f"{'':16}{'MB':>8}{'tiny':>8}{'bytes a parameter':>20}")
+    print(f"{'':16}{'MB':>8}{'tiny':>8}{'bytes a parameter':>20}{f'of {least:.1f}':>10}")
     for phase, value in found.items():
         rest = value - tiny.get(phase, 0.0)
-        print(f"{phase:16}{value:8.0f}{tiny.get(phase, 0.0):8.0f}{rest * 1e6 / parameters:20.1f}")
+        each = rest * 1e6 / parameters
+        print(f"{phase:16}{value:8.0f}{tiny.get(phase, 0.0):8.0f}{each:20.1f}{each / least:10.2f}")
 
 
 if __name__ == "__main__":

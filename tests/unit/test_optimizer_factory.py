@@ -1,6 +1,7 @@
 """What the factory of optimizers gets, and what it may return."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from paceline.errors import InputError
 from paceline.step.optimizer import OptimizerStep, Scaling
+from paceline.step.optimizers.overlap import check_apart
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules
 
 
@@ -168,3 +170,15 @@ def test_what_cannot_be_used(optimizer: Any, schedule: Any, words: list[str]) ->
 def test_parameters_without_an_optimizer() -> None:
     assert update(lambda model: SGD([model[1].bias], lr=0.1)).without_optimizer == ["0.weight", "1.weight"]
     assert update(two).without_optimizer == []
+
+
+@pytest.mark.parametrize(
+    ("view", "shared"), [(torch.t, True), (lambda value: value[:, ::2], False)], ids=["all", "gaps"]
+)
+def test_other_strides_over_the_same_memory_are_seen(
+    view: Callable[[torch.Tensor], torch.Tensor], shared: bool
+) -> None:
+    memory = torch.zeros(4, 6)
+    parameters = {"first": nn.Parameter(memory), "second": nn.Parameter(view(memory))}
+    with pytest.raises(InputError, match="memory in common") if shared else nullcontext():
+        check_apart(parameters, "sharded")

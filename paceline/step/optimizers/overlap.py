@@ -25,12 +25,12 @@ def check_elements(parameters: Mapping[str, nn.Parameter]) -> None:
 def check_apart(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
     """Raise InputError if parameters have memory in common and different workers update them.
 
-    Only contiguous parameters are compared: others may lie between each other without a common element.
+    Parameters with gaps are not compared: they may lie between each other without a common element.
     """
     known = sorted(  # not by data_ptr(), which gives memory to the values of a deferred model
         (storage_id(value), value.storage_offset() * value.element_size(), value.nbytes, name)
         for name, value in parameters.items()
-        if value.is_contiguous() and value.nbytes
+        if value.nbytes and _is_dense(value)
     )
     for (storage, start, size, name), (other, begin, _, second) in pairwise(known):
         if storage == other and begin < start + size:
@@ -40,3 +40,9 @@ def check_apart(parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
                 f"parameter itself, as in decoder.weight = encoder.weight, not its .data. Otherwise clone() one, or "
                 f"use strategy 'allreduce'."
             )
+
+
+def _is_dense(value: nn.Parameter) -> bool:
+    """Return whether there are no gaps between the elements, as after a transposition."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return last == value.numel() - 1
