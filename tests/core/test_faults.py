@@ -116,14 +116,6 @@ def test_a_kill_at_each_point(crew: Run, tmp_path: Path, fingerprint: str, point
 
 
 @pytest.mark.slow
-def test_the_model_of_a_kill_after_the_update_is_lost_with_it(crew: Run) -> None:
-    """The others may have made the step; none has begun the next one."""
-    ended = crew(faults.kill(rank=2, step=5, point="after update"))
-    assert ended[2].signal == "SIGKILL"
-    assert all(steps_of(one)[-1] in (4, 5) for one in ended)
-
-
-@pytest.mark.slow
 def test_a_stop_that_ends_changes_nothing(crew: Run, fingerprint: str, tmp_path: Path) -> None:
     ended = crew(
         faults.stop(rank=1, step=2, seconds=0.3) + faults.stop(rank=0, step=5, point="after update", seconds=0.1)

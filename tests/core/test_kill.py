@@ -1,7 +1,6 @@
 """A run that is killed at any moment goes on from its newest checkpoint, on any number of workers, to the same bits."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,21 +104,6 @@ def test_killed_twice(
     assert [one.signal for one in ended] == KILLED * second
     last = printed(SCRIPT, third, tmp_path, environment=saved)
     check_the_end(last, range(15, STEPS), uninterrupted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
-def test_one_killed(
-    ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, one_machine: bool
-) -> None:
-    kill = Kill("step 10", ranks=(1,), by=1)
-    ended = ranks(SCRIPT, 3, tmp_path, environment=saved | held(10, [1]), kill=kill, one_machine=one_machine)
-    assert [one.signal for one in ended] == ["", "SIGKILL", ""]
-    for one in (ended[0], ended[2]):
-        assert one.code == 5
-        (said,) = re.findall(rf"^paceline: rank {one.rank}: WorkerLost: .*", one.err, re.M)  # torch may log before it
-        assert re.search(r"output of ranks? (0, )?1\b", said)
-    check_the_end(printed(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
 
 
 @pytest.mark.slow
