@@ -51,9 +51,7 @@ class Checkpointer:
         events: EventLog,
         replicated: bool = False,
     ) -> None:
-        self._world = world
-        self._settings = settings
-        self._events = events
+        self._world, self._settings, self._events = world, settings, events
         self._divided = replicated and settings.every != "auto"  # with auto only rank 0 knows when to save
         self._absent: tuple[int, set[int]] = -1, set()
         self._background = Background()

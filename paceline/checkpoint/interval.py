@@ -45,8 +45,7 @@ class Interval:
     """
 
     def __init__(self, mtbf: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._mtbf = mtbf
-        self._clock = clock
+        self._mtbf, self._clock = mtbf, clock
         self._step_times: deque[float] = deque(maxlen=_STEPS)
         self._stalls: deque[float] = deque(maxlen=_SAVES)
         self._totals: deque[float] = deque(maxlen=_SAVES)

@@ -190,12 +190,8 @@ class TrainingState:
     ) -> None:
         self._model = model
         self._names = state_dict_names(model)
-        self._update = update
-        self._order = order
-        self._numerics = numerics
-        self._versions = versions
-        self._strategy_state = strategy_state
-        self._script = script
+        self._update, self._order, self._numerics = update, order, numerics
+        self._versions, self._strategy_state, self._script = versions, strategy_state, script
         self._loop = loop
         # returns the state that the workers have in shares. None if this worker has the whole state.
         self.divided: Callable[[], DividedState | None] = lambda: None

@@ -230,10 +230,7 @@ class Transfer:
     __slots__ = ("_peers", "_waiting", "_where", "_work")
 
     def __init__(self, waiting: Waiting, work: Work, peers: list[int], where: str) -> None:
-        self._waiting = waiting
-        self._work = work
-        self._peers = peers
-        self._where = where
+        self._waiting, self._work, self._peers, self._where = waiting, work, peers, where
 
     def wait(self) -> None:
         """Wait until the transfer is done. See :attr:`Capabilities.blocking_wait`."""

@@ -132,8 +132,7 @@ class RemoteAgent(Supervisor):
     """Agent on any other machine, whose workers report by themselves that they leave."""
 
     def __init__(self, launch: Launch, request: Request, client: AgentClient) -> None:
-        self._launch = launch
-        self._client = client
+        self._launch, self._client = launch, client
         self._restarts = 0
         self._to_start = request.standby
 

@@ -20,9 +20,7 @@ class LatenessPolicy:
     def __init__(
         self, membership: MembershipProtocol, monitor: RunMonitor, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._membership = membership
-        self._monitor = monitor
-        self._clock = clock
+        self._membership, self._monitor, self._clock = membership, monitor, clock
         self._heartbeats: dict[int, tuple[float, WorkerStatus]] = {}
         self._formed_at = self._clock()
 

@@ -42,8 +42,7 @@ class MembershipProtocol:
         self.workers: dict[int, Worker] = {}
         self.over: Message | None = None
         self.lost: list[Lost] = []
-        self._send = send
-        self._record = record
+        self._send, self._record = send, record
         self.changing = False  # whether a change is announced and the next generation has not formed
         self._shortage_noted = False
         self.fenced = False  # whether a worker that was lost since the last generation may still run

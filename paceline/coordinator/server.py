@@ -75,8 +75,7 @@ class Coordinator:
         system: System | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self._record = record
-        self._run = run
+        self._record, self._run = record, run
         self._workers: dict[int, Peer] = {}
         self._ended: set[int] = set()  # ended workers, whose late messages are ignored
         self._agents: dict[int, Agent] = {}
@@ -86,8 +85,7 @@ class Coordinator:
         self.membership = MembershipProtocol(bounds, self._send, self._record_change)
         self._key_values = KeyValues(lambda number, message: self._send([number], message))
         self._lateness = LatenessPolicy(self.membership, self.monitor, system.clock)
-        self._local_workers = local_workers
-        self._show = show
+        self._local_workers, self._show = local_workers, show
         self._agents_seen = 0
         self._connections = system.connect(listener, self._key, self, self._lock, record)
         self._connections.start()

@@ -95,8 +95,7 @@ class Feed:
         collate: Callable[[list[Any]], Any] | None = None,
         stops: bool = False,
     ) -> None:
-        self._order = order
-        self._device = device
+        self._order, self._device = order, device
         self._stream = upload_stream(device)
         self._requests = _Requests()
         self._data: KeyedDataset | StreamSamples

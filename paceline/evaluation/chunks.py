@@ -63,8 +63,7 @@ class Chunks:
                 f"it a data set that every worker has."
             )
         refuse_columns(what, data)
-        self._context = context
-        self._data = data
+        self._context, self._data = context, data
         self._is_stream = is_stream(data)
         self.samples = 0
         if self._is_stream:

@@ -74,8 +74,7 @@ class Workers:
         supervisor: Supervisor | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._launch = launch
-        self._show = show
+        self._launch, self._show = launch, show
         self._supervisor = supervisor or Supervisor()
         self._launcher = launcher_named(launch.launcher)()
         self._launcher.note = note

@@ -33,8 +33,7 @@ class ModuleCut(Layers):
     """Layers of a model. Each mode (training, evaluation) is recorded when it first occurs."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        self._example = example
-        self.model = model
+        self._example, self.model = example, model
         self.modules = layer_modules(model)
         self._training = training_flags(model)
         self._records: dict[FlagValues, Recorded] = {}

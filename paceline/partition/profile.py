@@ -83,8 +83,7 @@ class _Probe:
         loss: Callable[[Any], torch.Tensor] | None,
         precision: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        self.stage = stage
-        self.loss = loss
+        self.stage, self.loss = stage, loss
         self.inputs: Any = None
         self.outputs: Activations = ()
         self.output_gradients: list[torch.Tensor | None] = []

@@ -131,8 +131,7 @@ class Recorder(Watch):
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], changing: Iterable[str]) -> None:
         super().__init__()
         self.record = Record()
-        self._model = model
-        self._layers = layers
+        self._model, self._layers = model, layers
         self._tensors = dict(model.named_buffers()) | dict(model.named_parameters())
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._slots = {

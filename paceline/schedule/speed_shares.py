@@ -28,8 +28,7 @@ class SpeedShares:
 
     def __init__(self, workers: int, total: int, fits: bool) -> None:
         self._measured: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(workers)]
-        self._total = total
-        self._fits = fits
+        self._total, self._fits = total, fits
         self.counts = tuple(map(len, even(total, workers)))
 
     def observe(self, seconds: Sequence[float], counts: Sequence[int]) -> bool:

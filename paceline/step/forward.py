@@ -111,12 +111,9 @@ class ForwardRunner:
         largest: int,
         samples_of: Callable[[int], int],
     ) -> None:
-        self.model = model
-        self.forward = forward
+        self.model, self.forward = model, forward
         self.buffers = Buffers(model)
-        self._seed = seed
-        self._autocast = autocast
-        self._largest = largest
+        self._seed, self._autocast, self._largest = seed, autocast, largest
         self._samples_of = samples_of
         self.turn = 0  # number of phases that the batch has had before this one, if a batch has several
         self._weights = dict(model.named_parameters())
@@ -313,8 +310,7 @@ class _Again:
     """Context for recomputing a part of a model. It restores the buffers afterwards and can be entered repeatedly."""
 
     def __init__(self, drawing: Context, buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        self._drawing = drawing
-        self._buffers = buffers
+        self._drawing, self._buffers = drawing, buffers
 
     def __enter__(self) -> None:
         self._drawing.__enter__()

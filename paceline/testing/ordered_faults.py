@@ -149,8 +149,7 @@ class OrderedFaults:
 
     def __init__(self, plan: Plan, directory: Path, rank: Callable[[], int]) -> None:
         self._faults = plan.faults
-        self._directory = directory
-        self._rank = rank
+        self._directory, self._rank = directory, rank
         self._own: set[int] = set()
         self._slowing: dict[int, Any] = {}
 

@@ -71,8 +71,7 @@ class EveryUpdates(LRScheduler):
     """Scheduler that advances once in ``every`` updates."""
 
     def __init__(self, scheduler: LRScheduler, every: int) -> None:
-        self.scheduler = scheduler
-        self.every = every
+        self.scheduler, self.every = scheduler, every
         self.updates = 0
         self.optimizer = scheduler.optimizer
 

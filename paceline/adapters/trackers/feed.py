@@ -29,8 +29,7 @@ class Feed:
     """
 
     def __init__(self, names: tuple[str, ...], events: Path | None) -> None:
-        self._names = names
-        self._events = events
+        self._names, self._events = names, events
         self._run: TrackedRun | None = None
         self._senders: list[Sender] = []
         self._ending: list[Sender] = []

@@ -85,9 +85,7 @@ class Sender:
     def __init__(
         self, name: str, prepare: Callable[[], tuple[TrackedRun, list[Values]]], opened: Callable[[], None]
     ) -> None:
-        self.name = name
-        self._prepare = prepare
-        self._opened = opened
+        self.name, self._prepare, self._opened = name, prepare, opened
         self._waiting: deque[Values] = deque()
         self._lost = 0
         self._closed = threading.Event()

@@ -30,9 +30,7 @@ class Tracking:
     ) -> None:
         names = () if env.is_rehearsal() else settings.trackers
         registry.check(names)
-        self._settings = settings
-        self._sources = sources
-        self._events = events
+        self._settings, self._sources, self._events = settings, sources, events
         self._suffix = f"-{number}" if number > 1 else ""
         self._name = (settings.tracking.name or (run.name if run else script().stem)) + self._suffix
         self._directory = settings.tracking.directory or (run / "trackers" if run else Path("trackers"))

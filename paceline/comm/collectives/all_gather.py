@@ -36,10 +36,7 @@ class AllGather:
     """
 
     def __init__(self, world: World, tag: int, size: int, host: bool = False) -> None:
-        self.world = world
-        self._host = host
-        self._tag = tag
-        self.size = size
+        self.world, self._host, self._tag, self.size = world, host, tag, size
         shared = world.shared_memory if host or world.transport.capabilities.on_host else None
         self._shared = _SharedBlocks(shared, size) if shared else None
 

@@ -44,8 +44,7 @@ class Headers:
     """
 
     def __init__(self, world: World, groups: int) -> None:
-        self.world = world
-        self.groups = groups
+        self.world, self.groups = world, groups
         self.own: tuple[str, ...] | None = None
         self.audited = False
         self.set_by_loop: tuple[str, ...] = ()
@@ -122,8 +121,7 @@ class StepHeader:
         missing: bool = True,
         digest: StateDigest | None = None,
     ) -> None:
-        self._step = step
-        self._headers = headers
+        self._step, self._headers = step, headers
         self._own = headers.own, pairs
         self._world = world = headers.world
         digest = digest or StateDigest()

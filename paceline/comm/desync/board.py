@@ -131,9 +131,7 @@ class StoreBoard:
     immediate = False
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
+        self._store, self._rank, self._size = store, rank, size
 
     def publish(self, number: int, mark: int, text: bytes) -> bool:
         self._set(self._key(self._rank, ALL, number), text)

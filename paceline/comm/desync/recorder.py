@@ -102,9 +102,7 @@ class CallRecorder:
     """
 
     def __init__(self, rank: int, board: Board, lost: weakref.WeakMethod[Lost]) -> None:
-        self._rank = rank
-        self._board = board
-        self._lost = lost
+        self._rank, self._board, self._lost = rank, board, lost
         self._thread = threading.get_ident()
         self._kept: deque[Call] = deque(maxlen=sum(KEPT))
         self._number = self._others = self._agreed = self._checks = 0

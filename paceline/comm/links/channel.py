@@ -53,10 +53,7 @@ class Sender:
     def __init__(
         self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None, exact: bool = False
     ) -> None:
-        self._world = world
-        self._peer = peer
-        self._tag = tag
-        self._what = what
+        self._world, self._peer, self._tag, self._what = world, peer, tag, what
         self._ring = ring
         self._strides_of = strides_of if exact else dense_strides_of
         self._forms: dict[int, Forms] = {}
@@ -129,10 +126,7 @@ class Receiver:
     """Receiver of the lists of a :class:`Sender`, in the same order."""
 
     def __init__(self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None) -> None:
-        self._world = world
-        self._peer = peer
-        self._tag = tag
-        self._what = what
+        self._world, self._peer, self._tag, self._what = world, peer, tag, what
         self._ring = ring
         self._forms: dict[int, Forms] = {}
         self._expected: deque[_Arrival] = deque()

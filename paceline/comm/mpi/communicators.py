@@ -19,9 +19,7 @@ _POLL_SECONDS = 0.02
 def of_ranks(ranks: Sequence[int]) -> Any:
     """Create the communicator of these MPI ranks, which alone call this function, or of all ranks if none are given."""
     world = initialized().COMM_WORLD
-    if not ranks:
-        return world.Dup()
-    return world.Create_group(world.Get_group().Incl([*ranks]))
+    return world.Create_group(world.Get_group().Incl([*ranks])) if ranks else world.Dup()
 
 
 def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
@@ -41,9 +39,7 @@ def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
             f"({mpi.Get_library_version().splitlines()[0]}). Start the script with the mpiexec of that MPI, and with "
             f"no other ranks in the environment."
         )
-    if not survives():
-        return of_ranks(ranks)
-    return _of_survivors(ranks, told[0][1], store, seconds)
+    return _of_survivors(ranks, told[0][1], store, seconds) if survives() else of_ranks(ranks)
 
 
 def _of_survivors(ranks: Sequence[int], tag: str, store: Any, seconds: float) -> Any:

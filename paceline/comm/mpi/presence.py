@@ -28,8 +28,7 @@ class Presence:
 
     def __init__(self, comm: Any, names: Sequence[int]) -> None:
         self._mpi = initialized()
-        self._comm = comm
-        self._names = names
+        self._comm, self._names = comm, names
         self._question = comm.Get_attr(self._mpi.TAG_UB)
         self._answer, self._end = self._question - 1, self._question - 2
         self._others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]

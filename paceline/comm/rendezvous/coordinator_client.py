@@ -62,9 +62,7 @@ class CoordinatorClient:
     def __init__(
         self, link: Link, number: int, seconds: float, session: int = 1, mark: Callable[..., None] | None = None
     ) -> None:
-        self.number = number
-        self._session = session
-        self._seconds = seconds
+        self.number, self._session, self._seconds = number, session, seconds
         self.generation = -1  # number of the generation in which this worker is. -1 before the first.
         self._members: tuple[Member, ...] = ()
         self.pending = -1  # newest generation that has been announced

@@ -27,9 +27,7 @@ class CoordinatorStore(Store):
 
     def __init__(self, send: Callable[[Message], None], generation: int, timeout: float) -> None:
         super().__init__()
-        self._send = send
-        self._generation = generation
-        self._timeout = timeout
+        self._send, self._generation, self._timeout = send, generation, timeout
         self._lock = threading.Lock()
         self._closed = False
         self._calls: dict[int, queue.SimpleQueue[Any]] = {}

@@ -36,8 +36,7 @@ class EnvRendezvous:
     def __init__(self, who: Identity, timeout: float) -> None:
         self.rank = who.rank
         self.size = who.world_size
-        self.timeout = timeout
-        self._who = who
+        self.timeout, self._who = timeout, who
 
     def join(self, choose: Callable[[Store, int, int], str]) -> str:
         """Initialize the process group with the back end ``choose(store, rank, size)`` and return rank 0's host.

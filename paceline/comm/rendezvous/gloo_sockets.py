@@ -59,9 +59,7 @@ def _is_gloo(number: int, here: Container[bytes], there: Container[bytes]) -> bo
 def _name(ask: ctypes._NamedFuncPointer, number: int) -> bytes:
     """Return the address of one end of a TCP socket in the system's format, or empty bytes if it has none."""
     room, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
-    if ask(number, room, ctypes.byref(size)) != 0:
-        return b""
-    return _shortened(room.raw)
+    return _shortened(room.raw) if ask(number, room, ctypes.byref(size)) == 0 else b""
 
 
 def _shortened(address: bytes) -> bytes:

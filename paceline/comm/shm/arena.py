@@ -154,8 +154,7 @@ class SharedMemory:
     def __init__(self, waiting: Waiting, files: list[int], pids: list[int], ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.place = self.ranks.index(waiting.rank)
-        self._waiting = waiting
-        self._files = files
+        self._waiting, self._files = waiting, files
         self._next = mmap.PAGESIZE
         self.close = weakref.finalize(self, _close, files)
         self._processes = [(pid, _start_of(rank, pid)) for rank, pid in zip(self.ranks, pids, strict=True)]

@@ -32,9 +32,7 @@ class Lock:
         self._file = file
         self._acquire = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
         self._release = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, offset, 1, 0)
-        self._holder = holder
-        self._waiting = waiting
-        self._check_peers = check_peers
+        self._holder, self._waiting, self._check_peers = holder, waiting, check_peers
 
     def __enter__(self) -> None:
         polls, begin, checked = 0, 0.0, 0.0

@@ -23,9 +23,7 @@ class Rings:
     """Ring buffers between the workers of a machine. All workers must create them together, with the same count."""
 
     def __init__(self, shared_memory: SharedMemory, size: int, count: int) -> None:
-        self._shared_memory = shared_memory
-        self._size = size
-        self._count = count
+        self._shared_memory, self._size, self._count = shared_memory, size, count
         self._flags = shared_memory.reserve(2 * size * count)
         self._rings: dict[tuple[int, int, int], Ring] = {}
 

@@ -31,9 +31,7 @@ class Message:
     __slots__ = ("peer", "tag", "tensor")
 
     def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        self.tensor = tensor
-        self.peer = peer
-        self.tag = tag
+        self.tensor, self.peer, self.tag = tensor, peer, tag
 
 
 class Communicator(NamedTuple):

@@ -113,8 +113,7 @@ class MessageWork:
     __slots__ = ("_waits", "_work")
 
     def __init__(self, waits: Waits, work: Work) -> None:
-        self._waits = waits
-        self._work = work
+        self._waits, self._work = waits, work
 
     def wait(self) -> None:
         """Wait for the message. Raises RuntimeError if the connection ended, or the waits were interrupted."""
@@ -134,8 +133,7 @@ class CollectiveWork:
     """Collective of gloo."""
 
     def __init__(self, waits: Waits, work: Any) -> None:
-        self._waits = waits
-        self._work = work
+        self._waits, self._work = waits, work
         self._over = threading.Event()
         waits.collectives.add(work)
 

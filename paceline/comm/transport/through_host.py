@@ -63,9 +63,7 @@ class _Arrival:
     """Receive into host memory. :meth:`wait` copies the received tensor to the device."""
 
     def __init__(self, work: Work, room: torch.Tensor, target: torch.Tensor) -> None:
-        self._work = work
-        self._room = room
-        self._target = target
+        self._work, self._room, self._target = work, room, target
 
     def wait(self) -> None:
         self._work.wait()

@@ -239,6 +239,4 @@ def _cure(failure: Failure, context: Context) -> str:
 
 
 def _step(failure: Failure, coordinator: CoordinatorReport) -> int | None:
-    if failure.last_seen.step is not None:
-        return failure.last_seen.step
-    return coordinator.step or None
+    return failure.last_seen.step if failure.last_seen.step is not None else coordinator.step or None

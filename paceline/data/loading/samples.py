@@ -63,9 +63,7 @@ class KeyedDataset(Dataset[Any]):
     """
 
     def __init__(self, data: Any, seed: int, collates: bool, stops: bool | None = None) -> None:
-        self._data = data
-        self._seed = seed
-        self._collates = collates
+        self._data, self._seed, self._collates = data, seed, collates
         self._fixed = fixed_part(data)
         parts = data.shards.values() if isinstance(data, Located) else (self._fixed,)
         self.is_plain = all(type(part) in (TensorDataset, list, tuple) for part in parts)
@@ -177,8 +175,7 @@ class StreamSamples(Dataset[Any]):
     """
 
     def __init__(self, order: StreamOrder, collates: bool) -> None:
-        self._order = order
-        self._collates = collates
+        self._order, self._collates = order, collates
 
     def __getitems__(self, request: LoadRequest) -> list[Any]:
         if request.step is not None:

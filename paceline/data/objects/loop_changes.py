@@ -97,9 +97,7 @@ class LoopChanges:
         self.outside = outside or OutsideParameters()
         self.changed: dict[str, None] = {}
         self.said = ""
-        self._optimizer = optimizer
-        self._digests_of = digests
-        self._keeps = keeps
+        self._optimizer, self._digests_of, self._keeps = optimizer, digests, keeps
         self._owners = [
             Owner(name, entries) for name, entries in owners.items() if name.rpartition(".")[2] not in OF_TORCH
         ]

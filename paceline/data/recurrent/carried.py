@@ -90,9 +90,7 @@ class CarriedState:
     """
 
     def __init__(self, forward: Callable[..., Any], order: BatchOrder, device: torch.device) -> None:
-        self._forward = forward
-        self._order = order
-        self._device = device
+        self._forward, self._order, self._device = forward, order, device
         self._epoch = 0
         self._states: States = {}
         self._next: dict[int, tuple[int, Any]] = {}  # step and next state of each microbatch that this worker computed

@@ -44,8 +44,7 @@ class TokenRows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
                 f"TokenRows needs tokens of shape [number of tokens], two or more for each row, and segments of one or "
                 f"more: not tokens of shape {list(tokens.shape)}, {rows} rows and length {length}."
             )
-        self.rows = rows
-        self.length = length
+        self.rows, self.length = rows, length
         self._tokens = tokens[: len(tokens) // rows * rows].view(rows, -1)
 
     def __len__(self) -> int:

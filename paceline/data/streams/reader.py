@@ -65,9 +65,7 @@ class Stream:
     """
 
     def __init__(self, data: Any, seed: int, batch: int, drop_last: bool) -> None:
-        self._data = data
-        self._seed = seed
-        self._batch = batch
+        self._data, self._seed, self._batch = data, seed, batch
         self._ahead = batch if drop_last else 1
         self._has_state = self._states_lead = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._initial = copy.deepcopy(data.state_dict()) if self._has_state else None

@@ -68,8 +68,7 @@ class LearningRateScheduleCallback(Callback):  # type: ignore[misc]
         self._initial = initial_lr
         self._factor = multiplier if callable(multiplier) else lambda epoch: multiplier
         self._start, self._end = start_epoch, end_epoch
-        self._staircase = staircase
-        self._corrects = momentum_correction
+        self._staircase, self._corrects = staircase, momentum_correction
         self._momentum: float | None = None  # original value while it is scaled
         self._steps = steps_per_epoch
         self._epoch = 0

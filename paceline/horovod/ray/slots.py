@@ -74,8 +74,7 @@ class Slots:
         discovery = discovery or RayHostDiscovery(gpus > 0, cpus, gpus)
         most = max(least, sum(discovery.find_available_hosts_and_slots().values())) if most is None else most
         numbers = f"{least}:{most}"
-        self._gpus = gpus
-        self._variables = variables
+        self._gpus, self._variables = gpus, variables
         self._where: dict[str, Any] = {"elastic": numbers, "nodes": numbers, "patience": seconds, "slot_cpus": cpus}
         if gpus:
             self._where["gpus"] = gpus

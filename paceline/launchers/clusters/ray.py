@@ -183,9 +183,7 @@ class _Nodes:
     """Actors of a run and their reserved resources."""
 
     def __init__(self, ray: Any, bundle: dict[str, float], strategy: str) -> None:
-        self._ray = ray
-        self._bundle = bundle
-        self._strategy = strategy
+        self._ray, self._bundle, self._strategy = ray, bundle, strategy
         self._groups: list[Any] = []
         self._actors: list[Any] = []
         self._running: dict[Any, str] = {}

@@ -47,10 +47,7 @@ class Parent:
     """
 
     def __init__(self, channel: socket.socket, launcher: int, cores: bool, script: str, folders: Sequence[str]) -> None:
-        self._channel = channel
-        self._launcher = launcher
-        self._cores = cores
-        self._script = script
+        self._channel, self._launcher, self._cores, self._script = channel, launcher, cores, script
         self._folders = folders
         self._added: dict[str, str] = {}
         self._printed = [b"", b""]

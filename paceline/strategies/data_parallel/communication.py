@@ -222,9 +222,7 @@ class ChosenCommunication(Delegating):
                 return Decision(self._way, reached=(usual, waited))
             self._left, self._tried = None, {}
         self._tried[self._way] = seconds, waits
-        if self._left is None:
-            return Decision(self._way, looks=True)
-        return self._next()
+        return Decision(self._way, looks=True) if self._left is None else self._next()
 
     def _next(self) -> Decision:
         """Return the next way to try, or else the fastest way."""

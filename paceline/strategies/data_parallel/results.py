@@ -26,8 +26,7 @@ class Results:
     """
 
     def __init__(self, context: TrainingContext, most: int, apply: Apply | None = None) -> None:
-        self._context = context
-        self._apply = apply
+        self._context, self._apply = context, apply
         self._norm: torch.Tensor | None = None
         self._headers = Headers(context.world, most)
         self._replicas = Replicas(context)

@@ -72,9 +72,7 @@ class WorkStealing(Strategy):
 
     def groups(self, step: int) -> list[range]:
         """Return this worker's share if loader processes prefetch it. Otherwise microbatches are loaded when leased."""
-        if not self._context.settings.workers_per_loader:
-            return []
-        return self.encodes(step)
+        return self.encodes(step) if self._context.settings.workers_per_loader else []
 
     def encodes(self, step: int) -> list[range]:
         share = self._shares(step)[self._context.world.rank]
@@ -170,8 +168,7 @@ class ComputedGroups:
     """Results that a worker has computed in a step."""
 
     def __init__(self, context: TrainingContext, step: int, groups: list[MicrobatchGroup]) -> None:
-        self._context = context
-        self._step = step
+        self._context, self._step = context, step
         self._loaded = {group.microbatches.start: group for group in groups}
         self._results: dict[int, tuple[MicrobatchGroup, torch.Tensor]] = {}
         self.gradients = ScatteredAccumulator(context.settings.along_tree)

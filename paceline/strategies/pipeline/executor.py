@@ -102,8 +102,7 @@ class Executor:
     def __init__(
         self, context: TrainingContext, stages: Mapping[int, LocalStage], workers_of: Sequence[Sequence[int]]
     ) -> None:
-        self._context = context
-        self._stages = stages
+        self._context, self._stages = context, stages
         self._last = len(workers_of) - 1
         self._states = len(pack_generators())
         self._links = Links(context, workers_of)

@@ -147,8 +147,7 @@ class _StageUpdates(Hooks):
         ((self._stage, local),) = stages.local.items()
         self._context = context
         self._replicas = stages.replicas
-        self._stream = stream
-        self._executor = executor
+        self._stream, self._executor = stream, executor
         self._names, self._buffers = local.trained, local.buffers
         self._parameters = [context.update.parameters[name] for name in self._names]
         self._stash = WeightStash(self._parameters)

@@ -270,8 +270,7 @@ class StepGradients(Hooks):
     def __init__(self, context: TrainingContext, stages: Stages, schedule: Schedule) -> None:
         self._parameters = context.update.parameters
         self._exact = context.settings.exact
-        self._stages = stages
-        self._schedule = schedule
+        self._stages, self._schedule = stages, schedule
         self._versions: dict[str, int] = {}
         """Tensor version of each ``.grad`` that stays, after the last microbatch."""
         # for each local stage, the sums of nodes of the canonical tree

@@ -34,9 +34,7 @@ class TiedUses:
     """
 
     def __init__(self, name: str, stage: int, parameter: nn.Parameter, outputs: Sequence[torch.Tensor]) -> None:
-        self._name = name
-        self._stage = stage
-        self._parameter = parameter
+        self._name, self._stage, self._parameter = name, stage, parameter
         self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._is_cast = False
         self._is_output = any(value is parameter for value in outputs)

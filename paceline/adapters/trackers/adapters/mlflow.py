@@ -19,8 +19,7 @@ class MlflowTracker(Tracker):
     """Tracker that logs to an MLflow run."""
 
     def __init__(self, client: Any, run: str) -> None:
-        self._client = client
-        self._run = run
+        self._client, self._run = client, run
 
     def write(self, values: Sequence[Values]) -> None:
         metrics = [

@@ -29,8 +29,7 @@ class Deferred:
     on_demand = False  # whether to compute the values when they are used, instead of raising an error
 
     def __init__(self, name: str, tracked: Tracked, tensors: Iterable[torch.Tensor]) -> None:
-        self.name = name
-        self._tracked = tracked
+        self.name, self._tracked = name, tracked
         self._tensors = [weakref.ref(one) for one in tensors]
         for tensor in self.tensors():
             setattr(tensor, _ENTRY, self)

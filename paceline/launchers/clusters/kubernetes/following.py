@@ -31,9 +31,7 @@ class Following:
     """
 
     def __init__(self, kubectl: Kubectl, kind: Kind, pods: Pods, patience_seconds: float) -> None:
-        self._kubectl = kubectl
-        self._kind = kind
-        self._pods = pods
+        self._kubectl, self._kind, self._pods = kubectl, kind, pods
         self._patience_seconds = patience_seconds
         self._logs: subprocess.Popen[bytes] | None = None
         self._shown: dict[str, str] = {}  # by pod: time until which its log was shown

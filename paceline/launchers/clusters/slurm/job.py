@@ -199,8 +199,7 @@ class _Output:
     """Output file of a job, shown as it grows."""
 
     def __init__(self, path: Path, to: IO[str]) -> None:
-        self._path = path
-        self._to = to
+        self._path, self._to = path, to
         self._shown = 0
         self._lines = Lines()
 

@@ -36,9 +36,7 @@ class Stage(threading.Thread):
         self.codes: list[int] | None = None
         self.lost: str | None = None  # Spark's reason for canceling the stage after it lost a task, or None
         self.error = ""  # reason for any other failure of the stage
-        self._context = context
-        self._task = task
-        self._tasks = tasks
+        self._context, self._task, self._tasks = context, task, tasks
         self._cpus = request.workers
         self._patience = request.patience_seconds
         self._group = f"paceline-{secrets.token_hex(4)}"
@@ -91,9 +89,7 @@ class Slots:
     """Jobs of an elastic run, one for each agent. Spark runs as many as it has resources for."""
 
     def __init__(self, context: Any, agents: list[Agent], request: Request) -> None:
-        self._context = context
-        self._agents = agents
-        self._request = request
+        self._context, self._agents, self._request = context, agents, request
         self._group = f"paceline-{secrets.token_hex(4)}"
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []

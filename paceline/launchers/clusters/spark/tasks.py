@@ -50,8 +50,7 @@ class Driver:
         configuration = context.getConf()
         self._host = configuration.get("spark.driver.host")
         self._listener = socket.create_server((configuration.get("spark.driver.bindAddress", self._host), 0))
-        self._request = request
-        self._environment = environment
+        self._request, self._environment = request, environment
         file = request.secret_file
         self._key = secret.read_or_make(file).key(_PURPOSE) if file else secrets.token_bytes(32)
         self._sockets: list[socket.socket] = []

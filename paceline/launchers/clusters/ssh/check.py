@@ -183,8 +183,7 @@ class _Conversation:
     """Conversation with a process on a host."""
 
     def __init__(self, host: str, command: Sequence[str]) -> None:
-        self.host = host
-        self._command = command
+        self.host, self._command = host, command
 
     def __enter__(self) -> _Conversation:
         try:

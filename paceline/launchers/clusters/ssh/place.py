@@ -246,9 +246,7 @@ def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 def _reach(host: str) -> list[str]:
     """Return the command that runs Python on a host. The program reads its orders from standard input."""
     python = [sys.executable, "-I", "-c", ssh_remote.BOOT]
-    if is_here(host):
-        return python
-    return [*_ssh(host), f"exec {shlex.join(python)}"]
+    return python if is_here(host) else [*_ssh(host), f"exec {shlex.join(python)}"]
 
 
 def _ssh(host: str) -> list[str]:
