@@ -3,7 +3,12 @@
 One process trains each model with ``exact=True``, which gives the bits of any number of workers. The loss is the mean
 over the last fifth of the steps; the table has the mean of the seeds, and the largest of them.
 
+The steps to a loss are those until the mean loss of a fifth of the steps has fallen to that of float32 before the last
+fifth, over those of float32. With ``--seconds``, they are multiplied by the seconds of a step, such as those that
+``bench/wire.py`` measures where the network is the limit.
+
     python bench/wire_losses.py
+    python bench/wire_losses.py --tasks mlp --formats bfloat16,int8 --seconds 0.52,0.41
     python bench/wire_losses.py --tasks mlp --formats int4 --microbatches 4 --seeds 1
     python bench/wire_losses.py --formats fp8-e4m3,fp8-e5m2 --unscaled      # without the scales of the parameters
 """
@@ -11,7 +16,7 @@ over the last fifth of the steps; the table has the mean of the seeds, and the l
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -90,13 +95,19 @@ def perceptron() -> dict[str, Any]:
 TASKS: dict[str, Callable[[], dict[str, Any]]] = {"gpt": gpt, "conv": convolutions, "mlp": perceptron}
 
 
-def loss_of(task: str, wire: str, seed: int, steps: int, microbatches: int) -> float:
-    """Train, and return the mean loss of the last fifth of the steps."""
+def losses_of(task: str, wire: str, seed: int, steps: int, microbatches: int) -> list[float]:
+    """Train, and return the loss of each step."""
     torch.manual_seed(seed)
     given = TASKS[task]() | {"seed": seed, "exact": True, "wire": wire, "microbatches": microbatches}
     session = paceline.start(strategy="single", audit="off", **given)
-    losses = [session.step(batch).loss for batch in session.batches(steps=steps)]
-    return fmean(losses[-steps // 5 :])
+    return [session.step(batch).loss for batch in session.batches(steps=steps)]
+
+
+def steps_to(target: float, losses: Sequence[float]) -> float:
+    """Return the number of steps until the mean loss of a fifth of all steps is at the target; infinite if never."""
+    window = len(losses) // 5
+    ends = range(window, len(losses) + 1)
+    return next((end for end in ends if fmean(losses[end - window : end]) <= target), float("inf"))
 
 
 def unscale() -> None:
@@ -113,17 +124,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--unscaled", action="store_true", help="leave out the scales of floating-point formats")
+    parser.add_argument(
+        "--seconds", help="of a step with each format, over those of float32: also print those to a loss"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.unscaled:
         unscale()
+    last, wires = options.steps // 5, options.formats.split(",")
+    seconds = dict(zip(wires, map(float, options.seconds.split(",")), strict=True)) if options.seconds else {}
     for task in options.tasks.split(","):
-        train = partial(loss_of, task, steps=options.steps, microbatches=options.microbatches)
+        train = partial(losses_of, task, steps=options.steps, microbatches=options.microbatches)
         plain = [train("float32", seed) for seed in range(options.seeds)]
-        print(f"{task:>5}  {'float32':>9}  {fmean(plain):.4f}", flush=True)
-        for wire in options.formats.split(","):
-            over = [train(wire, seed) / base - 1 for seed, base in enumerate(plain)]
-            print(f"{task:>5}  {wire:>9}  {fmean(over):+.2%}  largest {max(over, key=abs):+.2%}", flush=True)
+        ends, targets = ([fmean(losses[begin:][:last]) for losses in plain] for begin in (-last, -2 * last))
+        print(f"{task:>5}  {'float32':>9}  {fmean(ends):.4f}", flush=True)
+        before = [steps_to(target, losses) for target, losses in zip(targets, plain, strict=True)]
+        for wire in wires:
+            found = [train(wire, seed) for seed in range(options.seeds)]
+            over = [fmean(losses[-last:]) / end - 1 for losses, end in zip(found, ends, strict=True)]
+            needed = fmean(steps_to(*pair) / steps for *pair, steps in zip(targets, found, before, strict=True))
+            to_loss = f"  to the loss: steps {needed:.2f}" + f", seconds {needed * seconds.get(wire, 1):.2f}" * bool(
+                seconds
+            )
+            print(f"{task:>5}  {wire:>9}  {fmean(over):+.2%}  largest {max(over, key=abs):+.2%}{to_loss}", flush=True)
 
 
 if __name__ == "__main__":
