@@ -98,6 +98,14 @@ def await_end_of(number: int) -> None:
         wait_until(lambda: _recorded("not-joined"), f"the end of worker {number}")
 
 
+def await_refused(session: paceline.Session) -> None:
+    """Until a worker is ready to join, which it does in the next step, or its launcher knows that it has failed."""
+    world = session._context.world
+    if world.coordinator is not None:
+        client = world.coordinator
+        wait_until(lambda: client.pending > world.generation or _recorded("not-joined"), "a worker that joins")
+
+
 def hold_back(first: int, event: str, count: int = 1) -> None:
     """Workers from this number on come when the launcher has recorded an event so often; after the end not at all.
 
