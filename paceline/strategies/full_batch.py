@@ -56,6 +56,7 @@ class FullBatch:
         Returns:
             Result of each microbatch group, and the means of the buffers that the forward pass changes.
         """
+        self.take_gradients()  # an audit would keep those of the last step
         audited = self._audit is not None and self._audit.begin(step, [[group.microbatches for group in groups]])
         if self._audit is not None and audited:
             groups = self._audit.separate(groups)
