@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -86,3 +87,19 @@ def test_all_digits_of_a_tensor_in_an_option_are_compared() -> None:
     rates = [torch.optim.Adam(parameters, lr=torch.tensor(rate)) for rate in (1e-3, 1.00001e-3)]
     first, second = (replicas.options_of(one)["lr of group 0"] for one in rates)
     assert float(first) == pytest.approx(1e-3) and first != second
+
+
+def test_an_audit_keeps_no_gradient_of_the_last_step() -> None:
+    model, last = nn.Linear(4, 2), list[weakref.ref[torch.Tensor]]()
+
+    def forward(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        assert not last or last[-1]() is None
+        return model(rows).square().mean()
+
+    session = paceline.start(
+        model=model, optimizer=partial(torch.optim.SGD, lr=0.1), forward=forward, data=torch.ones(64, 4), batch=8
+    )
+    for batch in session.batches(steps=5):
+        session.step(batch)
+        assert model.weight.grad is not None
+        last.append(weakref.ref(model.weight.grad))
