@@ -11,11 +11,8 @@ from paceline.schedule.pipeline.operations import Kind
 
 STAGES, MICROBATCHES = 4, 6
 HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}  # what an operation adds to the microbatches in memory
-SCHEDULES = {
-    "gpipe": synchronous.gpipe,
-    "1f1b": synchronous.one_forward_one_backward,
-    "zb-h1": zero_bubble.zero_bubble_h1,
-}
+GPIPE, ALTERNATING, ZERO_BUBBLE = synchronous.gpipe, synchronous.one_forward_one_backward, zero_bubble.zero_bubble_h1
+SCHEDULES = {"gpipe": GPIPE, "1f1b": ALTERNATING, "zb-h1": ZERO_BUBBLE}
 WAYS = {
     "allreduce": {},
     "allreduce, recomputed": {"recompute": ["Block"]},
