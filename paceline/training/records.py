@@ -14,7 +14,7 @@ from paceline.diagnostics.replay.observer import end, observed, profiled
 from paceline.diagnostics.verify.trace_writer import TraceWriter
 from paceline.environments import env
 from paceline.errors import ConfigError
-from paceline.events import run_seconds
+from paceline.events import seconds_without_core
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
 from paceline.system.number_kinds import steps_of
@@ -39,7 +39,7 @@ class Records:
             )
         self.throughput = Throughput()
         self._ended = time.perf_counter()  # end of the last step
-        self._ran = run_seconds()
+        self._delay = seconds_without_core()
         self._digests = StepDigests(context)
         self._digest: tuple[int, dict[str, str]] = -1, {}  # step that this worker has taken last, and its digest
 
@@ -95,7 +95,7 @@ class Records:
         samples = context.order.samples_of(step)
         self.throughput.add(samples, seconds, result.paced_over)
         metrics = {"metrics": result.metrics} if result.metrics else {}
-        waits, ended, ran = context.world.take_waits(), time.perf_counter(), run_seconds()
+        waits, ended, delay = context.world.take_waits(), time.perf_counter(), seconds_without_core()
         between = max(0.0, ended - self._ended - seconds)
         if not turn:
             self._ended = ended
@@ -110,8 +110,7 @@ class Records:
             update=context.update.take_seconds(),
             between=between,
             awaited_between=waits.between,
-            ran=ran[0] - self._ran[0],
-            delayed=ran[1] - self._ran[1],
+            delayed=delay - self._delay,
             **({} if waits.late is None else {"late": waits.late}),
             **({} if waits.link is None else {"link": waits.link}),
             loss=result.loss,
@@ -122,7 +121,7 @@ class Records:
             **metrics,
             **(digest if taken == step else {}),
         )
-        self._ran = ran
+        self._delay = delay
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
         if self._branch is not None:

@@ -143,9 +143,8 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     first = steps[:_FIRST_STEPS] if len(steps) > 3 * _FIRST_STEPS else []
     link = _slow_link(links, taken)
     delayed = median([one.delayed for one in cores.values()] or [0.0])
-    idle = max((one.idle for one in cores.values()), default=1.0)
     latency = min((number(one.get("seconds")) or 0.0 for one in few["latency"]), default=None)
-    start = {**start, "latency": latency, "idle": idle if delayed >= CROWDED else 1.0}
+    start = {**start, "latency": latency, "crowded": delayed >= CROWDED}
     rest = dict([*taken.items()][len(first) :])
     outer = {step for one in few["outer-step"] if type(step := one.get("step")) is int}
     found = explain(_periods(rest, outer), about, longest, start, link, first if whole else [])

@@ -16,7 +16,7 @@ from paceline.schedule.shares import even
 from paceline.schedule.speed_shares import fit_counts
 
 CROWDED = 0.1
-"""Share of the time for which workers lack a core, from which on it is told, and loader processes would lack one."""
+"""Share of the time for which workers lack a core, from which on it is told. Loader processes would lack one, too."""
 _STOLEN = 64  # microbatches of a worker from which more of them would save no more time
 _SAVING = 0.01
 """Share of the time that saves take at the best interval, sqrt(stall / (2 MTBF)), for 20 s and a day."""
@@ -36,28 +36,21 @@ class Advice:
 
 @dataclass
 class Cores:
-    """Use of a core by a worker, summed over steps, in seconds."""
+    """Seconds of the steps of a worker."""
 
     total: float = 0.0
-    used: float = 0.0  # running, ready to run, or waiting for other workers
     lacked: float = 0.0  # ready to run, without a core
 
     def add(self, step: Record) -> None:
-        """Add a record of a step. Those of older versions do not tell for how long the worker ran."""
-        seconds = [number(step.get(name)) or 0.0 for name in ("seconds", "between", "awaited", "ran", "delayed")]
-        self.total += sum(seconds[:2])
-        self.used += sum(seconds[2:])
-        self.lacked += seconds[-1]
+        """Add a record of a step. Those of older versions do not tell for how long the worker had no core."""
+        seconds, between, lacked = (number(step.get(name)) or 0.0 for name in ("seconds", "between", "delayed"))
+        self.total += seconds + between
+        self.lacked += lacked
 
     @property
     def delayed(self) -> float:
         """Share of the time without a core."""
         return min(1.0, max(0.0, self.lacked / max(self.total, 1e-9)))
-
-    @property
-    def idle(self) -> float:
-        """Share of the time for which the worker waited for a disk or a timer, which loader processes can do for it."""
-        return max(0.0, 1 - self.used / max(self.total, 1e-9))
 
 
 def advise(
@@ -73,7 +66,7 @@ def advise(
     Args:
         shares: share of the time that is lost by each kind of culprit.
         start: settings of the run, from its event ``start``, with ``latency``, in seconds, if it has a network, and
-            ``idle``, the largest share of the time that loader processes can save.
+            ``crowded``, whether workers lack cores.
         computing: seconds for which each worker has computed in each step.
         second: share of the time that a second in each step would be.
         least: smallest share that is worth a change.
@@ -86,11 +79,11 @@ def advise(
     elsewhere = start.get("located") or start.get("communication", "fixed") != "fixed" or keeps_errors
     if shares.get("compute") and strategy == "allreduce" and not elsewhere:
         gains["strategy=stealing"] = _stealing(computing, start) * second
-    if (share := shares.get("load")) and fixed and not start.get("stream"):
+    if (share := shares.get("load")) and fixed and not (start.get("stream") or start.get("crowded")):
         rest, before = max(1e-4, 1 - share), number(start.get("workers_per_loader"))
         load = before or share  # loader processes that are too slow have been busy all the time
         processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
-        gains[f"workers_per_loader={processes}"] = min(1 - max(rest, load / processes), start.get("idle", 1.0))
+        gains[f"workers_per_loader={processes}"] = 1 - max(rest, load / processes)
     if strategy in ("allreduce", "stealing") and wire == "float32" and (latency := start.get("latency")) is not None:
         gains["wire=bfloat16"] = (shares.get("exchange", 0.0) - _ROUNDS * latency * second) / 2
     if strategy in _REPLICATED and not keeps_errors and type(start.get("checkpoint.every")) is int:
