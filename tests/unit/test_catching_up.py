@@ -444,7 +444,7 @@ def test_steps_are_not_repeated_if_rollouts_came_between_them() -> None:
 
     def act(world: Any) -> Scene:
         scene = Scene(world, newest=6)
-        with pytest.raises(InputError, match=r"checkpoint of step 6, and repeat 2 .* has called session\.map"):
+        with pytest.raises(InputError, match=r"state after 6 steps, and repeat 2 .* has called session\.map"):
             scene.of._same_state(Progress(8, made if world.rank else {}, owned=names_of("0."), entered=8))
         return scene
 

@@ -55,6 +55,8 @@ def test_fewer_shares_than_the_threshold_tell_nothing() -> None:
 class Recorded:
     """World that records what this worker sends, as bytes and by kind."""
 
+    latency = 0.0  # need not be measured
+
     def __init__(self, world: World) -> None:
         self._world, self.sent, self.kinds = world, list[bytes](), list[str]()
 
