@@ -25,7 +25,7 @@ OF_ONE_START = frozenset(
     {
         *("resume", "checkpoint.directory", "checkpoint.key_file", "tracking.directory"),
         *(f"weights.{key}" for key in WeightsSettings.model_fields),
-        *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds"),
+        *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds", "local.grace_seconds"),
         *("threads", "workers_per_loader", "memory_gigabytes", "transport", "events", "profile_steps"),
     }
 )
