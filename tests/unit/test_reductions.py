@@ -305,6 +305,12 @@ def test_the_reduction_that_fits_the_workers(monkeypatch: pytest.MonkeyPatch) ->
 
     assert [len(one) for one in run(2, latencies)] == [1, 1], "it is measured once"
     assert run(2, latencies, hosts=[(0, 1)]) == [[], []], "no network"
+
+    def on_gpus(world: Any) -> list[dict[str, Any]]:
+        world.host_memory = None
+        return latencies(world)
+
+    assert run(2, on_gpus, hosts=[(0, 1)]) == [[], []], "no network either, but no memory that can be shared"
     ordered = SimpleNamespace(capabilities=SimpleNamespace(ordered=True, blocking_wait=False))
 
     def act_ordered(world: Any) -> list[tuple[str, int | str]]:

@@ -44,9 +44,7 @@ def reduction_for(
     kind, megabytes, widen = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
     exchange: Exchange
-    if world.shared_memory is None and world.latency is None:
-        world.latency = measure_latency(world)
-        events.mark("latency", seconds=world.latency)
+    _measure_latency(world, events)
     if kind == "collective" or (kind == "auto" and world.transport.capabilities.ordered):
         exchange = CollectiveExchange(world)
     elif world.shared_memory is not None:
@@ -69,6 +67,13 @@ def _shares_of_ranks(hosts: Sequence[Sequence[int]], shares: list[float]) -> lis
         return []
     of_rank = {rank: share / len(ranks) for ranks, share in zip(hosts, shares, strict=True) for rank in ranks}
     return [of_rank[rank] for rank in sorted(of_rank)]
+
+
+def _measure_latency(world: World, events: EventLog) -> None:
+    """Measure the latency of the network between the machines, once."""
+    if len(world.hosts) > 1 and world.latency is None:
+        world.latency = measure_latency(world)
+        events.mark("latency", seconds=world.latency)
 
 
 def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
