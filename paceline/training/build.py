@@ -101,26 +101,22 @@ def build_context(
     _check_losses(given)
     scaling = scaling_of(settings, who.world_size)
     given = replace(given, model=_checked_model(given.model))
-    allowed = registry.sparse_gradients(settings, largest)
-    sparse = sparse_parameters(given.model, allowed)
-    entry = registry.entry_of(settings.strategy, tables=bool(sparse))
-    capabilities = entry.capabilities(settings, largest)
-    requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss, order.located)
+    capabilities, sparse = check(given, settings, order, who.world_size, largest)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
-    entry.validate(settings, given.model, order, who.world_size, largest)
     count = threads(settings, who)
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
         ask_for_determinism()
-    keep_freed_pages(large=not entry.capabilities(settings, max(largest, 2)).divides_state)  # for one worker, too
+    several = registry.capabilities(settings, max(largest, 2), bool(sparse))
+    keep_freed_pages(large=not several.divides_state)  # for one worker, too
     formation = Formation(who, settings.timeout_seconds, coordinator, settings.transport)
     world = formation.world
     initial = _move(
         given.model, world.device, later=capabilities.shares_weights and world.transport.capabilities.same_host
     )
     update = OptimizerStep(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
-    phases = _phases(given, update, capabilities, settings)
+    phases = phases_of(given, update, capabilities, settings)
     run_spec = _run_spec(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
     compute = _runner(given, settings, order, largest, world.device)
     if settings.recompute != "auto":
@@ -139,7 +135,7 @@ def build_context(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},
         sparse=sparse,
-        any_sparse=allowed == "any",
+        any_sparse=registry.sparse_gradients(settings, largest) == "any",
         divides_update=capabilities.divides_update,
         divides_state=capabilities.divides_state > 0,
         replicated=capabilities.replicated,
@@ -148,6 +144,18 @@ def build_context(
     )
     registry.check_optimizer(context, capabilities)
     return context, formation, run_spec
+
+
+def check(
+    given: Components, settings: Settings, order: BatchOrder, workers: int, largest: int
+) -> tuple[Capabilities, frozenset[str]]:
+    """Return the capabilities of the strategy, and the parameters with sparse gradients. Raise if it cannot train."""
+    sparse = sparse_parameters(given.model, registry.sparse_gradients(settings, largest))
+    entry = registry.entry_of(settings.strategy, tables=bool(sparse))
+    capabilities = entry.capabilities(settings, largest)
+    requirements.check(settings, capabilities, given.forward, given.model, given.batch_loss, order.located)
+    entry.validate(settings, given.model, order, workers, largest)
+    return capabilities, sparse
 
 
 def _runner(
@@ -336,7 +344,7 @@ def _no_forward(model: nn.Module, microbatch: Any) -> Any:
     raise InputError("This session has a forward for each optimizer: give evaluate a metric(model, microbatch).")
 
 
-def _phases(
+def phases_of(
     given: Components, update: OptimizerStep, capabilities: Capabilities, settings: Settings
 ) -> dict[str, Forward]:
     """Return the forward functions by optimizer name, empty if there is only one, and check the optimizers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -23,7 +23,7 @@ from paceline.data.growing.order import GrowingOrder
 from paceline.data.sampler import SampledOrder
 from paceline.data.streams.order import StreamOrder
 from paceline.environments import env
-from paceline.errors import InputError
+from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog, Level
 from paceline.settings import (
     AverageSettings,
@@ -53,6 +53,8 @@ from paceline.training.script_state import ScriptState
 
 _log = logging.getLogger("paceline")
 _LAST_SAVE_SECONDS = 5.0
+_CHANGES = ("strategy=stealing", "wire=bfloat16", "checkpoint.every=auto")
+"""Settings that may be advised after the run, if it accepts them."""
 _current: TrainingLoop | None = None  # Loop of the newest session. Earlier sessions are closed.
 _count = 0  # number of runs set up in this process
 
@@ -156,7 +158,8 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     context.world.mark = log.mark if log.keeps("transfer") else None
     atexit.register(log.close)
     _count = number  # also if start fails from now on, because the coordinator knows this session number
-    run = _begin(context, formation, run_spec, folder, number, tracking)
+    accepts = _accepted(replace(given, model=context.compute.model), context, largest or who.world_size)
+    run = _begin(context, formation, run_spec, folder, number, tracking, accepts)
     if (profile_to := env.path(env.PROFILE)) is not None:
         report_profile(context, profile_to)
         raise SystemExit(0)
@@ -170,8 +173,13 @@ def _begin(
     folder: Path | None,
     number: int,
     tracking: Tracking,
+    accepts: list[str],
 ) -> Run:
-    """Run the rendezvous, and load the initial state or a checkpoint."""
+    """Run the rendezvous, and load the initial state or a checkpoint.
+
+    Args:
+        accepts: settings that may be advised, because the run would accept them.
+    """
     global _current
     settings, script = context.settings, ScriptState()
     context.loop.forward_values.tell = partial(warn, context)
@@ -207,7 +215,7 @@ def _begin(
     }
     rules |= {"workers_per_loader": settings.workers_per_loader, "wire": settings.facts["wire"]}
     rules |= {"microbatches": context.order.microbatches, "located": context.order.located}
-    rules |= {"communication": settings.communication, "checkpoint.every": settings.checkpoint.every}
+    rules |= {"checkpoint.every": settings.checkpoint.every, "accepts": accepts}
     rules |= {"stream": isinstance(context.order, StreamOrder | GrowingOrder)}
     environment = {"workers": context.world.size, "device": context.world.device.type, **versions()}
     tracking.begin(state.run, loop.position.steps, environment)
@@ -218,6 +226,25 @@ def _begin(
     about["settings"] = {key: masked(text) for key, text in config.given_outside(settings, context.given).items()}
     context.events.mark("start", **about, run=state.run, **rules)
     return Run(context, loop, state, script, tracking, _noted(context))
+
+
+def _accepted(given: build.Components, context: TrainingContext, largest: int) -> list[str]:
+    """Return those of ``_CHANGES`` that this run would accept in place of its own settings."""
+    found = []
+    for change in _CHANGES:
+        key, _, value = change.partition("=")
+        group, _, name = key.rpartition(".")
+        new = {name: value}
+        if group:
+            new = {group: getattr(context.settings, group).model_copy(update=new)}
+        settings = context.settings.model_copy(update=new)
+        try:
+            capabilities, _ = build.check(given, settings, context.order, context.world.size, largest)
+            build.phases_of(given, context.update, capabilities, settings)
+        except (ConfigError, InputError):
+            continue
+        found.append(change)
+    return found
 
 
 def _tell_other_names(context: TrainingContext, leaves: bool, text: str) -> None:

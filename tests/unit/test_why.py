@@ -7,9 +7,12 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from paceline.cli.main import main
 from paceline.comm.waiting import Waiting
@@ -20,11 +23,14 @@ from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find,
 from paceline.observe.why.advice import Advice
 from paceline.observe.why.at_end import find_at_end, last_line
 from paceline.settings import Settings
+from paceline.step.optimizer import OptimizerStep, Scaling
+from paceline.training.build import Components
+from paceline.training.setup import _accepted
 
 Printed = Callable[..., list[dict[str, Any]]]
 STEPS = 20
 ALLREDUCE = {"strategy": "allreduce", "wire": "float32", "latency": 0.0, "checkpoint.every": 5}
-ALLREDUCE["communication"] = Settings().communication
+ALLREDUCE["accepts"] = ["strategy=stealing", "wire=bfloat16", "checkpoint.every=auto"]
 
 
 def step_of(own: list[Times], exchange: float = 0.05) -> dict[int, Times]:
@@ -136,10 +142,11 @@ def test_pauses_of_a_rank_are_not_its_script() -> None:
     [
         ({}, {"strategy=stealing", "workers_per_loader=2", "wire=bfloat16", "checkpoint.every=auto"}),
         ({"stream": True}, {"strategy=stealing", "wire=bfloat16", "checkpoint.every=auto"}),
-        ({"communication": "auto"}, {"workers_per_loader=2", "wire=bfloat16", "checkpoint.every=auto"}),
-        ({"wire": "topk, 0.05, rank 4"}, {"workers_per_loader=2"}),
+        ({"accepts": ["wire=bfloat16"]}, {"workers_per_loader=2", "wire=bfloat16"}),
+        ({"accepts": ["strategy=stealing"]}, {"workers_per_loader=2", "strategy=stealing"}),
+        ({"accepts": []}, {"workers_per_loader=2"}),
         ({"checkpoint.every": "auto"}, {"strategy=stealing", "workers_per_loader=2", "wire=bfloat16"}),
-        ({"strategy": "sharded"}, {"workers_per_loader=2"}),
+        ({"strategy": "sharded"}, {"workers_per_loader=2", "checkpoint.every=auto"}),
         ({"latency": None}, {"strategy=stealing", "workers_per_loader=2", "checkpoint.every=auto"}),
         ({"latency": 0.2}, {"strategy=stealing", "workers_per_loader=2", "checkpoint.every=auto"}),
         ({"crowded": True}, {"strategy=stealing", "wire=bfloat16", "checkpoint.every=auto"}),
@@ -151,6 +158,33 @@ def test_only_settings_that_the_run_would_accept_and_gain_by_are_advised(
     step = step_of([usual(load=0.4, script=0.2), usual(load=0.4, script=0.2, compute=1.0)], exchange=0.4)
     found = explain([step] * STEPS, pauses={"checkpoint": 0.2 * STEPS}, start=ALLREDUCE | start)
     assert {one.set for one in found.advice} == advised
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({}, set()),
+        ({"exact": True}, set()),
+        ({"exact": "fixed-point"}, {"wire=bfloat16"}),
+        ({"wire": "int-auto"}, {"strategy=stealing"}),
+        ({"wire": "topk"}, {"strategy=stealing", "checkpoint.every=auto"}),
+        ({"communication": "auto"}, {"strategy=stealing"}),
+        ({"strategy": "sharded"}, {"checkpoint.every=auto"}),
+        ({"optimizer": torch.optim.LBFGS}, {"strategy=stealing"}),
+        ({"model": nn.Embedding(4, 2, sparse=True)}, {"strategy=stealing", "wire=bfloat16"}),
+    ],
+)
+def test_the_run_tells_which_settings_it_would_accept(given: dict[str, Any], refused: set[str]) -> None:
+    made: dict[str, Any] = {"model": nn.Linear(2, 2), "optimizer": torch.optim.SGD} | given
+    model, optimizer = made.pop("model"), made.pop("optimizer")
+    context: Any = SimpleNamespace(
+        settings=Settings.model_validate({"strategy": "allreduce", "batch": 8, "checkpoint": {"every": 5}} | made),
+        order=SimpleNamespace(microbatches=8, batch=8, located=False),
+        update=OptimizerStep(model, optimizer, None, None, Scaling()),
+        world=SimpleNamespace(size=2),
+    )
+    components = Components(model, optimizer, None, nn.functional.mse_loss, None, None, None)
+    assert {*ALLREDUCE["accepts"]} - {*_accepted(components, context, 2)} == refused  # type: ignore[misc]
 
 
 def test_a_narrower_format_saves_no_latency() -> None:
@@ -197,7 +231,7 @@ def test_too_few_cores_are_told() -> None:
     assert few.delayed == 0.45 == few.data()["delayed"]
     assert few.advice == [], "loader processes would lack cores, too"
     assert enough.advice == [Advice("workers_per_loader=2", pytest.approx(0.5, abs=1e-3))]
-    assert "has none for 45% of" in "\n".join(sentences(few)) and "cores" not in "\n".join(sentences(enough))
+    assert "had no core for 45% of" in "\n".join(sentences(few)) and "cores" not in "\n".join(sentences(enough))
 
 
 def test_loader_processes_are_not_advised_if_the_data_change() -> None:
@@ -251,7 +285,7 @@ def write(run: Path, rank: int, step: int, end: float, **more: Any) -> None:
 
 def test_the_records_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank, (compute, clock) in enumerate([(0.2, 0.0), (0.5, 5000.0), (0.2, 0.0)]):
-        write(tmp_path, rank, 0, clock, event="start", strategy="allreduce", host=f"host-{rank}")
+        write(tmp_path, rank, 0, clock, event="start", host=f"host-{rank}", **ALLREDUCE)
         write(tmp_path, rank, 0, clock, event="forward", stage=rank, seconds=0.1)
         for step in range(12):
             waits = {"waited": 0.0, "awaited": 0.55 - compute}

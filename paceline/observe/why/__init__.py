@@ -91,7 +91,7 @@ class Findings:
     culprits: list[Culprit] = field(default_factory=list)  # the largest share first, ranks of a kind together
     advice: list[Advice] = field(default_factory=list)  # the largest gain first
     noise: noise.NoiseScale | None = None  # gradient noise scale. None if too few steps were sampled
-    delayed: float = 0.0  # share of the time for which a worker could run but has no core. Culprits contain it, too
+    delayed: float = 0.0  # share of the time for which the median worker lacks a core. Culprits contain it, too
 
     def data(self) -> dict[str, Any]:
         """Return the culprits, the advice and the gradient noise scale as JSON values."""
@@ -390,6 +390,8 @@ def sentences(findings: Findings) -> list[str]:
         each = f"{lost:.3g} s" if one.kind == "start" else f"{1000 * lost / findings.steps:.3g} ms of each step"
         lines.append(f"{printable(text)}: {one.share:.0%} of the time, {each}")
     if findings.delayed >= CROWDED:
-        lines.append(f"there are too few cores: a worker could run but has none for {findings.delayed:.0%} of the time")
+        lines.append(
+            f"there are too few cores: workers were ready to run but had no core for {findings.delayed:.0%} of the time"
+        )
     lines += [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
     return lines if findings.noise is None else [*lines, noise.sentence(findings.noise)]

@@ -23,7 +23,6 @@ _SAVING = 0.01
 _MOST_LOADERS = 8
 _ROUNDS = 2
 """Messages after each other in an exchange, sums to their owners and means to all, each of which takes the latency."""
-_REPLICATED = ("single", "allreduce", "stealing", "backup")  # strategies that take checkpoint.every=auto
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ def advise(
 
     Args:
         shares: share of the time that is lost by each kind of culprit.
-        start: settings of the run, from its event ``start``, with ``latency``, in seconds, if it has a network, and
-            ``crowded``, whether workers lack cores.
+        start: settings of the run, and which others it would accept, from its event ``start``, with ``latency``, in
+            seconds, if it has a network, and ``crowded``, whether workers lack cores.
         computing: seconds for which each worker has computed in each step.
         second: share of the time that a second in each step would be.
         least: smallest share that is worth a change.
@@ -74,19 +73,19 @@ def advise(
     """
     if is_asynchronous(start):
         return []
-    gains, strategy, wire = {}, start.get("strategy"), start.get("wire")
-    keeps_errors = ", rank " in str(wire)  # such formats need a strategy and saves of their own
-    elsewhere = start.get("located") or start.get("communication", "fixed") != "fixed" or keeps_errors
-    if shares.get("compute") and strategy == "allreduce" and not elsewhere:
+    gains, strategy, accepts = {}, start.get("strategy"), start.get("accepts", ())  # older versions tell of none
+    steals = strategy == "allreduce" and "strategy=stealing" in accepts and not start.get("located")
+    if steals and shares.get("compute"):
         gains["strategy=stealing"] = _stealing(computing, start) * second
     if (share := shares.get("load")) and fixed and not (start.get("stream") or start.get("crowded")):
         rest, before = max(1e-4, 1 - share), number(start.get("workers_per_loader"))
         load = before or share  # loader processes that are too slow have been busy all the time
         processes = min(_MOST_LOADERS, max(2, math.ceil(load / rest)))
         gains[f"workers_per_loader={processes}"] = 1 - max(rest, load / processes)
-    if strategy in ("allreduce", "stealing") and wire == "float32" and (latency := start.get("latency")) is not None:
+    narrows = strategy in ("allreduce", "stealing") and start.get("wire") == "float32" and "wire=bfloat16" in accepts
+    if narrows and (latency := start.get("latency")) is not None:
         gains["wire=bfloat16"] = (shares.get("exchange", 0.0) - _ROUNDS * latency * second) / 2
-    if strategy in _REPLICATED and not keeps_errors and type(start.get("checkpoint.every")) is int:
+    if type(start.get("checkpoint.every")) is int and "checkpoint.every=auto" in accepts:
         gains["checkpoint.every=auto"] = shares.get("checkpoint", 0.0) - _SAVING
     found = [Advice(key, round(gain, 4)) for key, gain in gains.items() if gain >= least]
     return sorted(found, key=lambda one: -one.gain)
