@@ -13,6 +13,7 @@ from thread_world import run
 
 from paceline.comm.assignment import part_claims
 from paceline.comm.assignment.part_claims import claims_for, is_over
+from paceline.errors import WorkerSilent
 
 
 def one_is_enough(ranks: Sequence[int]) -> bool:
@@ -39,6 +40,45 @@ def test_workers_that_were_late_do_not_go_on_by_themselves(hosts: Any) -> None:
     (first, then), *late = run(3, work, hosts=hosts)
     assert first == [0] and 0 in then
     assert all(at_first == [] and (0 in now or not now) for at_first, now in late)
+
+
+@pytest.mark.parametrize("hosts", [None, [(0, 1, 2)]], ids=["network", "memory"])
+def test_workers_that_were_late_do_not_decide_for_those_that_know_more(hosts: Any) -> None:
+    """Rank 0 alone knows that all are needed: the others missed the exchange in which that was found."""
+    alone, met = threading.Event(), threading.Event()
+
+    def work(world: Any) -> list[int]:
+        claims = claims_for(world)
+        claims.meet()
+        if world.rank:
+            assert alone.wait(20)
+        claims.arrive(1, one_is_enough, 0.0)
+        alone.set()
+        if world.rank == 2:
+            assert met.wait(20)
+            time.sleep(0.05)
+        met.set() if world.rank == 0 else None
+        return claims.arrive(3, one_is_enough if world.rank else lambda _: False, 0.0)
+
+    assert run(3, work, hosts=hosts) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize("hosts", [None, [(0, 1)]], ids=["network", "memory"])
+def test_a_wait_without_a_quorum_has_a_timeout(hosts: Any) -> None:
+    over = threading.Event()
+
+    def work(world: Any) -> None:
+        claims = claims_for(world)
+        claims.meet()
+        if world.rank:
+            assert over.wait(20)
+            return
+        world.timeout = 0.1
+        with pytest.raises(WorkerSilent, match=r"waited 0 s for rank 1 .*rank 1: it is stopped"):
+            claims.arrive(1, lambda _: False, 0.0)
+        over.set()
+
+    run(2, work, hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", [None, [(0, 1, 2)]], ids=["network", "memory"])

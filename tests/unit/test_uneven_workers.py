@@ -11,6 +11,7 @@ import torch
 from thread_training import mlp, no_draws, store, train  # noqa: F401
 
 from paceline.comm.assignment import part_claims
+from paceline.comm.world import PENDING, World
 from paceline.strategies.local import inner as local_training
 from paceline.strategies.local import strategy as local_strategy
 from paceline.strategies.local.outer import OuterSteps
@@ -142,3 +143,62 @@ def test_a_worker_that_stays_late_gets_the_outer_weights_when_all_meet(monkeypat
     local = {"every": 2, "replicas": 2, "uneven": True, "quorum": 1}
     (first, _), (second, _) = train(mlp, 2, None, steps=4, strategy="diloco", local=local)
     assert ranks == [0, 0] and first == second
+
+
+def test_each_part_is_trained_once_if_a_faster_worker_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 would leave the second period to rank 1, which stops until the others have gone on to the third."""
+    stopped, gone_on, made = threading.Event(), threading.Event(), list[tuple[int, int]]()
+
+    def inner_step(context: Any, batch: Any, step: int, groups: Any, replica: Any) -> Any:
+        made.extend((step, one) for group in groups for one in group.microbatches)
+        if step == 2 and context.world.rank:
+            stopped.set()
+        if step >= 2:
+            assert (gone_on if context.world.rank else stopped).wait(20), f"rank {context.world.rank}: {made}"
+        return local_training.inner_step(context, batch, step, groups, replica)
+
+    def step(strategy: local_strategy.LocalTraining, number: int, groups: Any) -> Any:
+        result = stepped(strategy, number, groups)
+        gone_on.set() if number == 4 and not strategy._context.world.rank else None
+        return result
+
+    stepped = local_strategy.LocalTraining.step
+    monkeypatch.setattr(ClaimedParts, "pace", property(lambda self: (100.0, 1.0)[self._rank]))
+    monkeypatch.setattr(part_claims, "is_over", lambda all_are, enough, *_: all_are or (enough and stopped.is_set()))
+    monkeypatch.setattr(local_strategy, "inner_step", inner_step)
+    monkeypatch.setattr(local_strategy.LocalTraining, "step", step)
+    local = {"every": 2, "replicas": 2, "uneven": True, "quorum": 1}
+    train(mlp, 2, [(0, 1)], steps=6, strategy="diloco", local=local)
+    assert sorted(made) == [(step, part) for step in range(6) for part in range(2 if step in (2, 5) else 4)]
+
+
+@pytest.mark.parametrize(
+    ("notice", "last", "hosts"), [(PENDING, 3, None), (0, 5, [(0, 1)])], ids=["notice", "in a row"]
+)
+def test_outer_steps_come_back_to_all_workers(
+    monkeypatch: pytest.MonkeyPatch, notice: int, last: int, hosts: Any
+) -> None:
+    """After a notice, or two incomplete ones: rank 0 waits for rank 1, which goes on only then."""
+    begun, awaited, outer = threading.Event(), threading.Event(), list[tuple[int, list[int]]]()
+
+    def inner_step(context: Any, *more: Any) -> Any:
+        begun.set() if context.world.rank else None
+        assert (awaited if context.world.rank else begun).wait(20)
+        return local_training.inner_step(context, *more)
+
+    def arrive(claimed: ClaimedParts, step: int, *more: Any) -> list[int]:
+        awaited.set() if step == last and not claimed._rank else None
+        ranks = arrived(claimed, step, *more)
+        outer.append((step, ranks))
+        return ranks
+
+    arrived = ClaimedParts.arrive
+    monkeypatch.setattr(World, "notice", lambda _: notice)
+    monkeypatch.setattr(local_strategy, "_MOST_INCOMPLETE", 2)
+    monkeypatch.setattr(part_claims, "is_over", lambda all_are, enough, *_: all_are or enough)
+    monkeypatch.setattr(local_strategy, "inner_step", inner_step)
+    monkeypatch.setattr(ClaimedParts, "arrive", arrive)
+    local = {"every": 2, "replicas": 2, "uneven": True, "quorum": 1}
+    train(mlp, 2, hosts, steps=last + 1, strategy="diloco", local=local)
+    alone = [(step, ranks) for step in range(1, last, 2) for ranks in ([], [0])]
+    assert sorted(outer) == [*alone, *[(last, [0, 1])] * 2]

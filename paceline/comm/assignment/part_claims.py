@@ -16,7 +16,7 @@ The same table decides which workers take part in an exchange that does not wait
     worker 2   ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ arrive: late
 
 On one machine the table is in shared memory (:class:`SharedMemoryClaims`). On several machines it is a counter for each
-batch, and two strings for each exchange, in the store of ``torch.distributed`` (:class:`StoreClaims`).
+batch, and a string for each exchange, in the store of ``torch.distributed`` (:class:`StoreClaims`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Protocol
 
 from paceline.comm.assignment.store import Store
 from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.backoff import backoff_seconds
 from paceline.comm.world import World
-from paceline.errors import WorkerSilent, name_ranks
 
 Enough = Callable[[Sequence[int]], bool]
 """Function that returns whether these ranks are a quorum."""
-_POLL_SECONDS = 2e-3
+_DECIDED = "."
 
 
 class PartClaims(Protocol):
@@ -49,10 +49,11 @@ class PartClaims(Protocol):
         """
 
     def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
-        """Arrive at the exchange after a step, and wait until its workers are decided, which never changes then.
+        """Report that this worker has reached the exchange after ``step``, and wait until its participants are decided.
 
-        They are all workers, or those that have arrived when ``grace`` seconds have passed since they were enough. One
-        of them took part in the exchange before, so workers that were late then cannot go on by themselves.
+        The decision is final. They are all workers or, ``grace`` seconds after a quorum has formed, those that have
+        arrived. Only a worker that took part in the previous exchange decides on a quorum: late workers never go on
+        alone, and what a quorum is may follow from the previous exchange.
 
         Returns:
             Their ranks, in ascending order. Empty if this worker is late.
@@ -78,6 +79,7 @@ class SharedMemoryClaims:
         self._arrived = table[3 : 3 + world.size]  # newest step at whose exchange each worker has arrived
         self._takes = table[3 + world.size : 3 + 2 * world.size]  # whether it takes part in the newest exchange
         self._lock = shared_memory.lock()
+        self._took_part = True  # in the previous exchange
 
     def meet(self) -> None:
         if self._rank == 0:
@@ -99,6 +101,7 @@ class SharedMemoryClaims:
     def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
         with self._lock:
             if self._decided[0] >= step:
+                self._took_part = False
                 return []
             self._arrived[self._rank] = step
         quorum: list[float] = []  # time at which this worker has first seen one
@@ -108,7 +111,7 @@ class SharedMemoryClaims:
                 if self._decided[0] >= step:
                     return True
                 here = self._here(step)
-                if not is_over(len(here) == self._size, self._knows(here) and enough(here), grace, quorum):
+                if not is_over(len(here) == self._size, self._took_part and enough(here), grace, quorum):
                     return False
                 self._decided[0] = step
                 for rank in range(self._size):
@@ -116,11 +119,8 @@ class SharedMemoryClaims:
             return True
 
         self._shared_memory.wait_until(decide, lambda: sorted({*range(self._size)}.difference(self._here(step))))
+        self._took_part = True  # it arrived before the decision
         return [rank for rank in range(self._size) if self._takes[rank]]
-
-    def _knows(self, ranks: Sequence[int]) -> bool:
-        """Return whether one of these ranks took part in the exchange before."""
-        return self._decided[0] < 0 or any(self._takes[rank] for rank in ranks)
 
     def _here(self, step: int) -> list[int]:
         return [rank for rank in range(self._size) if self._arrived[rank] == step]
@@ -135,8 +135,8 @@ class StoreClaims:
     def __init__(self, world: World) -> None:
         self._world = world
         self._store = Store(world, "parts", "while they claimed parts of a batch")
-        self._made = list[str]()  # keys that this worker has added
-        self._before = ""  # key of the decision before
+        self._made = list[str]()  # keys that this worker deletes
+        self._took_part = True  # in the previous exchange
 
     def meet(self) -> None:
         self._store.open()
@@ -149,38 +149,29 @@ class StoreClaims:
         return claimed - 1 if claimed <= parts else None
 
     def arrive(self, step: int, enough: Enough, grace: float) -> list[int]:
-        arrivals, decision = self._store.key("arrived", step), self._store.key("decided", step)
-        self._store.ask(lambda store: store.append(arrivals, f"{self._world.rank} "))  # type: ignore[attr-defined]
-        begin, quorum, ranks = time.monotonic(), list[float](), ""
-        before, self._before = self._read(self._before), decision
-        while not ranks:
-            if ranks := self._read(decision):
+        key, begin, quorum = self._store.key("exchange", step), time.monotonic(), list[float]()
+        self._append(key, f"{self._world.rank} ")
+        while True:  # the ranks before the first mark take part
+            arrived, decided, _ = self._store.ask(lambda store: store.get(key)).decode().partition(_DECIDED)
+            here = sorted(map(int, arrived.split()))
+            complete = len(here) == self._world.size
+            if decided or complete:
                 break
-            here = sorted(map(int, self._read(arrivals).split()))
-            knows = not before or any(rank in here for rank in map(int, before.split()))
-            if is_over(len(here) == self._world.size, knows and enough(here), grace, quorum):
-                own = " ".join(map(str, here))
-                ranks = self._store.ask(lambda store: store.compare_set(decision, "", own)).decode()  # noqa: B023
-                break
-            awaited = [rank for rank in self._world.others if rank not in here]
+            if is_over(complete, self._took_part and enough(here), grace, quorum):
+                self._append(key, _DECIDED)
+                continue
+            awaited, waited = [rank for rank in self._world.others if rank not in here], time.monotonic() - begin
             self._world.waits_for(awaited)
-            if time.monotonic() - begin > self._world.timeout:
-                raise WorkerSilent(
-                    f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for the outer step after step {step}; "
-                    f"{name_ranks(awaited)} did not come (timeout_seconds). See their logs: they are stopped, or busy "
-                    f"with something else."
-                )
-            time.sleep(_POLL_SECONDS)
+            self._world.check_silence(awaited, waited)
+            time.sleep(backoff_seconds(waited))
         self._world.waits_for(())
-        found = [*map(int, ranks.split())]
-        if found[0] == self._world.rank:
-            self._made += [arrivals, decision]
-        return found if self._world.rank in found else []
+        if here[0] == self._world.rank:
+            self._made.append(key)
+        self._took_part = self._world.rank in here
+        return here if self._took_part else []
 
-    def _read(self, key: str) -> str:
-        """Return the value of a key. Empty if it has none: all workers have then taken part, and know it."""
-        there = key and self._store.ask(lambda store: store.check([key]))
-        return self._store.ask(lambda store: store.get(key)).decode() if there else ""
+    def _append(self, key: str, text: str) -> None:
+        self._store.ask(lambda store: store.append(key, text))  # type: ignore[attr-defined]
 
     def forget(self) -> None:
         if self._made:
@@ -197,9 +188,9 @@ def is_over(complete: bool, enough: bool, grace: float, quorum: list[float]) -> 
         grace: seconds to wait for others then.
         quorum: empty until there is a quorum, then the time at which this was first seen.
     """
-    if not enough:
-        return False
+    if complete or not enough:
+        return complete
     now = time.monotonic()
     if not quorum:
         quorum.append(now)
-    return complete or now - quorum[0] >= grace
+    return now - quorum[0] >= grace

@@ -47,12 +47,12 @@ class OuterSteps:
     """Outer optimizer, SGD with Nesterov momentum, and the fragment in flight.
 
     Args:
-        context: training context, whose ``strategy_state`` holds the state that is the same on all workers.
+        context: training context, whose ``strategy_state`` holds the outer momentum.
         shares: numbers of the replicas of each rank.
         replicas: replicas of this worker, by number.
 
     Attributes:
-        made: number of outer steps of these workers in which this worker took part, or that it has caught up with.
+        made: number of outer steps whose result this worker has. Late workers have fewer.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OuterSteps:
 
     @property
     def _state(self) -> dict[str, Any]:
-        """State that is the same on all workers."""
+        """State that is the same on all workers, but that a late worker gets in :meth:`catch_up`."""
         state: dict[str, Any] = self._context.strategy_state[STATE]
         return state
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -59,13 +59,14 @@ from paceline.strategies.single import Single
 
 OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "clip", "noise", "delta"))
 """Settings that only replicas of sites read."""
+_MOST_INCOMPLETE = 8  # outer steps in a row without late workers. The next one needs all.
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     outer = ("local.outer_lr", "local.outer_momentum") * (settings.strategy == "local-sgd")
     bound, uneven = settings.local.sites, settings.local.uneven
     quorum = settings.local.quorum is not None
-    uneven_with = "local.uneven = False" + " without local.quorum" * quorum
+    uneven_with = "local.uneven = False" + " and no local.quorum" * quorum
     exact_with = 'reduction="tree"' + ' or exact="fixed-point"' * (settings.wire == "float32")
     return Capabilities(
         exact=not uneven and (settings.fixed_point or settings.reduction != "collective"),
@@ -164,6 +165,8 @@ class LocalTraining(Strategy):
                 f"left out. Train on CPUs, or leave out local.quorum."
             )
         self._notice, self._complete = 0, True  # whether all workers took part in the last outer step
+        self._last_complete = -1  # number of the last outer step in which all took part
+        self._needs_all = False  # whether the next one needs all workers, as far as this worker knows
         self._divided = DividedOptimizerState(context, self._tensors, REPLICA)
         if not context.replicas:
             context.strategy_state.pop(STATE, None)  # of a run that has gone on with another strategy since
@@ -337,8 +340,12 @@ class LocalTraining(Strategy):
         world, quorum, shares = self._context.world, self._local.quorum, self._shares
         if self._claimed is None or quorum is None:
             return world
-        grace = self._local.grace_seconds
-        ranks = self._claimed.arrive(step, lambda here: sum(len(shares[rank]) for rank in here) >= quorum, grace)
+
+        def enough(here: Sequence[int]) -> bool:
+            return not self._needs_all and sum(len(shares[rank]) for rank in here) >= quorum
+
+        with world.awaiting(f"in the outer step after step {step}"):
+            ranks = self._claimed.arrive(step, enough, self._local.grace_seconds)
         self._complete = len(ranks) == world.size
         if self._complete:
             return world
@@ -359,15 +366,19 @@ class LocalTraining(Strategy):
         check_trained([trained for trained, *_ in everyone])
         quorum = workers if isinstance(workers, Subgroup) else None
         if self._claimed is not None:
-            paces = dict(zip(quorum.ranks if quorum else range(world.size), (one[3] for one in everyone), strict=True))
-            self._claimed.exchanged([paces.get(rank, 0.0) for rank in range(world.size)], self._complete)
+            paces = [one[3] for one in everyone] if self._local.quorum is None else ()
+            self._claimed.exchanged(paces, self._complete)
             self._outer.catch_up(workers, [made for *_, made in everyone])
         if given := [(rank, one[4]) for rank, one in enumerate(everyone) if one[4]]:
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _, _ in everyone for name in names)
         known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
         self._outer.send(step, fragment, known, time.perf_counter() - begin, quorum)
-        self._notice = max(notice for *_, notice, _ in everyone) if self._complete else 0
+        notice, made = max(notice for *_, notice, _ in everyone), max(made for *_, made in everyone)
+        if self._complete:
+            self._notice, self._last_complete, self._needs_all = notice, made, False
+        else:  # all that take part decide alike. A late worker does not know, and lets the others decide
+            self._notice, self._needs_all = 0, notice > 0 or made - self._last_complete >= _MOST_INCOMPLETE
         whole = [
             MicrobatchResult(at, rank, loss, counted, metrics=tuple(found))
             for _, _, sums, *_ in everyone

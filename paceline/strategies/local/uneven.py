@@ -12,7 +12,8 @@ A part is the share of a batch on which a replica would train if all made the sa
 dynamic local updates of asynchronous local SGD (Liu et al. 2024, arXiv 2401.09135), but with synchronous outer steps.
 
 With ``local.quorum`` an outer step goes on without late workers (Douillard et al. 2026, arXiv 2604.21428). A late one
-passes the batches whose parts others have claimed, and sends the update of its replica in its next outer step.
+passes the batches whose parts others have claimed, and sends the update of its replica in its next outer step. No
+worker leaves parts to others then: those might be late, and the parts would never be computed.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class ClaimedParts:
         return self._seconds / self._made if self._made else 0.0
 
     def claim(self, step: int, shares: Sequence[range], later: int) -> Iterator[range]:
-        """Yield the parts of a batch that this worker computes. The first batch has a part for each worker.
+        """Yield the parts of a batch that this worker computes.
 
-        So each worker has a loss to report, and a pace.
+        The first batch has a part for each worker, so that each has a loss and a pace to report.
 
         Args:
             shares: microbatches of each part.
@@ -71,7 +72,7 @@ class ClaimedParts:
         """Begin anew after an exchange, in which the workers have told their :attr:`pace`.
 
         Args:
-            paces: seconds of each worker for a part. 0 if unknown.
+            paces: seconds of each worker for a part, 0 if unknown. Empty if this worker is to leave no parts to others.
             complete: whether all workers took part. Late ones may still try to claim parts of these batches.
         """
         if complete:
