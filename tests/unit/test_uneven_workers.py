@@ -145,16 +145,23 @@ def test_a_worker_that_stays_late_gets_the_outer_weights_when_all_meet(monkeypat
     assert ranks == [0, 0] and first == second
 
 
-def test_each_part_is_trained_once_if_a_faster_worker_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 would leave the second period to rank 1, which stops until the others have gone on to the third."""
-    stopped, gone_on, made = threading.Event(), threading.Event(), list[tuple[int, int]]()
+@pytest.mark.parametrize(("at", "parts"), [(2, 1), (3, 2)], ids=["others are left", "with a whole batch"])
+def test_each_part_is_trained_once_if_a_faster_worker_is_late(
+    monkeypatch: pytest.MonkeyPatch, at: int, parts: int
+) -> None:
+    """Rank 0 would leave the second period to rank 1, which stops until rank 0 has gone on to the third."""
+    begun, stopped, gone_on = threading.Event(), threading.Event(), threading.Event()
+    made, steps = list[tuple[int, int]](), list[int]()  # steps of rank 1
 
     def inner_step(context: Any, batch: Any, step: int, groups: Any, replica: Any) -> Any:
         made.extend((step, one) for group in groups for one in group.microbatches)
-        if step == 2 and context.world.rank:
-            stopped.set()
-        if step >= 2:
-            assert (gone_on if context.world.rank else stopped).wait(20), f"rank {context.world.rank}: {made}"
+        if context.world.rank:
+            steps.append(step)
+            stopped.set() if steps.count(at) == parts else None
+            assert step < 2 or (gone_on if stopped.is_set() else begun).wait(20), f"rank 1 is held up at {made}"
+        elif step >= 2:
+            begun.set()
+            assert stopped.wait(20), f"rank 0 is held up at {made}"
         return local_training.inner_step(context, batch, step, groups, replica)
 
     def step(strategy: local_strategy.LocalTraining, number: int, groups: Any) -> Any:

@@ -384,5 +384,7 @@ class LocalTraining(Strategy):
             for _, _, sums, *_ in everyone
             for at, rank, loss, counted, found in sums
         ]
+        if not whole:  # late workers have claimed all parts of this batch
+            return self._last
         loss, averages = means(context, sorted(whole, key=lambda part: part.microbatches.start))
         return replace(self._last, loss=loss, metrics=averages)
