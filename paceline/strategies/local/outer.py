@@ -47,7 +47,7 @@ class OuterSteps:
     """Outer optimizer, SGD with Nesterov momentum, and the fragment in flight.
 
     Args:
-        context: training context, whose ``strategy_state`` holds the outer momentum.
+        context: training context, whose ``strategy_state`` holds the outer state.
         shares: numbers of the replicas of each rank.
         replicas: replicas of this worker, by number.
 
@@ -80,7 +80,7 @@ class OuterSteps:
 
     @property
     def _state(self) -> dict[str, Any]:
-        """State that is the same on all workers, but that a late worker gets in :meth:`catch_up`."""
+        """State that is the same on all workers, except that a late worker has an older one until :meth:`catch_up`."""
         state: dict[str, Any] = self._context.strategy_state[STATE]
         return state
 

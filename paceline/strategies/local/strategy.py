@@ -59,7 +59,8 @@ from paceline.strategies.single import Single
 
 OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "clip", "noise", "delta"))
 """Settings that only replicas of sites read."""
-_MOST_INCOMPLETE = 8  # outer steps in a row without late workers. The next one needs all.
+_MOST_INCOMPLETE = 8
+"""Most outer steps in a row that go on without late workers. The next one needs all workers."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -377,7 +378,7 @@ class LocalTraining(Strategy):
         notice, made = max(notice for *_, notice, _ in everyone), max(made for *_, made in everyone)
         if self._complete:
             self._notice, self._last_complete, self._needs_all = notice, made, False
-        else:  # all that take part decide alike. A late worker does not know, and lets the others decide
+        else:  # alike on all that take part. Late workers do not know, and leave the next decision to them
             self._notice, self._needs_all = 0, notice > 0 or made - self._last_complete >= _MOST_INCOMPLETE
         whole = [
             MicrobatchResult(at, rank, loss, counted, metrics=tuple(found))

@@ -12,8 +12,8 @@ A part is the share of a batch on which a replica would train if all made the sa
 dynamic local updates of asynchronous local SGD (Liu et al. 2024, arXiv 2401.09135), but with synchronous outer steps.
 
 With ``local.quorum`` an outer step goes on without late workers (Douillard et al. 2026, arXiv 2604.21428). A late one
-passes the batches whose parts others have claimed, and sends the update of its replica in its next outer step. No
-worker leaves parts to others then: those might be late, and the parts would never be computed.
+passes the batches whose parts others have claimed, and sends the update of its replica in its next outer step. With a
+quorum no worker leaves parts to others: if they were late, nobody would compute these parts.
 """
 
 from __future__ import annotations
