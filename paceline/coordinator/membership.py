@@ -163,20 +163,21 @@ class MembershipProtocol:
         self.advance(now)
 
     def needs(self, number: int) -> bool:
-        """Return whether the failure of a worker ends the run. It does not if the worker has never joined."""
-        return self.generation < 0 or self.workers[number].joined
+        """Return whether the failure of a worker ends the run. It does not if the worker never joined or is unfit."""
+        return self.generation < 0 or (self.workers[number].joined and not self.workers[number].unfit)
 
     def finish(self, number: int, now: float) -> None:
-        """Record that a worker's process has ended with exit code 0."""
+        """Record that a worker's process has ended with exit code 0. An unfit one is lost, not finished."""
         worker = self.workers.get(number)
+        if worker is not None and worker.unfit:
+            return self.lose(number, f"{self.name(number)} could not take part", now)
         self._unconfirmed.discard(number)
         if any(lost.worker == number and not lost.may_run for lost in self.lost):  # others were waiting for this worker
             self._end_early([number], now)
         if worker is None or worker.state == "gone":
             self.advance(now)
             return
-        worker.finished = True
-        worker.state = "gone"
+        worker.finished, worker.state = True, "gone"
         members = [self.workers[member] for member in self.members]
         if self.members and all(member.state == "gone" for member in members):
             self._finish(now)
@@ -383,7 +384,7 @@ class MembershipProtocol:
             worker = self.workers[number]
             if worker.joined and number not in before:  # a returned worker: others dropped with it may still run, too
                 self.fenced = True
-            worker.state, worker.joined = "training", True
+            worker.state, worker.joined, worker.unfit = "training", True, False
         if self._facts is None or self._session < self.workers[chosen[0]].session:
             self._facts, self._session = self.workers[chosen[0]].facts, self.workers[chosen[0]].session
             self._furthest = (-1, -1)

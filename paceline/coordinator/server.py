@@ -130,7 +130,7 @@ class Coordinator:
             elif report and not report["consequence"]:
                 reason = f"{membership.name(number)} failed: {report['type']}: {report['message']}"
                 return not self._fail(number, report.get("exit_code", 1), reason, report)
-            elif not report and code > 0 and self._by_script(number):
+            elif membership.workers[number].unfit or (not report and code > 0 and self._by_script(number)):
                 return not self._fail(number, code, reason, report)
             else:
                 replace()
@@ -245,7 +245,7 @@ class Coordinator:
         elif kind == "ending":
             self.membership.workers[number].ending = True
         elif kind == "unfit":
-            self.membership.workers[number].joined = False
+            self.membership.workers[number].unfit = True
         elif kind == "store" and self._is_now(number, message["generation"]):
             self._key_values.handle(number, message)
 

@@ -76,6 +76,7 @@ class Worker:
     finished: bool = False  # whether its process has ended with exit code 0
     refused: bool = False  # whether it was refused because its facts differ
     joined: bool = False  # whether it has ever been a member
+    unfit: bool = False  # whether it has reported that it cannot take part, since it joined
     end_sent: bool = False  # whether the end of the run was sent to it
     knows: int = -1  # last generation whose members were sent to it
     about: dict[str, Any] = field(default_factory=dict)  # host, process and address

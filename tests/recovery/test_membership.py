@@ -364,6 +364,26 @@ def test_one_that_does_not_fit_is_refused(three: ScriptedMembership) -> None:
     assert three.of.needs(1) and not three.of.needs(3)
 
 
+@pytest.mark.parametrize("seen", [False, True], ids=["", "reported by another one first"])
+def test_one_that_cannot_take_part_has_not_finished(three: ScriptedMembership, seen: bool) -> None:
+    three.lose(2)
+    three.ready(0, 1)
+    three.come(3)
+    three.ready(0, 1, planned=True)
+    assert three.of.members == [0, 1, 3]
+    three.of.workers[3].unfit = True
+    if seen:
+        three.of.lose(3, "rank 2 ended", three.now, confirmed=False)
+    three.ready(0)
+    three.of.finish(3, three.now)
+    three.ready(1)
+    assert three.of.over is None and three.of.members == [0, 1]
+    assert not three.of.needs(3) and three.of.workers[3].joined
+    three.of.finish(0, three.now)
+    three.of.finish(1, three.now)
+    assert three.of.over is not None and three.of.over["code"] == 0
+
+
 @pytest.mark.promise(
     "docs/survive.md",
     "More than 10 losses (or 2 × MAX, if that is more) without a step in between end the run: that is no accident.",

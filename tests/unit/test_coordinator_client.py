@@ -111,18 +111,44 @@ def test_workers_without_a_connection_are_lost_with_their_agent() -> None:
     assert cut.lost == [(1001, "worker 1001 cannot be reached")] and cut.of._agents == {}
 
 
-def test_what_arrives_after_the_end_of_a_worker_is_ignored() -> None:
+def coordinator_of(most: int) -> Coordinator:
+    """A coordinator without connections."""
     nothing = {name: lambda *_: None for name in ("start", "send", "drain")}
     connections = SimpleNamespace(**nothing)
     run: Any = RunInfo("id", None, "train.py", "run")  # type: ignore[arg-type]
     system = System(connect=lambda *_: connections)  # type: ignore[arg-type,return-value]
-    coordinator = Coordinator(None, Bounds(1, 1, 1, drops=True), lambda *_, **__: None, run, 1, system=system)  # type: ignore[arg-type]
+    bounds = Bounds(1, most, most, drops=True)
+    return Coordinator(None, bounds, lambda *_, **__: None, run, most, system=system)  # type: ignore[arg-type]
+
+
+ABOUT = {"host": "a", "pid": 1, "address": "10.0.0.1"}
+ABOUT_RUN = {"facts": {}, "hang_seconds": None, "timeout_seconds": 30.0, "fits": [], "session": 1}
+HELLO = {"type": "hello", "about": ABOUT, **ABOUT_RUN}
+READY = {"type": "ready", "progress": None, "arena": None, "leaving": False, "planned": False, "ended": []}
+
+
+@pytest.mark.parametrize(("code", "report"), [(0, {}), (2, {}), (-9, {}), (2, {"consequence": True}), (PREEMPTED, {})])
+def test_the_end_of_an_unfit_worker_ends_nothing_and_is_not_made_good(code: int, report: dict[str, Any]) -> None:
+    coordinator, replaced = coordinator_of(3), list[int]()
+    peers: list[Any] = [SimpleNamespace(worker=number) for number in range(3)]
+    for peer in peers:
+        coordinator.started(peer.worker, 1)
+    for message in (HELLO, READY):
+        for peer in peers:
+            coordinator.handle(peer, {**message, "about": dict(ABOUT)})
+    assert coordinator.members == [0, 1, 2]
+    coordinator.handle(peers[2], {"type": "unfit"})
+    coordinator.handle(peers[0], READY)
+    assert coordinator.ended(2, code, report, lambda: replaced.append(2)) and not replaced
+    coordinator.handle(peers[1], READY)
+    assert coordinator.members == [0, 1] and coordinator.over is None
+
+
+def test_what_arrives_after_the_end_of_a_worker_is_ignored() -> None:
+    coordinator = coordinator_of(1)
     peer: Any = SimpleNamespace(worker=0)
     coordinator.started(0, 1)
-    about = {"host": "a", "pid": 1, "address": "10.0.0.1"}
-    hello = {"about": about, "facts": {}, "hang_seconds": None, "timeout_seconds": 30.0, "fits": [], "session": 1}
-    ready = {"progress": None, "arena": None, "leaving": False, "planned": False, "ended": []}
-    coordinator.handle(peer, {"type": "hello", **hello})
+    coordinator.handle(peer, HELLO)
     coordinator.ended(0, -9, {}, coordinator.announce_start)
-    coordinator.handle(peer, {"type": "ready", **ready})
+    coordinator.handle(peer, READY)
     assert coordinator.members == [] and coordinator.membership.workers[0].state == "gone"

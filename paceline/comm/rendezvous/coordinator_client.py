@@ -169,8 +169,8 @@ class CoordinatorClient:
         """Report that the script has ended, so the end of this process is not a loss. Its exit code is the result."""
         self._link.send({"type": "ending"})
 
-    def is_unfit(self) -> None:
-        """Report that this worker cannot take part, so that its failure does not end the run."""
+    def report_unfit(self) -> None:
+        """Report that this worker cannot take part, so that its end, with any exit code, does not end the run."""
         self._link.send({"type": "unfit"})
 
     def send_heartbeat(self) -> None:

@@ -52,7 +52,7 @@ def join_data(context: TrainingContext, generation: Generation) -> None:
     refused = order.strangers(world, joined, RE_FORMING)
     if world.rank in refused:
         assert world.coordinator is not None
-        world.coordinator.is_unfit()
+        world.coordinator.report_unfit()
         raise InputError(f"{refused[world.rank]} The run goes on without this worker.")
     if refused:
         _tell(context, f"training goes on without a worker that was to join. {' '.join(refused.values())}")
