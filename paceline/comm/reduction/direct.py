@@ -140,8 +140,11 @@ class DirectExchange:
             return [([Message(flat, peer, tag) for peer in self._spread_to[bucket.home]], [])]
         return [([], [Message(flat, bucket.home, tag)] if self._rank in self._spread_to[bucket.home] else [])]
 
-    def await_spread(self, bucket: Bucket) -> bool:
+    def spreads_here(self, bucket: Bucket) -> bool:
         return bucket.home is not None and self._rank in self._spread_to[bucket.home]
+
+    def await_spread(self, bucket: Bucket) -> None:
+        """Do nothing, because the executor has waited for the message."""
 
     def _received(self, bucket: Bucket, rank: int, index: int) -> torch.Tensor:
         """Return the buffer for this worker's chunk of a node of another rank."""

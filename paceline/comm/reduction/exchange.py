@@ -77,12 +77,12 @@ class OwnerExchange(Exchange, Protocol):
         """Send a bucket from its server to all other workers, after the means of all buckets have been reduced."""
         ...
 
-    def await_spread(self, bucket: Bucket) -> bool:
-        """Wait until a bucket is in ``bucket.means``, if the transport has no message for it.
+    def spreads_here(self, bucket: Bucket) -> bool:
+        """Return whether another worker spreads a bucket to this one."""
+        ...
 
-        Returns:
-            whether another worker has spread it to this one.
-        """
+    def await_spread(self, bucket: Bucket) -> None:
+        """Wait until a bucket is in ``bucket.means``, if the transport has no message for it."""
         ...
 
 

@@ -93,7 +93,7 @@ class Reduction:
         return [*accumulate((bucket.index if holds(bucket) else -1 for bucket in self._buckets), max), -1]
 
     def _receives(self, bucket: Bucket) -> bool:
-        return self._owner is not None and self._owner.await_spread(bucket)
+        return self._owner is not None and self._owner.spreads_here(bucket)
 
     def describe(self) -> dict[str, str | int]:
         """Return the kind of the exchange, and the number and size of the buckets, for the records."""
@@ -236,7 +236,8 @@ class Reduction:
         for bucket in buckets:
             _wait(bucket.receives)
             _wait(bucket.sends)
-            if exchange.await_spread(bucket):
+            exchange.await_spread(bucket)
+            if exchange.spreads_here(bucket):
                 for member, value in zip(bucket.members, bucket.mean_views, strict=True):
                     arrived(member, value)
 

@@ -165,6 +165,8 @@ class SharedMemoryExchange:
                     bucket.sent += mine.nbytes
             self._shared.announce_means(bucket, spread=True)
 
-    def await_spread(self, bucket: Bucket) -> bool:
-        self._shared.await_means(bucket, spread=True)
+    def spreads_here(self, bucket: Bucket) -> bool:
         return bucket.home != self._rank
+
+    def await_spread(self, bucket: Bucket) -> None:
+        self._shared.await_means(bucket, spread=True)
