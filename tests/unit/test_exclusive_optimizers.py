@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline.errors import InputError
 from paceline.step.optimizer import OptimizerStep, Scaling
+from paceline.step.optimizers.exclusive import guard_parts
 
 
 class Ascending(Optimizer):
@@ -125,6 +126,35 @@ def test_a_copy_of_the_script_is_its_own(copied: Callable[[Optimizer], Optimizer
         value.grad = torch.ones_like(value)
     own.step()
     assert set(made.optimizer.state_dict()) == {"state", "param_groups"}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deep", "pickle"])
+def test_a_copy_of_an_optimizer_with_a_part_is_the_scripts(copied: Callable[[Optimizer], Optimizer]) -> None:
+    value = nn.Parameter(torch.ones(2))
+    optimizer = Adam([value])
+    end = guard_parts(optimizer)
+    with pytest.raises(InputError, match="a part of the optimizer's state"):
+        optimizer.state[value]
+    own = copied(optimizer)
+    (mine,) = own.param_groups[0]["params"]
+    mine.grad = torch.ones(2)
+    own.step()
+    assert own.state_dict()["state"][0]["step"] == 1 and not optimizer.state
+    end()
+    assert optimizer.state[value] == {}
+
+
+def test_a_state_without_default_stays_as_it_is() -> None:
+    value = nn.Parameter(torch.ones(2))
+    optimizer = SGD([value])
+    optimizer.state = {}  # type: ignore[assignment]
+    end = guard_parts(optimizer)
+    with pytest.raises(InputError, match="a part of the optimizer's state"):
+        optimizer.state_dict()
+    with pytest.raises(KeyError):
+        optimizer.state[value]
+    end()
+    assert optimizer.state_dict()["state"] == {}
 
 
 @pytest.mark.parametrize("factory", [pair, partial(SGD, lr=0.1)], ids=["two", "one"])

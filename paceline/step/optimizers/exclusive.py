@@ -7,6 +7,7 @@ an optimizer for the whole state while it is divided among the workers.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -58,7 +59,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def guard_parts(optimizer: Optimizer) -> Callable[[], None]:
     """Refuse the state of an optimizer to the script while this worker has a part of it.
 
-    ``state_dict``, ``load_state_dict`` and ``state[parameter]`` raise, except for a parameter that has a state here.
+    ``state_dict``, ``load_state_dict`` and ``state[parameter]`` raise, except for a parameter that has a state here. A
+    copy belongs to the script, as in :func:`refuse_other_steps`. A ``state`` without default has no guard of its own.
 
     Returns:
         function that ends this.
@@ -67,21 +69,30 @@ def guard_parts(optimizer: Optimizer) -> Callable[[], None]:
         optimizer.register_state_dict_pre_hook(_refuse),
         optimizer.register_load_state_dict_pre_hook(_refuse),
     ]
-    optimizer.state.default_factory = _begin_state
+    state = optimizer.state
+    if isinstance(state, defaultdict):
+        state.default_factory = _BeginState()
 
     def end() -> None:
-        optimizer.state.default_factory = dict
+        if isinstance(state, defaultdict):
+            state.default_factory = dict
         for hook in hooks:
             hook.remove()
 
     return end
 
 
-def _begin_state() -> dict[str, Any]:
-    """Return the state of a parameter that the optimizer updates for the first time."""
-    if not updating.depth:
-        _refuse()
-    return {}
+class _BeginState:
+    """Function that returns the state of a parameter that the optimizer updates for the first time."""
+
+    def __call__(self) -> dict[str, Any]:
+        if not updating.depth:
+            _refuse()
+        return {}
+
+    def __reduce__(self) -> tuple[Callable[[object], type], tuple[object]]:
+        """Become ``dict`` in a copy."""
+        return type, ({},)
 
 
 def refuse_parts(optimizer: Optimizer) -> None:
