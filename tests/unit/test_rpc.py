@@ -46,6 +46,7 @@ def test_words_and_bytes_come_back(server: RpcServer, client_of: Any) -> None:
     assert client.ask("echo", None) == ((3, None), bytearray())
     client.close()
     assert client.ask("echo", 4)[0] == (3, 4)  # a new connection
+    assert server.connected() == {3}
 
 
 def test_a_request_waits_for_its_handler(server: RpcServer, client_of: Any) -> None:

@@ -457,6 +457,15 @@ def test_a_table_has_one_owner_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert table.read(1, -1, none)[0][2] == [] and table.close(0, None, none) == (b"5", ())
 
 
+def test_a_worker_that_has_connected_again_is_not_gone() -> None:
+    connected = set[int]()
+    table = network_claims._Table(None, lambda: connected)
+    table.end(3)
+    assert table.read(1, -1, bytearray())[0][3] == [3]
+    connected.add(3)
+    assert table.read(1, -1, bytearray())[0][3] == []
+
+
 def test_a_table_goes_on_without_its_copy() -> None:
     asked: list[int] = []
 

@@ -57,16 +57,21 @@ class CommitLog:
 
 
 class _Table:
-    """A holder's copy of the table. Thread-safe."""
+    """A holder's copy of the table. Thread-safe.
 
-    def __init__(self, forward: RpcClient | None) -> None:
-        self._forward = forward
+    Args:
+        forward: client for the other holder.
+        connected: function that returns the ranks that have a connection now: also one that has connected again.
+    """
+
+    def __init__(self, forward: RpcClient | None, connected: Callable[[], set[int]] = set) -> None:
+        self._forward, self._connected = forward, connected
         self._changed = threading.Condition()
         self._text, self._changes = b"", 0
         self._owner: int | None = None
         self._closed = False
         self._arrived: set[int] = set()
-        self._gone: set[int] = set()
+        self._ended: set[int] = set()  # ranks of which a connection has ended
 
     def begin(self, text: bytes) -> None:
         with self._changed:
@@ -78,7 +83,8 @@ class _Table:
         with self._changed:
             self._changed.wait_for(lambda: self._changes != since, _SLICE_SECONDS)
             text = self._text if self._changes != since else b""
-            return (self._changes, text, sorted(self._arrived), sorted(self._gone)), ()
+            gone = sorted(self._ended - self._connected())
+            return (self._changes, text, sorted(self._arrived), gone), ()
 
     def acquire(self, rank: int, words: Any, data: bytearray) -> Answer:
         """Give a worker the lock and return the table, or return the lock's owner if another worker still has it."""
@@ -124,9 +130,9 @@ class _Table:
             return self._text, ()
 
     def end(self, rank: int) -> None:
-        """Release the lock of a worker whose connection has ended, and record the worker as disconnected."""
+        """Release the lock of a worker whose connection has ended, and record its end."""
         with self._changed:
-            self._gone.add(rank)
+            self._ended.add(rank)
             if self._owner == rank:
                 self._owner = None
             self._changed.notify_all()
@@ -185,7 +191,7 @@ class NetworkClaims:
             forward = None
             if self._world.rank == 0 and len(self._holders) > 1:
                 forward = peers.new_client(self._holders[1])
-            table = self._table = _Table(forward)
+            table = self._table = _Table(forward, peers.server.connected)
             for name in ("read", "acquire", "release", "copy", "arrive", "close"):
                 peers.server.serve(f"table.{name}", getattr(table, name))
             peers.server.on_end(table.end)

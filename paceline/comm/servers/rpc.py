@@ -56,7 +56,7 @@ class RpcServer:
         self._ended: list[Callable[[int], None]] = []
         self._key, self._most = key, most
         self._unproven = threading.Semaphore(_MOST_UNPROVEN)
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, int] = {}  # rank of the client of each connection
         self._lock = threading.Lock()
         self._registered = threading.Condition(self._lock)
         self._closed = False
@@ -73,6 +73,11 @@ class RpcServer:
     def on_end(self, act: Callable[[int], None]) -> None:
         """Register a function to be called with the rank of a worker whose connection has ended."""
         self._ended.append(act)
+
+    def connected(self) -> set[int]:
+        """Return the ranks of the workers that have a connection now."""
+        with self._lock:
+            return set(self._open.values())
 
     def handle(self, rank: int, what: str, words: Any, data: bytearray) -> Answer:
         return self._handlers[what](rank, words, data)
@@ -114,13 +119,13 @@ class RpcServer:
             with self._lock:
                 if self._closed:
                     return
-                self._open.add(connection)
+                self._open[connection] = rank
             connection.settimeout(None)
             try:
                 self._answer(connection, rank)
             finally:
                 with self._lock:
-                    self._open.discard(connection)
+                    del self._open[connection]
                 for act in self._ended:
                     act(rank)
 
