@@ -138,7 +138,11 @@ def _pass_seconds(context: TrainingContext, layers: Sequence[LayerCost]) -> tupl
     try:
         return _beyond_layers(context, layers)
     except Exception as error:  # noqa: BLE001 - other strategies can still be planned
-        _log.debug("no pipeline could be measured: %s", error)
+        _log.warning(
+            "no pipeline could be measured, so they are planned without what a pass takes besides its layers: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return 0.0, 0.0
 
 

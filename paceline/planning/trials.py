@@ -120,8 +120,8 @@ def _profile(base: Request, workers: int, start: Start) -> Profile:
 def _fitted(profile: Profile, seconds: Sequence[float], fused: bool, workers: int, cores: int) -> Measured:
     """Return the costs with which the simulation takes as long as the measured steps.
 
-    What the simulation does not explain is the overhead of a step. If it takes longer than the step, all costs are
-    scaled.
+    What the simulation does not explain is the overhead of a step. If it takes longer than the step, all
+    measured costs are scaled.
     """
     took = median(seconds)
     quarters = quantiles(seconds, n=4)
@@ -139,7 +139,8 @@ def _fitted(profile: Profile, seconds: Sequence[float], fused: bool, workers: in
         count: tuple(replace(one, forward=part * one.forward, backward=part * one.backward) for one in layers)
         for count, layers in work.passes.items()
     }
-    return Measured(replace(work, passes=passes, update=part * work.update, add=part * work.add), profile, spread)
+    scaled: dict[str, Any] = {name: part * value for name, value in given.items()}
+    return Measured(replace(work, passes=passes, **scaled), profile, spread)
 
 
 def _predicted(measured: Measured, workers: int, cores: int) -> float:

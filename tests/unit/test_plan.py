@@ -7,6 +7,7 @@ import re
 import runpy
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from paceline.comm.reduction.buckets import pack, split
 from paceline.environments import env
 from paceline.errors import ConfigError, InputError
 from paceline.launchers.base import Request
+from paceline.planning import profile as profiling
+from paceline.planning import trials
 from paceline.planning.costs import Profile, Work, write
 from paceline.planning.memory import Run, need
 from paceline.planning.programs import asynchronous, data_parallel, pipeline
@@ -312,6 +315,28 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     held = next(one for one in found if one.strategy == "diloco")  # a replica, its weights, and the outer momentum
     replica = replace(sizes, workers=4, weights=sizes.weights + sizes.gradients)
     assert held.memory_bytes == need(replica).total + sizes.gradients
+
+
+def test_all_measured_costs_are_scaled_if_steps_take_less() -> None:
+    costs = {"update_seconds": 0.02, "add_seconds": 0.03, "message_seconds": 0.04}
+    profile = replace(_measured().profile, **costs, pass_seconds=0.05, half_pass_seconds=0.06)
+    whole = trials._fitted(profile, [100.0] * 4, fused=False, workers=2, cores=2)
+    step = 100.0 - whole.work.overhead
+    half = trials._fitted(profile, [step / 2] * 4, fused=False, workers=2, cores=2)
+    names = "update", "add", "message_seconds", "pass_seconds", "half_pass_seconds"
+    found = [getattr(half.work, name) / getattr(whole.work, name) for name in names]
+    layers = [
+        now.forward / before.forward for now, before in zip(half.work.layers(1), whole.work.layers(1), strict=True)
+    ]
+    assert found + layers == pytest.approx([0.5] * (len(found) + len(layers))) and half.work.overhead == 0.0
+
+
+def test_a_pipeline_that_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(profiling._log, "warning", lambda text, *given: told.append(text % given))
+    context: Any = SimpleNamespace(compute=SimpleNamespace(batch_loss=None))  # has no settings
+    assert profiling._pass_seconds(context, layers(2)) == (0.0, 0.0)
+    assert "without what a pass takes besides its layers: AttributeError: " in told[0]
 
 
 def test_epochs_of_a_stream_are_refused_after_the_first_profile(tmp_path: Path) -> None:
