@@ -136,7 +136,7 @@ def train(kind, strategy, move):
     session = paceline.start(model=torch.nn.Linear(8, 1), optimizer=partial(torch.optim.SGD, lr=0.01), forward=forward,
                              data=data, batch=128, microbatches=32, exact=True, strategy=strategy)
     seconds = []
-    for batch in session.batches(steps=32):  # with move="auto", 22 of them measure
+    for batch in session.batches(steps=48):  # with move="auto", the first 30 or so measure
         begin = time.perf_counter()
         session.step(batch)
         seconds.append(time.perf_counter() - begin)

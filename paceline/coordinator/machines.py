@@ -197,9 +197,10 @@ class AgentClient:
                 self.shown = int(message["worker"])
 
     def await_end(self, or_refusal: bool) -> None:
-        """Wait until the coordinator has reported the end of the run, or perhaps that a worker has not joined it.
+        """Wait until the coordinator reports the end of the run.
 
-        Also returns if the connection has ended.
+        Also returns if the connection has ended, and with ``or_refusal`` if the coordinator reports that a worker of
+        this machine failed before it joined.
         """
         while not self.broken and (self._connection.unsent or not (self.over or (or_refusal and self.not_joined))):
             self.receive()

@@ -114,6 +114,10 @@ class BatchOrder(ABC):
     incomplete = False  # whether they do now
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
+    def sends(self, step: int) -> bool:
+        """Return whether workers send samples to others in a step. The same on all workers."""
+        return False
+
     def cut_by(self, function: MicrobatchOrder) -> None:
         """Cut batches into microbatches by a function.
 

@@ -48,7 +48,7 @@ class Known:
     """Results of this worker by index, and the shards of all workers, which it keeps if the call is repeated."""
 
     results: dict[int, Any] = field(default_factory=dict)
-    shards: Holding = field(default_factory=lambda: Holding({}, {}))
+    shards: Holding = field(default_factory=lambda: Holding({}, {}, {}))
 
 
 def map_items(

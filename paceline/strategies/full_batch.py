@@ -48,7 +48,8 @@ class FullBatch:
 
     def groups(self, step: int, share: range | None = None) -> list[range]:
         """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
-        return self._fusion.groups(range(len(self._context.order.parts_of(step))) if share is None else share)
+        whole = range(len(self._context.order.parts_of(step)))
+        return self._fusion.groups(whole if share is None else share, step)
 
     def gradients(self, step: int, groups: list[MicrobatchGroup]) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         """Compute the mean gradients of a step into ``.grad``.
@@ -65,7 +66,7 @@ class FullBatch:
         parts, computed, table = self._means(step, groups)
         if self._audit is not None and audited:
             self._audit.compare()
-        self._fusion.decide(groups, table)
+        self._fusion.decide(step, groups, table)
         samples = sum(group.samples for group in groups)
         return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
 

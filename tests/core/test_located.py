@@ -61,7 +61,7 @@ def train(placed, move="never", **settings):
     mean.fill_(sum(totals) / sum(counts))
     for batch in session.batches(epochs=2):
         report = session.step(batch)
-    assert move != "auto" or session._context.order.state(0)["sends"] is not None  # both ways were used
+    assert move != "auto" or session._context.order._choice.sending  # both ways were used
     warned.append("; ".join(session._context.warnings))
     return [batch.step, report.loss, session.fingerprint(), mean.item(), counts, draws]
 

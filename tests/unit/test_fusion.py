@@ -167,6 +167,17 @@ def test_microbatches_are_computed_one_by_one_after_a_loss_couples_samples(monke
     assert counts[-16:] == [2] * 16  # the last two steps
 
 
+def test_microbatches_are_computed_one_by_one_in_steps_in_which_workers_send_samples() -> None:
+    session = start(Switched("nothing"))
+    session._context.order.sends = lambda step: step in (0, 6, 7)  # type: ignore[method-assign]
+    counts = list[int]()
+    for batch in session.batches(steps=10):
+        counts.append(len(batch.groups))
+        session.step(batch)
+    assert counts[0] == counts[1] == 8, "the second step decides"
+    assert counts[3:] == [1] * 3 + [8] * 2 + [1] * 2
+
+
 @pytest.mark.parametrize("kind", ["nothing", "takes no half"])
 def test_a_loss_of_single_samples_is_not_named(kind: str) -> None:
     assert not trained(kind, audit=1)[1]

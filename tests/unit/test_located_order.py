@@ -149,22 +149,27 @@ def test_samples_travel_until_no_worker_has_more_than_an_even_share() -> None:
     assert moves(((0, 1),) * 8, 2) == ()
 
 
-@pytest.mark.parametrize(("faster", "held"), [(0.5, ""), (0.99, ""), (0.5, "abcdefgh")])
+@pytest.mark.parametrize(
+    ("faster", "warm", "held"), [(0.5, 1.0, ""), (0.99, 1.0, ""), (1.0, 2.0, ""), (0.5, 1.0, "abcdefgh")]
+)
 def test_samples_are_sent_from_a_step_that_no_worker_has_asked_for_if_steps_then_take_less_time(
-    monkeypatch: pytest.MonkeyPatch, faster: float, held: str
+    monkeypatch: pytest.MonkeyPatch, faster: float, warm: float, held: str
 ) -> None:
-    """Rank 0 has asked for more steps than rank 1, and rank 1 is slower. A resumed run goes on with the choice."""
+    """Rank 0 has asked for more steps than rank 1, and rank 1 is slower. The first steps may be slow for other reasons.
+
+    A run that is resumed goes on with the choice if its workers have the shards then, whatever their ranks.
+    """
     clock = threading.local()
     monkeypatch.setattr(order_module, "perf_counter", lambda: clock.now)
     held, options = ["abcdefgh", held], {"move": "auto"}
 
-    def train(world: Any, state: Any = None) -> tuple[list[bool], list[str], dict[str, Any]]:
-        order, told = order_of(held[world.rank], options), list[str]()
+    def train(world: Any, state: Any = None, ranks: Any = (0, 1)) -> tuple[list[bool], list[str], dict[str, Any]]:
+        order, told = order_of(held[ranks[world.rank]], options), list[str]()
         if state is not None:
             order.load(state)
         order.meet(world, "start")
         clock.now, sent, asked = 0.0, list[bool](), dict[int, bool]()
-        for step in range(30):
+        for step in range(45):
             ahead = range(step, step + (4 if world.rank == 0 else 2))
             asked |= {one: one in order._choice.sending for one in ahead if one not in asked}
             events: Any = SimpleNamespace(mark=lambda _, text: told.append(text))
@@ -173,19 +178,28 @@ def test_samples_are_sent_from_a_step_that_no_worker_has_asked_for_if_steps_then
                 order.choose(step, ahead[-1], events)
             sent.append(step in order._choice.sending)
             assert sent[-1] == asked[step], "a change of a step that was asked for"
-            clock.now += (faster if sent[-1] else 1.0) * (1.0 if world.rank == 0 else 1.5) + 50 * (step == 3) - 0.1
-        return sent, told, order.state(30)
+            seconds = faster if sent[-1] else warm if step < 13 else 1.0
+            clock.now += seconds * (1.0 if world.rank == 0 else 1.5) + 50 * (step == 3) - 0.1
+        return sent, told, order.state(45)
 
     (sent, told, state), other = threads.run(2, train)
     assert (sent, told, state) == other
     if held[1]:
-        assert not any(sent) and not told and state["sends"] is None
+        assert not any(sent) and not told and not state["choices"]
         return
-    assert sent[:13] == [False] * 13 and all(sent[13:26]) and sent[26:] == [faster < 0.97] * 4, sent
-    assert re.match(r"from step 13: the largest share is 2\.\d times", told[0]) and f"{faster:.2f} times" in told[1]
-    assert state["sends"] is (faster < 0.97)
-    for sent, told, again in threads.run(2, lambda world: train(world, state if world.rank else None)):
-        assert sent == [faster < 0.97] * 30 and not told and again == state
+    sends = faster < 0.97
+    assert sent[:39] == [False] * 13 + [True] * 13 + [False] * 13 and sent[39:] == [sends] * 6, sent
+    assert re.search(r"from step 13 on, samples are sent on trial.* share is 2\.\d times", told[0]), told
+    assert len(told) == 2 + (faster < 0.97 * warm) and f"{faster:.2f} times" in told[-1], told
+    assert [*state["choices"].values()] == [sends]
+
+    def resumed(*ranks: int) -> list[Any]:
+        return threads.run(len(ranks), lambda world: train(world, state if world.rank else None, ranks))
+
+    for sent, told, again in resumed(0, 1) + resumed(1, 0):
+        assert sent == [sends] * 45 and not told and again["choices"] == state["choices"]
+    tried = resumed(0, 1, 1)  # with another worker that has no shard
+    assert all(len(told) > 1 and len(again["choices"]) == 2 and again == tried[0][2] for _, told, again in tried)
 
 
 def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> None:
@@ -245,8 +259,8 @@ def test_workers_wait_together_for_lost_shards(joins: bool, elastic: bool, monke
 
 
 A, B, LONGER, OTHER = (ShardFacts(*one) for one in ((5, "x", "x"), (5, "y", "y"), (6, "x", "x"), (5, "z", "z")))
-NOTHING = Holding({}, {})
-RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"})
+NOTHING = Holding({}, {}, {})
+RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"}, {})
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ class RpcClient:
     def start(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> None:
         """Send a request. Call :meth:`finish` for its answer before the next request."""
         self.check()
-        if self._waits:  # an error has kept the caller from taking the answer, which is not that to this request
+        if self._waits:  # after an error the caller never took the last answer, which would be taken for this request's
             self.close()
         with self._guarded():
             self._connect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class Holding(NamedTuple):
 
     shards: dict[str, ShardFacts]
     holders: dict[str, str]
-    sends: bool | None = None  # what the workers have decided with move="auto"
+    choices: dict[str, bool]  # of move="auto": whether samples are sent, by :func:`placement_of`
 
 
 Given = tuple[str, Mapping[str, ShardFacts], Holding]
@@ -50,7 +51,7 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
         InputError: no worker has a shard, the workers have shards that are not those of the run, or two names stand for
             the same samples.
     """
-    run = next((run for *_, run in everyone if run.shards), Holding({}, {}))
+    run = next((run for *_, run in everyone if run.shards), Holding({}, {}, {}))
     ranks: dict[str, list[int]] = {}
     for rank, (_, own, _) in enumerate(everyone):
         for name in own:
@@ -74,9 +75,14 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
             "No worker has a shard of the Located data. Give each worker the shards that its machine has, and check "
             "the folder in which the script looks for them."
         )
-    sends = next((one.sends for *_, one in everyone if one.sends is not None), None)
-    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders}, sends)
+    choices = {placement: sends for *_, one in everyone for placement, sends in one.choices.items()}
+    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders}, choices)
     return agreed, {name: tuple(found) for name, found in ranks.items()}
+
+
+def placement_of(everyone: Sequence[Given]) -> str:
+    """Return a digest of the shards of each worker, which does not depend on the ranks."""
+    return hashlib.sha256(repr(sorted(sorted(own) for _, own, _ in everyone)).encode()).hexdigest()[:16]
 
 
 def strangers(everyone: Sequence[Given], joined: Collection[int]) -> dict[int, str]:

@@ -2,8 +2,12 @@
 
 ::
 
-    steps 0 ... 9     nothing is sent     a step takes 1.2 s, and the largest share is 2.0 times an even one: try it
-    steps 10 ... 19   samples are sent    a step takes 0.7 s: go on
+    steps 0 ... 9     nothing is sent     a step takes 1.3 s, and the largest share is 2.0 times an even one: try it
+    steps 10 ... 19   samples are sent    a step takes 0.7 s: faster, or only later in the run?
+    steps 20 ... 29   nothing is sent     a step takes 1.2 s: send samples from now on
+
+The first steps of a run are slow for other reasons, too. So the trial is compared with the faster of the steps before
+and after it. It ends the choice if it is not faster than the steps before it.
 
 The time of a step has all that decides: how long the largest share takes, how many bytes a sample has, how fast the
 links are, and what reading for others costs the worker that has the shard. Workers decide alike, because each knows the
@@ -24,18 +28,19 @@ Readers = tuple[tuple[int, ...], ...]
 
 
 class MoveChoice:
-    """Times of steps in which no sample is sent, then of steps in which samples are sent.
+    """Times of steps in which no sample is sent, of steps in which samples are sent, and again of the former.
 
     Attributes:
         sending: steps in which samples are sent.
-        sends: whether samples are sent from the end of ``sending`` on. None if the workers have not decided.
+        sends: what the workers have decided. None if they have not.
     """
 
     def __init__(self, sends: bool | None = None) -> None:
         self.sending, self.sends = range(UNKNOWN if sends else 0), sends
         self._first = 0  # step before those that are measured
         self._seconds: list[float] = []
-        self._without = 0.0
+        self._without: list[float] = []  # time of a step in which no sample is sent, before and after the trial
+        self._with = 0.0
         self._newest, self._began = -1, 0.0
 
     def begin(self, step: int, now: float) -> bool:
@@ -68,10 +73,22 @@ class MoveChoice:
                 return ""
             most = sum(max(map(len, place(one, workers))) for one in readers)
             uneven = most / sum(-(-len(one) // workers) for one in readers)
-            self._without, self._first, self.sending = seconds, step, range(step, UNKNOWN)
-            return f"from step {step}: the largest share is {uneven:.1f} times an even one: trying to send samples"
-        self.sends = seconds <= _WORTH * self._without
-        self.sending = range(self.sending.start, UNKNOWN if self.sends else step)
-        ratio = seconds / self._without
-        what = "they are sent" if self.sends else f"none is sent from step {step} on"
-        return f"with samples sent to other workers, a step takes {ratio:.2f} times as long: {what} (move='auto')"
+            self._without, self._first, self.sending = [seconds], step, range(step, UNKNOWN)
+            return (
+                f"move='auto': from step {step} on, samples are sent on trial, because the largest share is "
+                f"{uneven:.1f} times an even one"
+            )
+        if self._with:
+            self._without.append(seconds)
+        else:
+            self._with, self._first, self.sending = seconds, step, range(self.sending.start, step)
+        ratio = self._with / min(self._without)
+        if ratio <= _WORTH and len(self._without) == 1:
+            return f"move='auto': from step {step} on, no sample is sent, to compare the times of steps once more"
+        self.sends = ratio <= _WORTH
+        if self.sends:
+            self.sending = range(step, UNKNOWN)
+        return (
+            f"move='auto': from step {step} on, {'samples are' if self.sends else 'no sample is'} sent, because a step "
+            f"with samples sent takes {ratio:.2f} times as long as one without"
+        )

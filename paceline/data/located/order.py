@@ -30,7 +30,7 @@ import torch
 
 from paceline.comm.world import World
 from paceline.data.keys import ORDER, seed_of
-from paceline.data.located.agreement import Given, Holding, agree, strangers
+from paceline.data.located.agreement import Given, Holding, agree, placement_of, strangers
 from paceline.data.located.choice import STEPS, MoveChoice
 from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.shards import Located, ShardFacts, firsts_of
@@ -70,8 +70,8 @@ class LocatedOrder(BatchOrder):
         self._data, self._own = data, data.facts(seed, exact=exact)
         self.moves, self.wait_seconds, self.goes_on = data.move != "never", data.wait_seconds, data.lost != "stop"
         self._choice = MoveChoice({"never": False, "samples": True, "auto": None}[data.move])
-        self._run = Holding({}, {})  # shards of the run and their holders; empty before the workers have met
-        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._run = Holding({}, {}, {})  # shards of the run and their holders; empty before the workers have met
+        self._placement, self._ranks = "", dict[str, tuple[int, ...]]()
         self.lost_since: dict[str, float] = {}  # times at which workers found that no worker has a shard any more
         self._set_shards(self._own)
 
@@ -136,6 +136,9 @@ class LocatedOrder(BatchOrder):
         """Return the ranks that have the shard of each microbatch."""
         holders = self.holders
         return tuple(holders[part.shard] for part in self._parts(step))
+
+    def sends(self, step: int) -> bool:
+        return bool(self._moves(step))
 
     def _moves(self, step: int) -> tuple[Move, ...]:
         sends = self.exchange is not None and step in self._choice.sending
@@ -237,7 +240,9 @@ class LocatedOrder(BatchOrder):
             self.lost_since.clear()
         self._set_shards(self._run.shards)
         if self._data.move == "auto":
-            self._choice, self.moves = MoveChoice(self._run.sends), self._run.sends is not False
+            self._placement = placement_of(given)
+            known = self._run.choices.get(self._placement)
+            self._choice, self.moves = MoveChoice(known), known is not False
         sends = self.moves and world.size > 1
         self.exchange = SampleExchange(world, self._moves, self._bytes_of) if sends else None
 
@@ -254,7 +259,8 @@ class LocatedOrder(BatchOrder):
         seconds, others = zip(*world.gather((choice.seconds, asked), "step"), strict=True)
         readers = [self._readers(one) for one in range(max(0, step - STEPS), step)]
         text = choice.go_on(max(seconds), max(others) + 1, readers, world.size)
-        self._run = self._run._replace(sends=choice.sends)
+        if choice.sends is not None:
+            self._run.choices[self._placement] = choice.sends
         if text:
             events.mark("note", text=text)
             _log.log(logging.INFO if world.rank == 0 else logging.DEBUG, text)
@@ -273,9 +279,9 @@ class LocatedOrder(BatchOrder):
 
     def state(self, step: int) -> dict[str, Any]:
         shards = {name: list(one) for name, one in self._run.shards.items()}
-        return {"shards": shards, "holders": self._run.holders, "sends": self._run.sends}
+        return {"shards": shards, "holders": self._run.holders, "choices": {**self._run.choices}}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take the shards of the run from a state. The workers compare them with their own when they meet."""
-        shards, sends = {name: ShardFacts(*one) for name, one in state["shards"].items()}, state.get("sends")
-        self._run = Holding(shards, state["holders"], self._run.sends if sends is None else sends)
+        shards = {name: ShardFacts(*one) for name, one in state["shards"].items()}
+        self._run = Holding(shards, state["holders"], {**state.get("choices", {}), **self._run.choices})

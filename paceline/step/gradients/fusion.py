@@ -37,6 +37,8 @@ _UP = 2.0**24
 class Fusion:
     """Decides after the first step whether microbatches are fused, that is, computed in one pass.
 
+    In steps in which workers send samples they are not, because each microbatch may come from another worker.
+
     Args:
         together: whether all workers decide together. Otherwise each worker decides for its own steps.
     """
@@ -47,16 +49,15 @@ class Fusion:
             settings.exact or settings.keeps_errors or settings.microbatches is not None or context.collate is not None
         )
         single = single or context.compute.carried is not None or context.compute.batch_loss is not None
-        single = single or context.order.moves  # each microbatch may come from another worker
         self._context = context
         self._together = together
         self._fused = bool(known)
         self._open = not single and context.order.microbatches > 1 and known is None
         self._drew = False
 
-    def groups(self, share: range) -> list[range]:
-        """Return the groups in which a share of microbatches is computed."""
-        if self._fused:
+    def groups(self, share: range, step: int) -> list[range]:
+        """Return the groups in which a share of the microbatches of a step is computed."""
+        if self._fused and not self._context.order.sends(step):
             return [share] if share else []
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
@@ -70,7 +71,7 @@ class Fusion:
                     return computed
                 self._drew = True
             return self._apart(group, step)
-        computed = compute.forward_pass(group, step, watch_draws=self._open)
+        computed = compute.forward_pass(group, step, watch_draws=self._decides(step))
         self._drew |= computed.drew
         return computed
 
@@ -88,13 +89,16 @@ class Fusion:
         buffers = [torch.stack(values).sum(0) for values in zip(*(one.buffers for one in single), strict=True)]
         return ForwardResult(total, torch.stack([one.pair for one in single]).sum(0), buffers)
 
-    def decide(self, groups: list[MicrobatchGroup], pairs: torch.Tensor) -> None:
+    def _decides(self, step: int) -> bool:
+        return self._open and not self._context.order.sends(step)
+
+    def decide(self, step: int, groups: list[MicrobatchGroup], pairs: torch.Tensor) -> None:
         """Compute the first step's loss again in one pass once its gradients are known, and decide whether to fuse.
 
         Args:
             pairs: float64 tensor of shape [groups, 2 + 2 * metrics], sums of losses and counts, and of metrics.
         """
-        if not self._open:
+        if not self._decides(step):
             return
         obstacle = self._obstacle(groups, pairs)
         everyone = self._context.world.gather(obstacle, "step") if self._together else [obstacle]

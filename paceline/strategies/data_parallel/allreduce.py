@@ -125,7 +125,8 @@ class AllReduce(Strategy):
 
     def _layout(self, step: int) -> list[list[range]]:
         """Return the microbatch groups of each rank."""
-        return [[group for run in runs(share) for group in self._fusion.groups(run)] for share in self._shares(step)]
+        groups, shares = self._fusion.groups, self._shares(step)
+        return [[group for run in runs(share) for group in groups(run, step)] for share in shares]
 
     def _shares(self, step: int) -> Sequence[Sequence[int]]:
         """Return the microbatches of each rank, in ascending order."""
@@ -161,7 +162,7 @@ class AllReduce(Strategy):
         computed = self._gradients(step, groups, shares)
         header = computed.header
         self.seconds = header.seconds
-        self._fusion.decide(groups, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
+        self._fusion.decide(step, groups, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
         sums = [values for _, values in computed.statistics.nodes()]
         means = self._reducer.statistics(
             self._nodes(shares, context.settings.exact), sums, context.order.samples_of(step)

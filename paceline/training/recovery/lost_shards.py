@@ -41,7 +41,7 @@ def join_data(context: TrainingContext, generation: Generation) -> None:
 
     Raises:
         InputError: this worker is refused. The run goes on without it.
-        WorkerLost: others are.
+        WorkerLost: another worker is refused.
     """
     world, order = context.world, context.order
     if isinstance(order, GrowingOrder):
