@@ -57,7 +57,7 @@ class Peers:
 
     def __init__(self, world: Any, handlers: dict[Any, Any]) -> None:
         self.world, self.handlers, self.lost = world, handlers, set[int]()
-        self.server = SimpleNamespace(serve=self._serve, on_end=lambda call: None)
+        self.server = SimpleNamespace(serve=self._serve, on_end=lambda call: None, connected=set)
         self._clients: dict[int, Client] = {}
 
     def _serve(self, what: str, handler: Callable[..., Any]) -> None:
