@@ -145,6 +145,7 @@ session.evaluate(data)
 session.save()
 ended.set()
 watcher.join()
+session.map(abs, [0])  # all stay until all have measured: a page of the parent counts more when others have ended
 tell(most=most[0], fingerprint=session.fingerprint())
 """
 
