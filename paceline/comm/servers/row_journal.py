@@ -6,7 +6,9 @@
     table      rows 3, 7: version 5                             then changed in place
     claims     version 4                                        the worker is lost: rows 3, 7 come from the journal
 
-The journal lies in shared memory. Workers use it in turn, with the lock of the table of steps.
+The journal lies in shared memory. Workers use it in turn, with the lock of the table of steps. If the holder of this
+lock is killed, the kernel gives it to the next worker, before anyone knows of the loss. So an update begins with the
+rows from the journal, too.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class RowJournal:
         _HEADER.pack_into(self._block, 0, _NONE, 0)
 
     def keep(self, version: int) -> None:
-        """Keep the rows that have a gradient, before the update with this number."""
+        """Keep the rows that have a gradient, before the update with this number, without those of a lost worker."""
+        self.restore(version - 1)
         self.begin()
         fence()
         words, place = [], self._rows_at
@@ -70,7 +73,7 @@ class RowJournal:
         _HEADER.pack_into(self._block, 0, version, len(text))
 
     def restore(self, version: int) -> None:
-        """Put back the rows that the update after ``version`` has changed, in this worker's own memory."""
+        """Put back the rows that the update after ``version`` has changed, where this worker's tables lie."""
         number, length = _HEADER.unpack_from(self._block, 0)
         if number != version + 1:
             return

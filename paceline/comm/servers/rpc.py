@@ -141,7 +141,10 @@ class RpcServer:
             _send(connection.send, said, parts)
 
     def _await_handler(self, what: str) -> None:
-        """Wait for a handler: another worker may ask while this one still prepares what it will give out."""
+        """Wait for a handler: another worker may ask while this one still prepares what it will give out.
+
+        The client has the timeout. The wait ends with the server at the latest.
+        """
         with self._registered:
             self._registered.wait_for(lambda: what in self._handlers or self._closed)
 
