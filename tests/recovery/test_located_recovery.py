@@ -73,7 +73,7 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
 def test_another_holder_sends_if_one_is_lost_while_it_sends(run: Run, undisturbed: Any) -> None:
     """A worker without a shard gets the samples of step 5 from one holder, and after its loss from the other."""
     alone = undisturbed(SCRIPT)
-    held = json.dumps({"0": "abcdef", "1": "abcdef", "2": ""})
+    held = json.dumps({"0": "abcdef", "1": "abcdef", "2": "", "3": ""})
     lost = faults.kill(rank=0, step=5, point="sending samples")
     killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=held, MOVE="samples")
     assert killed.code == 0, killed.report()
