@@ -17,7 +17,7 @@ from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.schedule.slices import Slice, even
 from paceline.schedule.tree import Node, total
-from paceline.step.gradients.accumulate import ScatteredAccumulator
+from paceline.step.gradients.accumulate import Accumulator
 from paceline.strategies.data_parallel.gradient_groups import Slices, groups_of
 from paceline.strategies.data_parallel.reducer import Reducer
 
@@ -127,7 +127,7 @@ def test_complete_sums_wait_for_the_means_of_the_bucket_before() -> None:
     def act(world: Any) -> None:
         cut = even(SIZES, [[4], [3, 2], [1, 0]], 3)
         reducer = reducer_of(world, parameters(), cut, 1, windowed=True)
-        sums = ScatteredAccumulator(True)
+        sums = Accumulator(True)
         for microbatch in (*SHARES, [])[world.rank]:
             sums.push(microbatch, [gradient(microbatch, place) for place in range(len(SIZES))])
         reducer.send([*NODES, []], sums.values(), lambda: 5.0)

@@ -9,7 +9,7 @@ import torch
 from paceline.comm.reduction.division import Divisor, divide_all
 from paceline.comm.reduction.narrow import FLOAT8, add_
 from paceline.comm.shm.tensors import CACHE_LINE
-from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
+from paceline.schedule.tree import Node, first_of, merges, parent_of, sibling_of, total
 from paceline.settings import Exact
 from paceline.system.torch_internals import foreach_add_
 
@@ -55,11 +55,12 @@ def align_value(value: torch.Tensor | None) -> torch.Tensor | None:
     return value.clone()
 
 
-class ScatteredAccumulator:
+class Accumulator:
     """Accumulator for microbatches that arrive in any order.
 
-    With ``exact`` it keeps one sum for each complete node of the canonical tree (``schedule.tree.nodes_of``). Otherwise
-    it keeps a single running sum in order of arrival.
+    With ``exact`` it keeps one sum for each complete node of the canonical tree (``schedule.tree.nodes_of``), if
+    microbatches arrive from left to right at most one for each level. Otherwise it keeps a single running sum in order
+    of arrival.
     """
 
     def __init__(self, exact: Exact) -> None:
@@ -67,56 +68,35 @@ class ScatteredAccumulator:
         self._held: dict[Node, Values] = {}
 
     def push(self, microbatch: int, values: Values) -> None:
-        if not self._exact:
-            (before,) = self._held.values() or (None,)
-            self._held = {Node(0, 0): values if before is None else add(before, values)}
-            return
         node = Node(0, microbatch)
-        while (other := self._held.pop(sibling_of(node), None)) is not None:
+        if self._held and not self._exact:
+            node, before = self._held.popitem()
+            values = add(before, values)
+        while self._exact and (other := self._held.pop(sibling_of(node), None)) is not None:
             values = add(other, values) if node.place % 2 else add(values, other)
             node = parent_of(node)
         self._held[node] = values
 
-    def values(self) -> list[Values]:
-        """Return the sums, ordered by their first microbatch."""
-        return [self._held[node] for node in sorted(self._held, key=first_of)]
-
-
-class Accumulator:
-    """Accumulator for a worker's share of microbatches, pushed from left to right.
-
-    With ``exact`` it keeps one sum for each complete node of the canonical tree, at most one list for each level.
-    Otherwise it keeps a single running sum in order of arrival.
-    """
-
-    def __init__(self, exact: Exact) -> None:
-        self._exact = exact
-        self._stack: list[tuple[Node, Values]] = []
-
-    def push(self, microbatch: int, values: Values) -> None:
-        if self._exact:
-            push(self._stack, Node(0, microbatch), values, add)
-        elif self._stack:
-            self._stack[0] = (self._stack[0][0], add(self._stack[0][1], values))
-        else:
-            self._stack.append((Node(0, microbatch), values))
-
     def before_last(self, microbatch: int) -> tuple[list[Values], list[Values]]:
-        """Return the sums that are complete before the last microbatch is pushed.
+        """Return the sums that are complete before the last microbatch is pushed. All others came before it in order.
 
         Returns:
             the sums of nodes that pushing ``microbatch`` leaves unchanged, from left to right, and the sums to which it
             will be added, nearest first.
         """
-        merged = merges([node for node, _ in self._stack], Node(0, microbatch)) if self._exact else len(self._stack)
-        values = [values for _, values in self._stack]
+        merged = merges(sorted(self._held, key=first_of), Node(0, microbatch)) if self._exact else len(self._held)
+        values = self.values()
         kept = len(values) - merged
         return values[:kept], values[kept:][::-1]
 
     def nodes(self) -> list[tuple[Node, Values]]:
-        """Return the tree nodes with their sums, from left to right."""
-        return self._stack
+        """Return the tree nodes with their sums, from left to right. Without ``exact``, the node is the first leaf."""
+        return [(node, self._held[node]) for node in sorted(self._held, key=first_of)]
+
+    def values(self) -> list[Values]:
+        """Return the sums, ordered by their first microbatch."""
+        return [values for _, values in self.nodes()]
 
     def total(self) -> Values:
         """Return the sum over all microbatches. This worker must have computed all of them."""
-        return total(self._stack, add)
+        return total(self.nodes(), add)

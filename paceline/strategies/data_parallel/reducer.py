@@ -31,7 +31,7 @@ from paceline.schedule.slices import Slice
 from paceline.schedule.tree import Node
 from paceline.step.checks import check_dense
 from paceline.step.context import TrainingContext
-from paceline.step.gradients.accumulate import Accumulator, ScatteredAccumulator, Values, add, align_value, divided
+from paceline.step.gradients.accumulate import Accumulator, Values, add, align_value, divided
 from paceline.step.gradients.formats import codec_for
 from paceline.strategies.data_parallel.gradient_groups import GradientGroup, Piece, Slices, filled, groups_of, put
 from paceline.system.torch_internals import run_last
@@ -342,7 +342,7 @@ class Reducer:
         Args:
             nodes: for each rank, the nodes whose sums it sends, as in the first attempt.
         """
-        sums = ScatteredAccumulator(self._context.settings.along_tree)
+        sums = Accumulator(self._context.settings.along_tree)
         for group in groups:
             self._context.world.check()
             self._context.compute.forward_pass(group, step).total.backward()

@@ -34,7 +34,7 @@ from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
 from paceline.step.commit import commit
 from paceline.step.context import StepResult, TrainingContext
-from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
+from paceline.step.gradients.accumulate import Accumulator, Values
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
@@ -171,8 +171,8 @@ class ComputedGroups:
         self._context, self._step = context, step
         self._loaded = {group.microbatches.start: group for group in groups}
         self._results: dict[int, tuple[MicrobatchGroup, torch.Tensor]] = {}
-        self.gradients = ScatteredAccumulator(context.settings.along_tree)
-        self.statistics = ScatteredAccumulator(context.settings.exact)
+        self.gradients = Accumulator(context.settings.along_tree)
+        self.statistics = Accumulator(context.settings.exact)
         self.missing: dict[int, list[int]] = {}
         self.seconds = 0.0
 

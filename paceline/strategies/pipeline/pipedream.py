@@ -2,15 +2,8 @@
 
 Harlap et al. 2018, arXiv 1806.03377; Narayanan et al. 2021, arXiv 2006.09503. Microbatches flow through from step to
 step. Each stage updates its weights while other microbatches are in flight, and a backward pass uses the weight version
-of its forward pass (:mod:`paceline.schedule.pipeline.pipedream`)::
-
-    PipeDream, 3 stages     F3:1  the forward pass of microbatch 3 with the weights after update 1   U:1  that update
-
-    stage 0    F0 F1 F2 B0 U:1 F3:1 B1 U:2 F4:2 B2 U:3 F5:3 B3:1 ...
-    stage 1    F0 F1 B0 U:1 F2:1 B1 U:2 F3:2 B2:1 U:3 F4:3 B3:2 ...
-    stage 2    F0 B0 U:1 F1:1 B1:1 U:2 F2:2 B2:2 U:3 F3:3 B3:3 ...
-
-So the result differs from that of one process: the earlier the stage, the staler its gradients.
+of its forward pass, as drawn in :mod:`paceline.schedule.pipeline.pipedream`. So the result differs from that of one
+process: the earlier the stage, the staler its gradients.
 
 A stage gets the loss of a microbatch with its gradient. The global gradient norm combines the stage's own update with
 the latest norms received from the other stages. The pipeline drains before an evaluation or a checkpoint, at the end,
@@ -37,7 +30,7 @@ from paceline.schedule.pipeline.pipedream import AsyncPipeline, drain, window
 from paceline.schedule.tree import Node
 from paceline.step.checks import MicrobatchResult, check_dense, non_finite
 from paceline.step.context import StepResult, TrainingContext
-from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
+from paceline.step.gradients.accumulate import Accumulator, Values
 from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Executor, Hooks
 from paceline.strategies.pipeline.stages import Stages
@@ -165,7 +158,7 @@ class _StageUpdates(Hooks):
         self._reset_sums()
 
     def _reset_sums(self) -> None:
-        self._sums, self._statistics = ScatteredAccumulator(False), ScatteredAccumulator(False)
+        self._sums, self._statistics = Accumulator(False), Accumulator(False)
         self._versions: list[int] = []
         self._origin: tuple[int, int] | None = None
         self._samples = 0

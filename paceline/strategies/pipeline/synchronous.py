@@ -1,19 +1,7 @@
 """Synchronous pipelines: all microbatches of a batch pass through, the pipeline drains, then the update is made.
 
 GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B and interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473), zero
-bubble (Qi et al. 2024, arXiv 2401.10241); the schedules are made in ``paceline.schedule``::
-
-    GPipe, 3 stages, 4 microbatches              F forward   B backward   U update
-
-    stage 0    F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 U
-    stage 1    .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  U
-    stage 2    .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  U
-
-    1F1B
-
-    stage 0    F0 F1 F2 .  .  B0 F3 .  B1 .  B2 .  B3 U
-    stage 1    .  F0 F1 .  B0 F2 B1 F3 .  B2 .  B3 .  U
-    stage 2    .  .  F0 B0 F1 B1 F2 B2 .  F3 B3 .  .  U
+bubble (Qi et al. 2024, arXiv 2401.10241); drawn in ``schedule.pipeline.synchronous`` and the files beside it.
 
 The gradients of a microbatch are those of the uncut model. With ``exact`` they are summed along the canonical tree, so
 the bits depend neither on the cut, nor on the schedule, nor on the number of workers that hold a stage.
@@ -43,7 +31,7 @@ from paceline.schedule.tree import Node
 from paceline.step.checks import MicrobatchResult, check_dense
 from paceline.step.commit import means, skip
 from paceline.step.context import StepResult, TrainingContext
-from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
+from paceline.step.gradients.accumulate import Accumulator, Values
 from paceline.step.probes.optimizer_probe import check_draws
 from paceline.strategies.base import LossPlace, Strategy
 from paceline.strategies.data_parallel.norms import GlobalNorm
@@ -247,7 +235,7 @@ class Synchronous(Strategy):
         sums, names = [], []
         for stage, local in self.stages.local.items():
             names += buffers.names_in(local.buffers)
-            accumulator = ScatteredAccumulator(self._context.settings.exact)
+            accumulator = Accumulator(self._context.settings.exact)
             for microbatch, values in self._executor.statistics[stage].items():
                 accumulator.push(microbatch, [*values.values()])
             sums.append(accumulator.values())
@@ -274,7 +262,7 @@ class StepGradients(Hooks):
         self._versions: dict[str, int] = {}
         """Tensor version of each ``.grad`` that stays, after the last microbatch."""
         # for each local stage, the sums of nodes of the canonical tree
-        self.sums = {stage: ScatteredAccumulator(self._exact) for stage in stages.local}
+        self.sums = {stage: Accumulator(self._exact) for stage in stages.local}
         # for each microbatch, the parameters without a gradient, and the number of stages without one
         self.missing: dict[int, Counter[str]] = {}
 
