@@ -21,7 +21,7 @@ from itertools import chain
 
 from paceline.schedule.shares import even
 from paceline.schedule.slices import STAGES
-from paceline.schedule.tree import whole_nodes
+from paceline.schedule.tree import nodes_of
 
 _MOST_TRIED = 256
 """Largest number of workers that :func:`cures` tries."""
@@ -151,7 +151,7 @@ def held_sums(microbatches: int, workers: int, tree: bool) -> int:
     shares = even(microbatches, workers)
     if not tree:
         return int(len(shares[0]) > 1)
-    return max(len(whole_nodes(range(share.start, stop))) for share in shares for stop in share)
+    return max(len(nodes_of(range(share.start, stop))) for share in shares for stop in share)
 
 
 def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Need:

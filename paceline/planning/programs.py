@@ -16,7 +16,7 @@ from paceline.schedule import slices
 from paceline.schedule.balance import LayerCost
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.shares import even
-from paceline.schedule.tree import whole_nodes
+from paceline.schedule.tree import nodes_of
 
 _HEADER_BYTES = 1024
 _even = lru_cache(even)
@@ -77,7 +77,7 @@ def data_parallel(
 @lru_cache
 def _sums(shares: tuple[range, ...], exact: bool) -> list[int]:
     """Return the number of sums that each worker sends."""
-    return [len(whole_nodes(share)) if exact else int(bool(share)) for share in shares]
+    return [len(nodes_of(share)) if exact else int(bool(share)) for share in shares]
 
 
 def _still(work: Work) -> tuple[LayerCost, ...]:

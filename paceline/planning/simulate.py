@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from paceline.errors import InputError
 from paceline.schedule.shares import even
-from paceline.schedule.tree import whole_nodes
+from paceline.schedule.tree import nodes_of
 
 
 class Compute(NamedTuple):
@@ -111,7 +111,7 @@ class Place:
         kinds = {
             (
                 self.machines[self.of_worker[host[0]]],
-                *((len(shares[one]), len(whole_nodes(shares[one]))) for one in host),
+                *((len(shares[one]), len(nodes_of(shares[one]))) for one in host),
             ): host
             for host in self.hosts
         }

@@ -57,25 +57,6 @@ def nodes_of(microbatches: Iterable[int]) -> list[Node]:
     return sorted(held, key=first_of)
 
 
-def whole_nodes(share: range) -> list[Node]:
-    """Return the smallest set of nodes that covers exactly the share of a worker, from left to right.
-
-    >>> whole_nodes(range(0, 4))
-    [Node(level=2, place=0)]
-    >>> whole_nodes(range(3, 6))
-    [Node(level=0, place=3), Node(level=1, place=2)]
-    """
-    nodes = []
-    start = share.start
-    while start < share.stop:
-        level = (start & -start).bit_length() - 1 if start else share.stop.bit_length()
-        while start + (1 << level) > share.stop:
-            level -= 1
-        nodes.append(Node(level, start >> level))
-        start += 1 << level
-    return nodes
-
-
 def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T], T]) -> None:
     """Push the next node on the stack and add complete pairs, like a binary counter.
 

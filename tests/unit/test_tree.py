@@ -5,7 +5,7 @@ import random
 import pytest
 
 from paceline.schedule.shares import even
-from paceline.schedule.tree import Node, first_of, fold, merges, nodes_of, push, total, whole_nodes
+from paceline.schedule.tree import Node, first_of, fold, merges, nodes_of, push, total
 
 
 def spelled(first: int, level: int, leaves: int) -> str | None:
@@ -34,7 +34,7 @@ def held(share: range) -> list[tuple[Node, str]]:
 
 
 def test_eight_leaves_on_three_workers() -> None:
-    assert [whole_nodes(share) for share in even(8, 3)] == [
+    assert [nodes_of(share) for share in even(8, 3)] == [
         [Node(1, 0), Node(0, 2)],
         [Node(0, 3), Node(1, 2)],
         [Node(1, 3)],
@@ -48,7 +48,7 @@ def test_the_additions_do_not_depend_on_the_shares(leaves: int) -> None:
         nodes = []
         for share in even(leaves, workers):
             stack = held(share)
-            assert [node for node, _ in stack] == whole_nodes(share)
+            assert [node for node, _ in stack] == nodes_of(share)
             nodes += stack
         assert total(nodes, add) == spelled(0, 5, leaves)
 
@@ -65,7 +65,7 @@ def test_the_fewest_nodes_of_microbatches_in_any_order(leaves: int) -> None:
 
 def test_a_power_of_two_needs_one_node_for_each_worker() -> None:
     for workers in (1, 2, 4, 8):
-        assert all(len(whole_nodes(share)) == 1 for share in even(16, workers))
+        assert all(len(nodes_of(share)) == 1 for share in even(16, workers))
 
 
 @pytest.mark.parametrize("leaves", [*range(2, 18)])
@@ -77,7 +77,7 @@ def test_sums_made_inside_of_machines_first(machines: tuple[int, ...], leaves: i
         inside = [
             (node, spelled(node.place << node.level, node.level, leaves))
             for share in shares[first : first + workers]
-            for node in whole_nodes(share)
+            for node in nodes_of(share)
         ]
         sums += fold([(node, str(text)) for node, text in inside], add)
         first += workers

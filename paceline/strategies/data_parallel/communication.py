@@ -29,7 +29,7 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.errors import ConfigError
 from paceline.schedule.communication import Coding, Way, best, computing, link_of, price, trials
 from paceline.schedule.link_shares import full
-from paceline.schedule.tree import whole_nodes
+from paceline.schedule.tree import nodes_of
 from paceline.settings import Settings
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.gradients.formats import codec_for, coding_seconds
@@ -300,7 +300,7 @@ class ChosenCommunication(Delegating):
     def _nodes(self, along_tree: bool) -> int:
         """Return the largest number of sums that a worker sends."""
         shares = self._all_reduce.shares(self._context.order.microbatches)
-        return max(len(whole_nodes(share)) if along_tree else 1 for share in shares)
+        return max(len(nodes_of(share)) if along_tree else 1 for share in shares)
 
     def _microbatches(self, step: int) -> int:
         return max(1, len(self._inner.groups(step)))
