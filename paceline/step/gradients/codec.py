@@ -21,12 +21,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.comm.collectives.all_gather import AllGather, PendingGather
 from paceline.comm.collectives.step_header import LARGEST_TAG
+from paceline.comm.reduction.narrow import FLOAT8, wide
 from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.keys import ROUNDING
 from paceline.schedule.slices import Slice
@@ -47,46 +48,47 @@ class Turn(NamedTuple):
     chance: Callable[[], torch.Generator]
 
 
-class Format(Protocol):
-    """Representation of one parameter's gradient while it is added up and sent.
+class Format:
+    """Representation of one parameter's gradient while it is added up and sent. By default it is sent as it is.
 
     A bound is what all workers know from earlier steps. It may be a container of tensors, which may be on the host.
     """
 
-    state: str  # name of the bounds of such parameters in ``strategy_state``. Empty if they have none.
-    whole: bool  # whether scaled gradients are rounded to whole numbers before :meth:`pack`
+    state = ""  # name of the bounds of such parameters in ``strategy_state``. Empty if they have none.
+    whole = False  # whether scaled gradients are rounded to whole numbers before :meth:`pack`
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the dtype and shape of a sum. The values are undefined."""
-        ...
+        return parameter.detach()
 
     def encoded(self, parts: Sequence[slice]) -> list[slice]:
         """Return the elements of a sum that stand for these parts of the flattened gradient, in ascending order."""
-        ...
+        return [*parts]
 
     def fits(self, largest: float, bound: Any) -> bool:
         """Return whether a gradient that is at most ``largest`` fits into the scale for this bound."""
-        ...
+        return True
 
     def bound(self, largest: float, before: Any) -> Any:
         """Return the bound after a step with this largest gradient, given the bound before it."""
-        ...
+        return 0.0
 
     def scale(self, bound: Any) -> float:
         """Return the factor of the gradients before :meth:`pack`."""
-        ...
+        return 1.0
 
     def unit(self, bound: Any) -> float:
         """Return the factor of the numbers after :meth:`unpack`."""
-        ...
+        return 1.0
 
     def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return the scaled gradient of a microbatch as it is added up. It may be overwritten."""
-        ...
+        return value
 
     def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
-        """Return a sum as a new floating-point tensor of the parameter's shape."""
-        ...
+        """Return a sum as a new tensor of the parameter's shape, in float32 or a wider type of the parameter."""
+        kind = torch.promote_types(parameter.dtype, torch.float32)
+        return wide(value).to(kind) if value.dtype in FLOAT8 else value.to(kind, copy=True)
 
 
 class Codec:

@@ -15,12 +15,10 @@ Rounding to a common unit before adding follows Demmel and Nguyen 2013 (Fast rep
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from paceline.step.gradients.codec import Turn
+from paceline.step.gradients.codec import Format, Turn
 
 _HEADROOM = 2
 _FALL = 0.125
@@ -31,7 +29,7 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Parameter dtypes whose gradients can be encoded as integers."""
 
 
-class PowerOfTwo:
+class PowerOfTwo(Format):
     """Bound on the gradients of a parameter: the exponent of a power of two above the largest ones of earlier steps."""
 
     def fits(self, largest: float, bound: float | None) -> bool:
@@ -59,13 +57,9 @@ class WholeNumbers(PowerOfTwo):
         self._bits = bits_of(self._dtype, microbatches)
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See :class:`~paceline.step.gradients.codec.Format`."""
         if parameter.element_size() == self._dtype.itemsize:
             return parameter.detach().view(self._dtype)
         return torch.empty_like(parameter, dtype=self._dtype)
-
-    def encoded(self, parts: Sequence[slice]) -> list[slice]:
-        return [*parts]
 
     def scale(self, bound: float | None) -> float:
         return 2.0 ** -self._exponent(bound)
@@ -80,10 +74,6 @@ class WholeNumbers(PowerOfTwo):
     def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return the rounded gradient as integers."""
         return value.to(self._dtype)
-
-    def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
-        """Return the sum in float32, or in float64 for such parameters."""
-        return value.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def bits_of(kind: torch.dtype, microbatches: int) -> int:

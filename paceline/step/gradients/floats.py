@@ -17,13 +17,11 @@ two for each parameter, with which the sum of the batch stays below that. bfloat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from paceline.comm.reduction.narrow import E4M3, E5M2, FLOAT8, wide
-from paceline.step.gradients.codec import Turn
+from paceline.comm.reduction.narrow import E4M3, E5M2
+from paceline.step.gradients.codec import Format, Turn
 from paceline.step.gradients.fixed_point import PowerOfTwo, allowed
 
 _MOST = 100  # largest exponent of a scale, so that it and its inverse are numbers of float32
@@ -31,41 +29,7 @@ _MOST = 100  # largest exponent of a scale, so that it and its inverse are numbe
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8-e4m3": E4M3, "fp8-e5m2": E5M2}
 
 
-class Plain:
-    """Format of a parameter whose gradient is sent as it is."""
-
-    state, whole = "", False
-
-    def example(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See :class:`~paceline.step.gradients.codec.Format`."""
-        return parameter.detach()
-
-    def encoded(self, parts: Sequence[slice]) -> list[slice]:
-        return [*parts]
-
-    def fits(self, largest: float, bound: float | None) -> bool:
-        """Return True: the range is that of the parameter."""
-        return True
-
-    def bound(self, largest: float, before: float | None) -> float:
-        return 0.0
-
-    def scale(self, bound: float | None) -> float:
-        """Return 1: the gradient is not scaled."""
-        return 1.0
-
-    unit = scale
-
-    def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
-        return value
-
-    def unpack(self, value: torch.Tensor, parameter: torch.Tensor, bound: Any) -> torch.Tensor:
-        """Return the sum in float32, or in a wider type of the parameter."""
-        kind = torch.promote_types(parameter.dtype, torch.float32)
-        return wide(value).to(kind) if value.dtype in FLOAT8 else value.to(kind, copy=True)
-
-
-class Rounded(Plain):
+class Rounded(Format):
     """Floating-point numbers of fewer bits, without a scale.
 
     Args:

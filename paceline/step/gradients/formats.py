@@ -17,7 +17,7 @@ from paceline.step.gradients.accumulate import Values, add
 from paceline.step.gradients.codec import Codec, Format, number_of
 from paceline.step.gradients.compressions import OneBit, PowerSGD, RandomK, TopK
 from paceline.step.gradients.fixed_point import TYPES, WholeNumbers
-from paceline.step.gradients.floats import DTYPES, Plain, Rounded, Scaled
+from paceline.step.gradients.floats import DTYPES, Rounded, Scaled
 from paceline.step.gradients.lane_memory import LaneMemory
 from paceline.step.gradients.lanes import LIMITS, Codes
 from paceline.step.gradients.partial import Compression, Feedback
@@ -147,7 +147,7 @@ def _format_of(context: TrainingContext, name: str, parameter: torch.Tensor, par
     if context.settings.fixed_point:
         return WholeNumbers(parameter.dtype, microbatches)
     if wire not in DTYPES or not (matrix and parameter.dtype in (torch.float32, torch.float64)):
-        return Plain()
+        return Format()
     nodes = context.settings.along_tree
     if wire == "bfloat16":
         return Rounded(DTYPES[wire], nodes)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.step.gradients.codec import Turn
+from paceline.step.gradients.codec import Format, Turn
 
 LIMITS = {"int8": 127, "int4": 7}  # largest code of each format
 
@@ -117,7 +117,7 @@ def round_at_random(scaled: torch.Tensor, generator: torch.Generator) -> torch.T
     return codes.bitwise_right_shift_(_FRACTION)
 
 
-class Codes:
+class Codes(Format):
     """Format of codes with a few bits, for parameters of two and more dimensions.
 
     The bound of a parameter is a running maximum of its gradients: it rises at once, and falls by 1 % a step at most. A

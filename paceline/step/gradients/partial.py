@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from paceline.step.gradients.codec import Turn
+from paceline.step.gradients.codec import Format, Turn
 from paceline.step.gradients.lane_memory import LaneMemory
 
 State: TypeAlias = "dict[str, torch.Tensor]"
@@ -30,11 +30,9 @@ class Compression(Protocol):
 
     def start(self) -> State:
         """Return the state before the first step, on the CPU."""
-        ...
 
     def example(self) -> torch.Tensor:
         """Return a tensor with the dtype and shape of a compressed gradient, on the CPU."""
-        ...
 
     def compress(self, value: torch.Tensor, state: State, leads: bool) -> torch.Tensor:
         """Return the compressed gradient.
@@ -44,18 +42,15 @@ class Compression(Protocol):
             state: state of this step.
             leads: whether the microbatch leads this step. The microbatches lead in turn.
         """
-        ...
 
     def restore(self, sums: torch.Tensor, state: State) -> torch.Tensor:
         """Return the gradient from a compressed one, or the sum of gradients from the sum of compressed ones."""
-        ...
 
     def proceed(self, sums: torch.Tensor, state: State) -> State:
         """Return the state of the next step, given the sum over all microbatches of this one."""
-        ...
 
 
-class Feedback:
+class Feedback(Format):
     """Format of a parameter whose compressed gradients are added up.
 
     Args:
@@ -65,7 +60,7 @@ class Feedback:
         leader: function that returns the microbatch that leads a step.
     """
 
-    state, whole = "feedback", False
+    state = "feedback"
 
     def __init__(self, compression: Compression, memory: LaneMemory, name: str, leader: Callable[[int], int]) -> None:
         self._compression, self._memory, self._name, self._leader = compression, memory, name, leader
@@ -73,7 +68,6 @@ class Feedback:
         self._sums = torch.empty(0)
 
     def example(self, parameter: torch.Tensor) -> torch.Tensor:
-        """See :class:`~paceline.step.gradients.codec.Format`."""
         return self._compression.example().to(parameter.device)
 
     def encoded(self, parts: Sequence[slice]) -> list[slice]:
@@ -81,19 +75,9 @@ class Feedback:
         (_,) = parts
         return [slice(0, self._compression.example().numel())]
 
-    def fits(self, largest: float, bound: Any) -> bool:
-        """Return True: the range is that of float32."""
-        return True
-
     def bound(self, largest: float, before: Any) -> Any:
         """Return the state of the next step."""
         return self._compression.proceed(self._sums, self._state(before, self._sums.device))
-
-    def scale(self, bound: Any) -> float:
-        """Return 1: the gradient is not scaled."""
-        return 1.0
-
-    unit = scale
 
     def pack(self, value: torch.Tensor, turn: Turn) -> torch.Tensor:
         """Return the compressed gradient, and keep the rest."""
