@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.data.feed import MicrobatchGroup
+from paceline.partition.backward import backward
 from paceline.partition.base import Activations, Layers, Stage
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
@@ -100,10 +101,7 @@ class _Probe:
 
     def backward(self, outputs: Activations) -> None:
         """Run the backward pass."""
-        gradients = self.output_gradients if self.loss is None else [None]
-        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-        if pairs := [pair for pair in pairs if self.loss is not None or pair[1] is not None]:
-            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+        backward(outputs, self.output_gradients if self.loss is None else None, ())
 
     def measure(self) -> None:
         """Time one forward and one backward pass."""

@@ -21,7 +21,7 @@ from paceline.data.order import UNKNOWN
 from paceline.errors import InputError
 from paceline.partition.base import Layers, Stage
 from paceline.partition.cut import layers_of
-from paceline.partition.loss_check import check_loss
+from paceline.partition.model_checks import check_loss
 from paceline.partition.profile import measure, measure_layers, seconds_now
 from paceline.planning.blocks import blocks_of
 from paceline.planning.budget import may_fuse, measure_segments, sizes_of

@@ -19,7 +19,7 @@ import torch
 
 from paceline.comm.collectives.step_header import check_steps
 from paceline.data.feed import MicrobatchGroup
-from paceline.partition.loss_check import only_uses
+from paceline.partition.model_checks import only_uses
 from paceline.schedule.tree import Node, first_of, total
 from paceline.step.buffers import summable
 from paceline.step.context import Batch, StepResult, TrainingContext

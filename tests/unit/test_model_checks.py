@@ -14,8 +14,7 @@ from torch.nn import functional
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import InputError
 from paceline.partition.cut import layers_of
-from paceline.partition.gradient_check import check_gradients
-from paceline.partition.loss_check import check_loss
+from paceline.partition.model_checks import check_gradients, check_loss
 
 DATA = torch.linspace(-1, 1, 12).view(4, 3), torch.zeros(4, 2)
 PIECE = MicrobatchGroup(range(1), 4, DATA)

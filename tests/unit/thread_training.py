@@ -21,7 +21,7 @@ from paceline.comm.assignment import store as stores
 from paceline.config import Resolved
 from paceline.environments.start import Identity
 from paceline.events import EventLog
-from paceline.partition import gradient_check
+from paceline.partition import model_checks
 from paceline.settings import Settings
 from paceline.step import forward, optimizer
 from paceline.step.probes import optimizer_probe
@@ -94,7 +94,7 @@ def train(
 @pytest.fixture(autouse=True)
 def no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the global generators, so another one's seed would look like a draw; these models draw nothing."""
-    for module in (executor, forward, gradient_check, optimizer, optimizer_probe):
+    for module in (executor, forward, model_checks, optimizer, optimizer_probe):
         monkeypatch.setattr(module, "same_states", lambda *_: True)
 
 

@@ -15,8 +15,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.partition.base import Layers, Stage
 from paceline.partition.cut import bounds_of, layers_of
 from paceline.partition.flags import requires_grad_flags, training_flags
-from paceline.partition.gradient_check import check_gradients
-from paceline.partition.loss_check import check_loss
+from paceline.partition.model_checks import check_gradients, check_loss
 from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, LayerCost, balance, check_memory
 from paceline.schedule.pipeline.operations import Kind, Schedule

@@ -1,20 +1,23 @@
-"""Check of a cut model against the whole model: the loss and the gradients of one microbatch.
+"""Checks of a model that is cut: its loss and gradients are those of the whole model, and need nothing but its output.
 
 With a cut at every boundary, each layer gets the output of the previous layer, and returns the gradient of it. If this
 gives the gradients of the whole model, so does any cut. In another pass, the parameters and buffers of all other layers
 have changed values while a layer runs. This detects a layer that reads them, which would find nothing or old values.
+
+The loss may depend on the model's output only, because no worker of a pipeline has the whole model.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.keys import (
@@ -35,7 +38,7 @@ from paceline.partition.preserve import kept_gradients, preserved
 from paceline.settings import Exact
 from paceline.step.forward import ForwardRunner
 from paceline.step.probes.repeatability import differing_text, moved
-from paceline.system.torch_internals import gradient_hooks
+from paceline.system.torch_internals import gradient_hooks, tree_leaves, tree_map_only
 
 _log = logging.getLogger("paceline")
 Gradients = dict[str, torch.Tensor | None]
@@ -233,3 +236,55 @@ def _close(left: torch.Tensor | None, right: torch.Tensor | None, tolerance: flo
 
 def _norm(gradient: torch.Tensor | None) -> str:
     return "none" if gradient is None else f"a tensor of norm {gradient.float().norm().item():.6g}"
+
+
+def check_loss(compute: ForwardRunner, group: MicrobatchGroup) -> None:
+    """Raise InputError if the loss uses the model's parameters directly, for example in a weight penalty."""
+    with preserved(compute.model):
+        with torch.no_grad(), compute.precision():
+            output = compute.model(compute.input_of(group))
+        output = tree_map_only(torch.Tensor, _detached, output)
+        with only_uses(compute.model, dict(compute.model.named_buffers()), "loss"):
+            compute.loss_of(group, model=lambda _: output)
+
+
+@contextmanager
+def only_uses(model: nn.Module, allowed: Collection[str], what: str) -> Iterator[None]:
+    """Raise InputError at the end of the context if a function in it has used other parameters or buffers.
+
+    Args:
+        what: name of the function, for the message.
+    """
+    uses = _Uses(model)
+    with uses:
+        yield
+    if refused := [name for name in uses.names if name not in allowed]:
+        kind = "parameter" if refused[0] in dict(model.named_parameters()) else "buffer"
+        raise InputError(
+            f"The {what} uses the {kind} {refused[0]!r} of the model, not only its output. The loss of a model that is "
+            f"cut is computed with the last stage, without the layers of the others: use the optimizer's weight_decay "
+            f"for a weight penalty, or another strategy."
+        )
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+class _Uses(TorchFunctionMode):
+    """Recorder of the ``names`` of parameters and buffers from which tensors are computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._tensors = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_use = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result))  # reading a shape is allowed
+        if is_use and function is not torch.autograd.grad:
+            given = tree_leaves((args, kwargs))
+            self.names += [self._tensors[id(leaf)] for leaf in given if id(leaf) in self._tensors]
+        return result
