@@ -107,45 +107,37 @@ class Checkpointer:
             CheckpointError: no directory is set, or this save or the last background save failed.
             WorkerLost: the workers have the state in shares, and one was lost.
         """
-        storage = self._require_storage()
-        if self._has(state, step):
-            self.finish()
-            return storage.location(manifest.name_of(step))
-        begin = time.perf_counter()
-        if self._world.rank == 0:
-            with state.collecting():  # also ends the wait of the others if an earlier save has failed
-                self.finish()
-                self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
-            self._interval.reset(step)
-        else:
-            self._send(storage, state, step)
-        self.made = step
-        return storage.location(manifest.name_of(step))
+        self._save(state, step, background=False)
+        return self._require_storage().location(manifest.name_of(step))
 
     def begin_save(self, state: TrainingState, step: int) -> None:
         """Copy the state to host memory on rank 0, and write it in the background.
 
         Waits for a save that is still running. Saves in the foreground if ``checkpoint.background`` is off, or if it is
-        not set and the workers have the state in shares, so that no worker needs memory for all shares.
-
-        Raises:
-            CheckpointError: no directory is set, or the last save failed.
-            WorkerLost: the workers have the state in shares, and one was lost.
+        not set and the workers have the state in shares, so that no worker needs memory for all shares. Raises as
+        :meth:`save` does.
         """
         background = self._settings.background
-        if not (state.divided() is None if background is None else background):
-            self.save(state, step)
-            return
+        self._save(state, step, background=state.divided() is None if background is None else background)
+
+    def _save(self, state: TrainingState, step: int, *, background: bool) -> None:
         storage = self._require_storage()
         if self._has(state, step):
+            if not background:
+                self.finish()
             return
         begin = time.perf_counter()
         if self._world.rank == 0:
-            with state.collecting():
+            with state.collecting():  # also ends the wait of the others if an earlier save has failed
                 self.finish()
-                snapshot, writer = self._buffers.copy(state.snapshot(step)), self._writer(storage)
-            stall = time.perf_counter() - begin
-            self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
+                snapshot, writer = state.snapshot(step), self._writer(storage)
+                if background:
+                    snapshot = self._buffers.copy(snapshot)
+                else:
+                    self._write(storage, snapshot, writer, begin, None)
+            if background:
+                stall = time.perf_counter() - begin
+                self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
             self._interval.reset(step)
         else:
             self._send(storage, state, step)

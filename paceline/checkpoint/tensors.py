@@ -105,8 +105,7 @@ def load_named_tensors(model: nn.Module, optimizer: Optimizer, tensors: Mapping[
         for name, value in named_tensors(model, optimizer).items():
             if not name.startswith("optimizer/"):
                 value.copy_(tensors[name])
-    state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
-    load_optimizer_state(model, optimizer, state)
+    load_optimizer_state(model, optimizer, (one for one in tensors.items() if one[0].startswith("optimizer/")))
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:
@@ -156,13 +155,11 @@ def fingerprint_of(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Load the tensors of :func:`optimizer_state` into the optimizer, which loses its other state."""
-    load_optimizer_tensors(model, optimizer, state.items())
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time.
 
-
-def load_optimizer_tensors(model: nn.Module, optimizer: Optimizer, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load tensors of :func:`optimizer_state` one after the other, so that they need not exist at the same time."""
+    The optimizer loses its other state.
+    """
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = defaultdict(dict)

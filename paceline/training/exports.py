@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.storage.locations import place
-from paceline.checkpoint.weights.complete import complete_weights
-from paceline.checkpoint.weights.files import check_suffix, write
+from paceline.checkpoint.weights.files import check_suffix, complete_weights, write
 from paceline.environments import env
 from paceline.errors import CheckpointError, ConfigError, InputError
 from paceline.training.loop import TrainingLoop

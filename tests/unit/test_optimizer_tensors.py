@@ -31,7 +31,7 @@ def test_a_value_goes_where_it_fits(existing: torch.Tensor | None, kept: bool) -
     if existing is not None:
         optimizer.state[model.weight]["momentum_buffer"] = existing
     value = torch.arange(12.0).view(3, 4)
-    load_optimizer_state(model, optimizer, {"optimizer/weight/momentum_buffer": value})
+    load_optimizer_state(model, optimizer, [("optimizer/weight/momentum_buffer", value)])
     loaded = optimizer.state[model.weight]["momentum_buffer"]
     assert torch.equal(loaded, value) and loaded.dtype == value.dtype and loaded.shape == value.shape
     assert (loaded is existing) == kept and loaded is not value
@@ -43,7 +43,7 @@ def test_a_count_is_a_number_again() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight] |= {"step": 3, "skipped": True, "size": torch.tensor(3.0)}
     state = dict(optimizer_state(model, optimizer))
-    load_optimizer_state(model, optimizer, state)
+    load_optimizer_state(model, optimizer, state.items())
     loaded = optimizer.state[model.weight]
     assert [type(loaded[key]) for key in ("step", "skipped", "size")] == [int, bool, torch.Tensor]
     assert (loaded["step"], loaded["skipped"], loaded["size"]) == (3, True, 3.0)
@@ -53,7 +53,7 @@ def test_a_parameter_that_the_model_does_not_have() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match="optimizer state for 'other', which the model does not have"):
-        load_optimizer_state(model, optimizer, {"optimizer/other/momentum_buffer": torch.ones(1)})
+        load_optimizer_state(model, optimizer, [("optimizer/other/momentum_buffer", torch.ones(1))])
 
 
 def test_numbers_stay_numbers() -> None:
@@ -62,7 +62,7 @@ def test_numbers_stay_numbers() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"step": 3, "scale": 0.1, "warm": True, "mean": torch.ones(3, 4)}
     optimizer.state[model.weight] = dict(state)
-    load_optimizer_state(model, optimizer, dict(optimizer_state(model, optimizer)))
+    load_optimizer_state(model, optimizer, [*optimizer_state(model, optimizer)])
     update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
     context: Any = SimpleNamespace(update=update)
     shard = OptimizerShard(context, [Slice(0, 0, 8, 0), Slice(0, 8, 12, 1), Slice(1, 0, 3, 0)], [0, 1])
@@ -81,7 +81,7 @@ def test_the_strides_are_those_of_the_parameter() -> None:
     model.weight = torch.nn.Parameter(torch.ones(4, 3).t())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     state = {"optimizer/weight/momentum_buffer": torch.arange(12.0).view(3, 4)}
-    load_optimizer_state(model, optimizer, state)
+    load_optimizer_state(model, optimizer, state.items())
     found = [optimizer.state[model.weight]["momentum_buffer"]]
     update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
     context: Any = SimpleNamespace(update=update)

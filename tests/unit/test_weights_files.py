@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.checkpoint.weights import files
-from paceline.checkpoint.weights.complete import complete_weights
-from paceline.checkpoint.weights.files import check_suffix, write
+from paceline.checkpoint.weights.files import check_suffix, complete_weights, write
 from paceline.checkpoint.weights.match import match
 from paceline.checkpoint.weights.read import read
 from paceline.errors import CheckpointError, ConfigError

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from paceline.checkpoint.tensors import check_savable, load_optimizer_tensors, named_tensors
+from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.schedule.slices import slice_name, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.divided.tensors import Division
@@ -34,7 +34,7 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
     mine = _parts_of(state, own, {name: value.numel() for name, value in parameters.items()})
     division = Division(world, mine, lambda name: parameters[parameter_of(name)].shape, "synchronizing")
     with torch.no_grad():
-        load_optimizer_tensors(model, context.update.optimizer, _optimizer_tensors(division, state, mine, world.size))
+        load_optimizer_state(model, context.update.optimizer, _optimizer_tensors(division, state, mine, world.size))
 
 
 def _optimizer_tensors(

@@ -58,7 +58,7 @@ class Replica:
         )
         state = {name: value for name, value in own.items() if name.startswith("optimizer/")}
         with self._swapped(context.update.optimizer):
-            load_optimizer_state(context.compute.model, context.update.optimizer, state)
+            load_optimizer_state(context.compute.model, context.update.optimizer, state.items())
 
     def tensors(self, *, weights: bool) -> dict[str, torch.Tensor]:
         """Return the tensors of the replica by name.
