@@ -6,8 +6,7 @@ The patterns match messages of PyTorch 2.13 and NCCL 2.18 to 2.28. ``docs/ten-er
 from __future__ import annotations
 
 import re
-
-from paceline.coordinator.failure.known_error import KnownError
+from dataclasses import dataclass
 
 _TRANSPORT = re.compile(
     r"c10d|gloo|nccl|torch\.distributed|Dist(Network|Store|Backend)Error|TCPStore|(client|server) socket"
@@ -21,6 +20,26 @@ LESS_TO_HOLD = (
     "give each worker less to hold: more microbatches, recompute, fewer processes in workers_per_loader, or fewer "
     "workers on this machine"
 )
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """Entry of the table of known errors."""
+
+    name: str  # name that users search for
+    pattern: str  # regular expression that matches the message, ignoring case
+    means: str  # explanation in plain words
+    causes: tuple[str, ...]  # usual causes, most frequent first
+    cure: str  # advice
+    transport: bool = False  # whether the entry only applies to texts that also name a transport
+    kind: str = ""  # kind of the failure. Empty if this error does not determine it.
+    doctor: str = ""  # check of ``paceline doctor`` that finds the problem before the start. Empty if there is none.
+
+    @property
+    def paragraph(self) -> str:
+        """Meaning, causes, advice and check in one line."""
+        check = f" `paceline doctor` tests it before the start ({self.doctor})." if self.doctor else ""
+        return f"What it means: {self.means}. Usual causes: {'; '.join(self.causes)}. What to do: {self.cure}.{check}"
 
 
 def find(text: str) -> KnownError | None:

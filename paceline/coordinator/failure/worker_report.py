@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.coordinator.failure import known_errors
-from paceline.coordinator.failure.known_error import KnownError
+from paceline.coordinator.failure.known_errors import KnownError
 from paceline.launchers.base import Launch, WorkerExit
 from paceline.system.regular_files import open_regular, read_text
 from paceline.system.user_code import is_user_code
