@@ -39,11 +39,7 @@ def audits_of(
     worker_of: Callable[[int, int], int],  # function that returns the rank that computes a stage for a microbatch
     data: Mapping[int, Any],
 ) -> dict[tuple[int, int], StageAudit]:
-    """Return the audits of a step on this worker, by stage and microbatch.
-
-    Args:
-        worker_of: function that returns the rank that computes a stage for a microbatch.
-    """
+    """Return the audits of a step on this worker, by stage and microbatch."""
     if not context.audits.is_audited(step):
         return {}
     microbatch = context.audits.microbatch(step, len(context.order.parts_of(step)))
