@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,29 +56,21 @@ class Watch(ABC):
                 if before[name] is None:
                     del module.__dict__[COMPILED_CALL]
 
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
+    def _layer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._intercept(self.on_layer, name, call, args, kwargs)
+
+    def _intercept(
+        self, handle: Callable[..., Any], about: Any, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a handler in place of a call, unless the call is inside of another one that is intercepted."""
+        if self._inside:
+            return call(*args, **kwargs)
         self._inside = True
         try:
-            if current_function_mode() is self._mode:
-                with without_innermost_mode():
-                    yield
-            else:
-                yield
+            with without_innermost_mode() if current_function_mode() is self._mode else nullcontext():
+                return handle(about, call, args, kwargs)
         finally:
             self._inside = False
-
-    def _layer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._inside:
-            return call(*args, **kwargs)
-        with self._unwatched():
-            return self.on_layer(name, call, args, kwargs)
-
-    def _operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._inside:
-            return call(*args, **kwargs)
-        with self._unwatched():
-            return self.on_operation(function, call, args, kwargs)
 
 
 class _Mode(TorchFunctionMode):
@@ -87,8 +79,8 @@ class _Mode(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._watch._operation(function, function, args, kwargs or {})
+        return self._watch._intercept(self._watch.on_operation, function, function, args, kwargs or {})
 
 
 def _apply(watch: Watch, cls: type, *args: Any, **kwargs: Any) -> Any:
-    return watch._operation(cls, super(_BELOW, cls).apply, args, kwargs)  # type: ignore[arg-type]
+    return watch._intercept(watch.on_operation, cls, super(_BELOW, cls).apply, args, kwargs)  # type: ignore[arg-type]

@@ -285,7 +285,7 @@ def _tensors(context: TrainingContext) -> dict[str, Fetch]:
     """Return a getter for each tensor of the state, as it was at the beginning of the step."""
     found: dict[str, Fetch] = {}
     for name, value in context.compute.model.named_parameters():
-        found[f"parameter {name}"] = partial(_itself, value)
+        found[f"parameter {name}"] = value.detach
     for name in context.compute.buffers.every:
         found[f"buffer {name}"] = partial(context.compute.buffers.at_start, name)
     if context.divides_update or context.divides_state:
@@ -296,10 +296,6 @@ def _tensors(context: TrainingContext) -> dict[str, Fetch]:
             if isinstance(entry, torch.Tensor | int | float | bool):
                 found[f"optimizer {name}/{key}"] = partial(_entry, states, value, key)
     return found
-
-
-def _itself(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 def _entry(states: Any, parameter: torch.Tensor, key: str) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -75,10 +76,8 @@ class Folder(Storage):
         if size > free:
             raise OSError(errno.ENOSPC, f"No space left on device: {size:,} bytes are needed, {free:,} are free")
 
-    @contextlib.contextmanager
-    def create(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
-        with _created(self._partial(step, writer) / file) as opened:
-            yield opened
+    def create(self, step: str, writer: Writer, file: str) -> AbstractContextManager[BinaryIO]:
+        return _created(self._partial(step, writer) / file)
 
     def begun(self, step: str, launch: int, generation: int) -> Writer | None:
         for path, writer in self._partials():
@@ -86,10 +85,8 @@ class Folder(Storage):
                 return writer if (path / _PARTS).is_dir() else None
         return None
 
-    @contextlib.contextmanager
-    def create_part(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
-        with _created(self._partial(step, writer) / _PARTS / file) as opened:
-            yield opened
+    def create_part(self, step: str, writer: Writer, file: str) -> AbstractContextManager[BinaryIO]:
+        return _created(self._partial(step, writer) / _PARTS / file)
 
     def read_part(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
         try:
@@ -106,11 +103,11 @@ class Folder(Storage):
             _rename(partial / _PARTS / name, partial / name)
         self._discard(partial / _PARTS)
         _write_synced(partial / FILE, manifest)
-        _sync_directory(partial)
+        sync_directory(partial)
         self.check_fence(writer)
         self._publish(partial, final)
-        _sync_directory(final.parent)
-        _sync_directory(self._path)
+        sync_directory(final.parent)
+        sync_directory(self._path)
         self._note_latest(writer)
 
     def abandon(self, step: str, writer: Writer) -> None:
@@ -177,7 +174,7 @@ class Folder(Storage):
         with contextlib.suppress(FileNotFoundError):  # another writer has removed the file, and writes its own
             _write_synced(beside, (split(found[0])[0] if found else "none") + "\n")
             beside.replace(self._path / LATEST)
-        _sync_directory(self._path)
+        sync_directory(self._path)
 
 
 def _rename(path: Path, target: Path) -> None:
@@ -203,7 +200,7 @@ def _created(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Flush the entries of a directory to disk. Older checkpoints may be removed only after that."""
     directory = os.open(path, os.O_RDONLY)
     try:

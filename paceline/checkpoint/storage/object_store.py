@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
 from paceline.checkpoint.manifest import FILE, step_of
@@ -77,10 +78,9 @@ class ObjectStore(Storage):
                 if attempt == _ATTEMPTS - 1:
                     raise
 
-    @contextlib.contextmanager
-    def create(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
-        with self._files.open(self._path(step, str(writer), file), "wb") as opened:
-            yield opened
+    def create(self, step: str, writer: Writer, file: str) -> AbstractContextManager[BinaryIO]:
+        opened: AbstractContextManager[BinaryIO] = self._files.open(self._path(step, str(writer), file), "wb")
+        return opened
 
     def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
         self.check_fence(writer)

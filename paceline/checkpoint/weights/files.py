@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.files import reason_of
+from paceline.checkpoint.storage.folder import sync_directory
 from paceline.checkpoint.storage.locations import is_url, place
 from paceline.errors import CheckpointError, ConfigError
 
@@ -178,11 +179,7 @@ def _write_beside(path: Path, files: Mapping[str, Callable[[Path], None]]) -> No
     for old in (Path(found) for pattern in _patterns(str(path)) for found in glob(pattern)):
         if old.name not in files:
             old.unlink(missing_ok=True)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(folder)
 
 
 def _put(url: str, files: Mapping[str, Callable[[Path], None]]) -> None:

@@ -79,12 +79,7 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
 def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
     """Build the 1F1B schedule: stage s of P alternates forward and backward passes after P - 1 - s forward passes.
 
-    Args:
-        replicas: workers per stage, or of each stage. If they differ, a worker takes microbatches in the order of
-            arrival (``replicas.runs``), otherwise in increasing order.
-
-    Raises:
-        ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
+    Arguments and errors are those of :func:`gpipe`.
     """
     counts = replica_counts(stages, replicas)
     check_at_least(max(counts), microbatches=microbatches)
