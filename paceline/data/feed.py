@@ -99,7 +99,7 @@ class Feed:
         self._stream = upload_stream(device)
         self._requests = _Requests()
         self._data: KeyedDataset | StreamSamples
-        if isinstance(order, StreamOrder):
+        if isinstance(order, StreamOrder) or (isinstance(order, LocatedOrder) and order.streams):
             self._data = StreamSamples(order, collates=collate is not None)
         else:
             self._data = KeyedDataset(data, order.seed, collates=collate is not None, stops=stops)
@@ -192,6 +192,8 @@ class Feed:
         Raises:
             WorkerLost: another worker was lost.
         """
+        if isinstance(self._order, LocatedOrder):
+            self._order.read_on(step)
         if self._exchange is None or not isinstance(self._order, LocatedOrder):
             return groups
         self._order.choose(step, max(step, self._newest), events)

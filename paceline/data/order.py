@@ -112,6 +112,7 @@ class BatchOrder(ABC):
     wait_seconds = 0.0  # time for which workers wait for samples that none of them has any more
     goes_on = False  # whether workers then go on without these samples
     incomplete = False  # whether they do now
+    known = UNKNOWN  # first step whose microbatches workers do not know yet
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
 
     def sends(self, step: int) -> bool:

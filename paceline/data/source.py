@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from types import FunctionType
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from paceline.data.growing.order import GrowingOrder
 from paceline.data.growing.samples import Growing
@@ -16,6 +16,7 @@ from paceline.data.located.shards import Located
 from paceline.data.order import BatchOrder, Order
 from paceline.data.sampler import SampleNumbers, order_by
 from paceline.data.streams.order import StreamOrder
+from paceline.data.streams.reader import is_stream
 from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, InputError
 from paceline.schedule.microbatch_orders import MicrobatchOrder
@@ -101,13 +102,6 @@ def refuse_columns(what: str, data: Any) -> None:
         )
 
 
-def is_stream(data: Any) -> bool:
-    """Return whether samples can only be read in sequence. torch's class has an ``__getitem__`` that raises."""
-    if isinstance(data, IterableDataset):
-        return True
-    return isinstance(data, Iterable) and not hasattr(data, "__getitem__") and writer_of(data) is None
-
-
 def _stream(data: Any, settings: Settings, batch: int, parts: int) -> StreamOrder:
     if settings.workers_per_loader:
         raise ConfigError(
@@ -142,15 +136,16 @@ def _growing(data: Growing, sampler: SampleNumbers | None, settings: Settings, b
 
 
 def check_shards(data: Located) -> None:
-    """Raise InputError if a shard is empty, or no data set with a length and items by number."""
+    """Raise InputError if a shard is empty, or neither a stream nor a data set with a length and items by number."""
     for name, shard in data.shards.items():
-        if is_stream(shard) or isinstance(shard, DataLoader | Growing | Located):
+        if isinstance(shard, DataLoader | Growing | Located):
             raise InputError(
                 f"Shard {name!r} of Located is a {type(shard).__name__}, but the order of samples needs a data set "
-                f"with a fixed length and items by number."
+                f"with a fixed length and items by number, or a stream."
             )
         try:
-            _check_data_set(shard)
+            if not is_stream(shard):
+                _check_data_set(shard)
         except InputError as error:
             raise InputError(f"Shard {name!r} of Located cannot be used: {error}") from None
 
@@ -167,6 +162,8 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
             "memory_gigabytes measures a microbatch before training, but this worker has no shard of Located: give it "
             "one, or leave out memory_gigabytes."
         )
+    if streams := [name for name, shard in data.shards.items() if is_stream(shard)]:
+        _check_streams(streams[0], data, settings)
     if data.lost == "leave out" and settings.exact:
         raise ConfigError(
             "exact promises the bits of all shards, so Located(..., lost='leave out') cannot go on without a lost one: "
@@ -174,6 +171,19 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
         )
     exact, all_present = bool(settings.exact), not settings.local.sites
     return LocatedOrder(data, batch, parts, settings.seed, exact=exact, all_present=all_present)
+
+
+def _check_streams(name: str, data: Located, settings: Settings) -> None:
+    unknown = "nobody knows how many samples it has"
+    refused = {
+        "workers_per_loader": settings.workers_per_loader and "each loader process would read all of its samples",
+        "memory_gigabytes": settings.memory_gigabytes and unknown,
+        "local.sites": settings.local.sites and unknown,
+        "lost='leave out'": data.lost != "stop" and unknown,
+    }
+    for setting, why in refused.items():
+        if why:
+            raise ConfigError(f"Shard {name!r} of Located is a stream, and {why}: leave out {setting}.")
 
 
 def _no_data_set(data: Any) -> InputError:

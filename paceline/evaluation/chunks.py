@@ -23,8 +23,8 @@ from paceline.data.located.shards import Located
 from paceline.data.nested import default_collate
 from paceline.data.recurrent.carried import CarriedState
 from paceline.data.recurrent.token_rows import TokenRows
-from paceline.data.source import is_stream, refuse_columns
-from paceline.data.streams.reader import Stream
+from paceline.data.source import refuse_columns
+from paceline.data.streams.reader import Stream, is_stream
 from paceline.errors import InputError
 from paceline.schedule.shares import even
 from paceline.step.context import TrainingContext

@@ -48,7 +48,7 @@ class Known:
     """Results of this worker by index, and the shards of all workers, which it keeps if the call is repeated."""
 
     results: dict[int, Any] = field(default_factory=dict)
-    shards: Holding = field(default_factory=lambda: Holding({}, {}, {}))
+    shards: Holding = field(default_factory=lambda: Holding({}, {}, {}, {}))
 
 
 def map_items(
@@ -97,7 +97,7 @@ def _own(context: TrainingContext, items: Sequence[Any] | Located, known: Known)
         known.shards, ranks = agree([one for *_, one in said])
         names = [*known.shards.shards]
         left = [index for index in range(len(names)) if index not in done]
-        lengths = [known.shards.shards[names[index]].length for index in left]
+        lengths = [known.shards.shards[names[index]].length or 1 for index in left]
         share = spread(lengths, [ranks[names[index]] for index in left], size)[world.rank]
         return {left[place]: (f"shard {(name := names[left[place]])!r}", items.shards[name]) for place in share}
     left = [index for index in range(len(items)) if index not in done]

@@ -11,7 +11,7 @@ from launching import Run
 from paceline.testing import faults
 
 SCRIPT = """
-import json, os, time
+import json, os, random, time
 from functools import partial
 from pathlib import Path
 import paceline, scripted, torch
@@ -24,8 +24,16 @@ if "HELD" in os.environ:  # by worker, not by rank: one that takes the place of 
     held = json.loads(os.environ["HELD"]).get(str(env.launch_info().worker), "ab")
 sizes = dict(a=40, b=7, c=90, d=12, e=64, f=21, g=5)  # g is no shard of the run
 every = {name: torch.randn(size, 12, generator=torch.Generator().manual_seed(size)) for name, size in sizes.items()}
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+    def __iter__(self):
+        for row, label in random.sample(self.rows, len(self.rows)):
+            yield row + 0.1 * torch.rand(12), label
+
+as_given = Stream if "STREAMS" in os.environ else list
 data = Located(
-    {name: [(row, int(row[:4].argmax())) for row in every[name]] for name in sizes if name in held},
+    {name: as_given([(row, int(row[:4].argmax())) for row in every[name]]) for name in sizes if name in held},
     move=os.environ.get("MOVE", "never"), wait_seconds=float(os.environ.get("WAIT", 0)),
     lost=os.environ.get("LOST", "stop"),
 )
@@ -48,7 +56,7 @@ for batch in session.batches(epochs=2):
     if "g" in os.environ.get("HELD", "") and batch.step >= 8:
         scripted.await_refused(session)
     scripted.say(session, session.step(batch))
-    if batch.step == 4:  # after which a worker is lost, with what it has computed
+    if batch.step == 4 and "STREAMS" not in os.environ:  # after which a worker is lost, with what it has computed
         assert session.map(total, data) == [every[name].sum().item() for name in "abcdef"]
 scripted.end(session)
 """
@@ -65,6 +73,21 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
     assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
     assert (killed.run / "checkpoints" / "step-000006").exists(), killed.report()  # saved before the end
     resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=json.dumps({"0": "abc", "1": "def"}), name="one")
+    assert resumed.code == 0, resumed.report()
+    assert {one["fingerprint"] for one in resumed.printed()} == {alone["fingerprint"]}, resumed.report()
+
+
+@pytest.mark.slow
+def test_streams_go_on_where_they_were(run: Run, undisturbed: Any) -> None:
+    """A holder of two streams is lost, and a resume in the middle of the streams has other holders."""
+    alone = undisturbed(SCRIPT, STREAMS="1")
+    lost = faults.kill(rank=1, step=5) + faults.kill(rank=0, step=9)
+    held = json.dumps({"0": "abcd", "1": "cdef", "2": "efab"})
+    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=held, STREAMS="1", MOVE="samples")
+    assert killed.code == 2, killed.report()
+    assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
+    others = json.dumps({"0": "abc", "1": "def"})
+    resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=others, STREAMS="1", name="one")
     assert resumed.code == 0, resumed.report()
     assert {one["fingerprint"] for one in resumed.printed()} == {alone["fingerprint"]}, resumed.report()
 

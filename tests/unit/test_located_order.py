@@ -14,6 +14,7 @@ import pytest
 
 from paceline.data import Located
 from paceline.data.located import order as order_module
+from paceline.data.located import shuffled
 from paceline.data.located.agreement import Holding, ShardsLost, agree
 from paceline.data.located.order import LocatedOrder
 from paceline.data.located.shards import ShardFacts, firsts_of
@@ -43,7 +44,7 @@ def epoch_of(order: LocatedOrder, epoch: int = 0) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("largest", [1 << 20, 100])
 def test_an_epoch_has_every_sample_once(monkeypatch: pytest.MonkeyPatch, largest: int) -> None:
-    monkeypatch.setattr(order_module, "LARGEST_SHUFFLE", largest)
+    monkeypatch.setattr(shuffled, "LARGEST_SHUFFLE", largest)
     order, shard_of = order_of(), {FIRSTS[name] + one: name for name, size in SIZES.items() for one in range(size)}
     before, epochs = 0, [epoch_of(order, epoch) for epoch in (0, 1)]
     for epoch, steps in enumerate(epochs):
@@ -259,8 +260,8 @@ def test_workers_wait_together_for_lost_shards(joins: bool, elastic: bool, monke
 
 
 A, B, LONGER, OTHER = (ShardFacts(*one) for one in ((5, "x", "x"), (5, "y", "y"), (6, "x", "x"), (5, "z", "z")))
-NOTHING = Holding({}, {}, {})
-RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"}, {})
+NOTHING = Holding({}, {}, {}, {})
+RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"}, {}, {})
 
 
 @pytest.mark.parametrize(

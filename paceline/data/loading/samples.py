@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline.data.growing.samples import Growing
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
 from paceline.data.loading.prefetch import rows_of
+from paceline.data.located.order import LocatedOrder
 from paceline.data.located.shards import Located
 from paceline.data.objects.attributes import Attributes, same
 from paceline.data.streams.order import StreamOrder
@@ -168,13 +169,13 @@ class KeyedDataset(Dataset[Any]):
 
 
 class StreamSamples(Dataset[Any]):
-    """Samples of a stream, read by requests for samples of a batch.
+    """Samples of a stream or of streams that are shards, read by requests for samples of a batch.
 
     Args:
         collates: whether a function of the user collates.
     """
 
-    def __init__(self, order: StreamOrder, collates: bool) -> None:
+    def __init__(self, order: StreamOrder | LocatedOrder, collates: bool) -> None:
         self._order, self._collates = order, collates
 
     def __getitems__(self, request: LoadRequest) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from paceline.comm.values import sendable
 from paceline.data.located.shards import ShardFacts
+from paceline.data.located.turns import Reading
 from paceline.errors import DisagreementError, InputError
 
 _LISTED = 8
@@ -33,6 +34,7 @@ class Holding(NamedTuple):
     shards: dict[str, ShardFacts]
     holders: dict[str, str]
     choices: dict[str, bool]  # of move="auto": whether samples are sent, by :func:`placement_of`
+    readings: dict[str, Reading]  # what all know of the streams among the shards
 
 
 Given = tuple[str, Mapping[str, ShardFacts], Holding]
@@ -51,7 +53,7 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
         InputError: no worker has a shard, the workers have shards that are not those of the run, or two names stand for
             the same samples.
     """
-    run = next((run for *_, run in everyone if run.shards), Holding({}, {}, {}))
+    run = next((run for *_, run in everyone if run.shards), Holding({}, {}, {}, {}))
     ranks: dict[str, list[int]] = {}
     for rank, (_, own, _) in enumerate(everyone):
         for name in own:
@@ -76,7 +78,10 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
             "the folder in which the script looks for them."
         )
     choices = {placement: sends for *_, one in everyone for placement, sends in one.choices.items()}
-    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders}, choices)
+    readings = {name: Reading([]) for name, one in shards.items() if one.length is None}
+    for name, reading in (known for *_, one in everyone for known in one.readings.items()):
+        readings[name] = max(readings.get(name, reading), reading, key=lambda known: (len(known.ends), known.seen))
+    agreed = Holding({**run.shards, **shards}, {**run.holders, **holders}, choices, readings)
     return agreed, {name: tuple(found) for name, found in ranks.items()}
 
 
@@ -108,8 +113,12 @@ def _more(names: Sized) -> str:
 
 def _difference(left: ShardFacts, right: ShardFacts) -> str:
     if left.length != right.length:
-        return f"{left.length} samples and {right.length} samples"
-    return "" if left.digest == right.digest else f"{left.length} samples each, but other values"
+        return f"{_counted(left)} and {_counted(right)}"
+    return "" if left.digest == right.digest else f"{_counted(left)} each, but other values"
+
+
+def _counted(one: ShardFacts) -> str:
+    return "a stream" if one.length is None else f"{one.length} samples"
 
 
 def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[str, str], all_present: bool) -> None:
@@ -131,14 +140,21 @@ def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[s
 
 
 def _check_twice(found: Mapping[str, ShardFacts], holders: Mapping[str, str]) -> None:
-    """Raise InputError if two names stand for the same samples."""
-    seen: dict[tuple[int, str], str] = {}
+    """Raise InputError if two names stand for the same samples, or some shards are streams and others are not."""
+    seen: dict[tuple[int | None, str], str] = {}
+    kinds = {one.length is None: name for name, one in found.items()}
+    if len(kinds) == 2:
+        raise InputError(
+            f"Shard {kinds[True]!r} of {holders[kinds[True]]} is a stream, and shard {kinds[False]!r} of "
+            f"{holders[kinds[False]]} a data set with items by number. Streams are read in sequence, other data sets "
+            f"are shuffled: give data sets of one kind."
+        )
     for name, one in found.items():
-        other = seen.setdefault((one.length, one.bits), name)
+        other = seen.setdefault((one.length, one.bits or name), name)
         if other != name:
             raise InputError(
-                f"Shards {other!r} of {holders[other]} and {name!r} of {holders[name]} have the same {one.length} "
-                f"samples, as far as those compared tell, which an epoch would use twice. If it is one shard on two "
-                f"machines, give it one name; if samples repeat on purpose, join the two into one shard by "
-                f"torch.utils.data.ConcatDataset."
+                f"Shards {other!r} of {holders[other]} and {name!r} of {holders[name]} have the same samples "
+                f"({_counted(one)}), as far as those compared tell, which an epoch would use twice. If it is one shard "
+                f"on two machines, give it one name; if samples repeat on purpose, join the two into one shard by "
+                f"torch.utils.data.ConcatDataset or ChainDataset."
             )

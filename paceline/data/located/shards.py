@@ -15,6 +15,7 @@ from paceline.comm.values import sendable
 from paceline.data.comparison import compared, digest_of
 from paceline.data.keys import SAMPLE, preserve_generators, seed_all, seed_of
 from paceline.data.nested import leaves_in
+from paceline.data.streams.reader import is_stream
 from paceline.errors import InputError
 from paceline.system.user_code import in_user_call
 
@@ -26,7 +27,7 @@ Lost = Literal["stop", "leave out"]
 class ShardFacts(NamedTuple):
     """Values of a shard that are equal on all machines that have it, and in a resumed run."""
 
-    length: int
+    length: int | None  # None of a stream
     digest: str  # of the first, the last and up to 6 samples between them (``comparison.digest_of``)
     bits: str  # of every bit of these samples
     bytes: int = 0  # most bytes of one of these samples
@@ -79,7 +80,9 @@ class Located(Dataset[Any]):
             )
         self.move, self.wait_seconds, self.lost = move, float(wait_seconds), lost
         self.shards = dict(sorted(shards.items()))
-        self.number({name: len(shard) for name, shard in self.shards.items() if isinstance(shard, Sized)})
+        streams = {name for name, shard in self.shards.items() if is_stream(shard)}
+        sized = {name: shard for name, shard in self.shards.items() if name not in streams}
+        self.number({name: len(shard) for name, shard in sized.items() if isinstance(shard, Sized)})
 
     def number(self, lengths: Mapping[str, int]) -> None:
         """Number the samples by the lengths of all shards of the run."""
@@ -105,7 +108,7 @@ class Located(Dataset[Any]):
             if not hasattr(self.shards[name], "__getitems__"):
                 found += [self._read(name, sample) for sample in samples]
                 continue
-            with _naming(name, f"samples {', '.join(map(str, samples))}"):
+            with naming(name, f"samples {', '.join(map(str, samples))}"):
                 found += self.shards[name].__getitems__(samples)
         return found
 
@@ -130,26 +133,37 @@ class Located(Dataset[Any]):
                 )
 
     def _read(self, name: str, sample: int) -> Any:
-        with _naming(name, f"sample {sample}"):
+        with naming(name, f"sample {sample}"):
             return self.shards[name][sample]
 
     def facts(self, seed: int, *, exact: bool) -> dict[str, ShardFacts]:
-        """Read a few samples of each shard, with random numbers keyed by the sample, and return its facts."""
+        """Read a few samples of each shard, with random numbers keyed by the sample, and return its facts.
+
+        Streams are not read.
+        """
         found = {}
         with preserve_generators():
             for name, shard in self.shards.items():
+                if is_stream(shard):
+                    found[name] = ShardFacts(None, "", "")
+                    continue
                 samples = []
                 for sample in compared(len(shard)):
                     seed_all(seed_of(SAMPLE, seed, 0, sample))
                     samples.append(self._read(name, sample))
-                bits = digest_of(samples, exact=True)
-                most = max(sum(getattr(leaf, "nbytes", 8) for leaf in leaves_in(sample)) for sample in samples)
-                found[name] = ShardFacts(len(shard), bits if exact else digest_of(samples, exact=False), bits, most)
+                found[name] = facts_of(len(shard), samples, exact=exact)
         return found
 
 
+def facts_of(length: int | None, samples: list[Any], *, exact: bool) -> ShardFacts:
+    """Return the facts of a shard with these samples."""
+    bits = digest_of(samples, exact=True)
+    most = max(sum(getattr(leaf, "nbytes", 8) for leaf in leaves_in(sample)) for sample in samples)
+    return ShardFacts(length, bits if exact else digest_of(samples, exact=False), bits, most)
+
+
 @contextmanager
-def _naming(name: str, samples: str) -> Iterator[None]:
+def naming(name: str, samples: str) -> Iterator[None]:
     """Name the shard and the samples in errors of its code."""
     try:
         yield

@@ -21,22 +21,32 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.utils.data import IterableDataset
 
 from paceline.data.keys import SAMPLE, seed_all, seed_of, seed_untouched, was_drawn
+from paceline.data.tables.engines import writer_of
 from paceline.errors import InputError
 
 _log = logging.getLogger("paceline")
 _BATCHES = 4
-"""Number of batches kept besides the first batch of the run, which the checks of the model use. A step may be repeated,
-and asynchronous workers read batches in another order."""
-_MARKS = 8
 _LONG_SECONDS = 5.0
 _END = object()
+
+
+def is_stream(data: Any) -> bool:
+    """Return whether samples can only be read in sequence. torch's class has an ``__getitem__`` that raises."""
+    if isinstance(data, IterableDataset):
+        return True
+    return isinstance(data, Iterable) and not hasattr(data, "__getitem__") and writer_of(data) is None
+
+
+class TooFewSamples(InputError):
+    """An epoch has no batch."""
 
 
 class StreamBatch(NamedTuple):
@@ -64,8 +74,8 @@ class Stream:
             has that method, is called before each epoch.
     """
 
-    def __init__(self, data: Any, seed: int, batch: int, drop_last: bool) -> None:
-        self._data, self._seed, self._batch = data, seed, batch
+    def __init__(self, data: Any, seed: int, batch: int, drop_last: bool, keeps: int = _BATCHES) -> None:
+        self._data, self._seed, self._batch, self._keeps = data, seed, batch, keeps
         self._ahead = batch if drop_last else 1
         self._has_state = self._states_lead = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
         self._initial = copy.deepcopy(data.state_dict()) if self._has_state else None
@@ -158,9 +168,16 @@ class Stream:
             raise self._too_few(len(items))
         self._batches[self._epoch, self._index] = StreamBatch(items, len(self._pending) < self._ahead)
         self._index += 1
-        for place in [place for place in self._batches if place != (0, 0)][:-_BATCHES]:
+        for place in [place for place in self._batches if place != (0, 0)][: -self._keeps]:
             del self._batches[place]
-        for place in [place for place in self._marks if place != (self._epoch, 0)][:-_MARKS]:
+        for place in [place for place in self._marks if place != (self._epoch, 0)][: -2 * self._keeps]:
+            del self._marks[place]
+
+    def forget(self, epoch: int, index: int) -> None:
+        """Drop the batches before a batch, except for the first batch of the run."""
+        for place in [place for place in self._batches if (0, 0) < place < (epoch, index)]:
+            del self._batches[place]
+        for place in [place for place in self._marks if place < (epoch, index) and place != (epoch, 0)]:
             del self._marks[place]
 
     def _draw_with_keys(self) -> None:
@@ -174,11 +191,11 @@ class Stream:
 
     def _too_few(self, count: int) -> InputError:
         if count:
-            return InputError(
+            return TooFewSamples(
                 f"The stream gave {count} samples in epoch {self._epoch}, less than one batch of {self._batch}, and "
                 f"drop_last leaves nothing."
             )
-        return InputError(
+        return TooFewSamples(
             f"The stream gave no samples in epoch {self._epoch}. Each epoch iterates over data anew: an object that is "
             f"used up after one pass must begin again in __iter__."
         )

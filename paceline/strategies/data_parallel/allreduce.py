@@ -137,7 +137,7 @@ class AllReduce(Strategy):
 
     def _tell_uneven(self) -> None:
         """Warn if steps wait for a worker that has most of the data."""
-        shares = [*map(self._shares, range(_STEPS))]
+        shares = [*map(self._shares, range(min(_STEPS, self._context.order.known)))]
         most = sum(max(map(len, one)) for one in shares)
         longer = most / sum(-(-sum(map(len, one)) // len(one)) for one in shares)
         if longer > _UNEVEN:
