@@ -16,7 +16,7 @@ from paceline.comm.values import check
 from paceline.data.located.shards import naming
 from paceline.data.located.turns import Reading
 from paceline.data.order import UNKNOWN
-from paceline.data.streams.reader import Mark, Stream, StreamBatch, TooFewSamples
+from paceline.data.streams.reader import Mark, Stream, StreamBatch
 from paceline.errors import DisagreementError, InputError
 
 Place = tuple[int, int]
@@ -65,8 +65,8 @@ class ShardReader:
         while place < rounds and not is_last:
             try:
                 items, is_last = self._batch(epoch, place)
-            except TooFewSamples:
-                if not epoch:
+            except InputError:
+                if not self._stream.is_empty:
                     raise
                 return known._replace(is_empty=True)  # an error only if training comes to this epoch
             begin = self._stream.mark(epoch, place)
@@ -88,7 +88,7 @@ class ShardReader:
             with naming(self._name, samples):
                 yield
         except InputError as error:
-            raise type(error)(f"Shard {self._name!r}: {error}") from None
+            raise InputError(f"Shard {self._name!r}: {error}") from None
 
     def begin_from(self, known: Reading) -> None:
         """Use what others know of the stream, to begin where they are."""

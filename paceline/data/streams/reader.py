@@ -45,10 +45,6 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, Iterable) and not hasattr(data, "__getitem__") and writer_of(data) is None
 
 
-class TooFewSamples(InputError):
-    """An epoch has no batch."""
-
-
 class StreamBatch(NamedTuple):
     """Samples of a batch, and whether it is the last batch of its epoch."""
 
@@ -97,6 +93,11 @@ class Stream:
                 self._open(epoch, index)
             self._read()
         return self._batches[epoch, index]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the epoch that was read last has no samples."""
+        return self._ended and not self._count
 
     def mark(self, epoch: int, index: int) -> Mark | None:
         """Return the start of a batch, or None if the batch is not among those read last."""
@@ -191,11 +192,11 @@ class Stream:
 
     def _too_few(self, count: int) -> InputError:
         if count:
-            return TooFewSamples(
+            return InputError(
                 f"The stream gave {count} samples in epoch {self._epoch}, less than one batch of {self._batch}, and "
                 f"drop_last leaves nothing."
             )
-        return TooFewSamples(
+        return InputError(
             f"The stream gave no samples in epoch {self._epoch}. Each epoch iterates over data anew: an object that is "
             f"used up after one pass must begin again in __iter__."
         )
