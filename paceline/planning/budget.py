@@ -25,12 +25,13 @@ from paceline.step.forward import compute_once, recompute_modules
 from paceline.step.optimizers.several import parts_of
 from paceline.step.probes.optimizer_probe import copy_small, corner_of, set_initial_state, step_of
 from paceline.step.probes.probe import warn
-from paceline.strategies.registry import capabilities_here
+from paceline.strategies.registry import capabilities, capabilities_here
 from paceline.strategies.sharded.holders import Owners, copies_of
+from paceline.system.process_memory import ProcessMemory, keep_freed_pages, process_memory
 
 _log = logging.getLogger("paceline")
 _STEPS = 3
-"""Number of steps after which a worker reports its peak. The first step creates the optimizer's state."""
+"""Number of steps with probes and the first state of the optimizer. After them a worker reports its peak."""
 _MOMENTS = 2
 """Number of state values per weight that are assumed if an optimizer cannot be tried."""
 _NAMED = 4
@@ -51,14 +52,14 @@ class _Decision:
 
 
 class MemoryBudget:
-    """Memory budget of this worker. Does nothing unless ``memory_gigabytes`` is set."""
+    """Memory budget of this worker, if ``memory_gigabytes`` is set, and how long freed memory is kept."""
 
     def __init__(self, context: TrainingContext) -> None:
         self._context = context
         self._decision: _Decision | None = None
         self._begun = False
         self._segments: tuple[Segment, ...] = ()  # measured on rank 0 once
-        self._resident: int | None = None
+        self._before: ProcessMemory | None = None
         self._steps = 0
 
     def plan(self, step: int) -> None:
@@ -74,7 +75,7 @@ class MemoryBudget:
         begun, self._begun = self._begun, True
         if capabilities_here(context).cuts_model and world.size > 1:  # the pipeline looks at its stages
             return
-        self._resident = _resident("VmRSS") if self._decision is None else self._resident
+        self._before = process_memory() if self._decision is None else self._before
         own = self._decide(step) if world.rank == 0 else None
         gathered = world.gather((own, begun), "start")
         decision: _Decision | None = gathered[0][0]
@@ -149,11 +150,14 @@ class MemoryBudget:
         )
 
     def step_done(self) -> None:
-        """Report the peak after the first steps."""
-        if self._decision is None or self._steps >= _STEPS:
-            return
+        """After the first steps, keep freed memory unless the workers divide the state, and report the peak."""
         self._steps += 1
-        if self._steps < _STEPS:
+        if self._steps != _STEPS:
+            return
+        context = self._context
+        several = capabilities(context.settings, max(context.world.size, 2), bool(context.sparse))
+        keep_freed_pages(large=not several.divides_state)  # for one worker, too
+        if self._decision is None:
             return
         predicted, model = self._decision.predicted, self._context.compute.model
         if torch.cuda.is_initialized():
@@ -163,10 +167,9 @@ class MemoryBudget:
             if reached > self._limit:
                 warn(self._context, f"{text}. That is above memory_gigabytes: leave room for what operations need")
             return
-        peak, begin = _resident("VmHWM"), self._resident
-        if peak is not None and begin is not None:
+        if (now := process_memory()) is not None and self._before is not None:
             weights = sum(value.nbytes for value in model.parameters())
-            grown = max(0, peak - begin)
+            grown = max(0, now.peak - self._before.held)
             self._tell(
                 f"memory: this worker has grown by {grown:,} bytes beside its weights, and {predicted - weights:,} "
                 f"were predicted; buffers of messages and of the allocator add to this",
@@ -297,15 +300,6 @@ def _explained(choice: Choice, run: Run, limit: int, able: bool, blocks: int) ->
         chosen = f"{len(names)} of {blocks} blocks are recomputed ({listed}), which frees {free:,} bytes"
         text = f"{text}; {chosen if names else 'no block is recomputed'}"
     return text
-
-
-def _resident(key: str) -> int | None:
-    """Return an entry of this process's status in bytes: ``VmRSS``, or ``VmHWM`` for its peak. None if unknown."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _forget_peak() -> None:

@@ -36,6 +36,8 @@ class Profile:
     message_seconds: float | None = None  # seconds of a worker to send or to receive a message. None with one worker.
     pass_seconds: float = 0.0  # seconds of a pass of a pipeline's stage besides its layers
     half_pass_seconds: float = 0.0  # the same of each half of a split backward pass
+    # bytes of the process besides the weights, with the libraries and data, before it trains; 0 if unknown or on GPUs
+    process_bytes: int = 0
 
     @property
     def layers(self) -> tuple[LayerCost, ...]:

@@ -97,6 +97,8 @@ class Market:
             layout = _layout(kind)
             alike = {1: measured[1]} if kind.gpus else measured  # a worker shares a GPU with no other
             known = {count: self._scaled(one, kind) for count, one in alike.items()}
+            if kind.gpus:  # the memory is that of the GPU, which has no process
+                known = {1: replace(known[1], profile=replace(known[1].profile, process_bytes=0), growth=1.0)}
             counts = _counts(layout.per_machine, min(most or 8 * layout.per_machine, measured[1].profile.microbatches))
             for one in candidates(known, layout, counts, exact, convergent):
                 yield replace(one, bill=undisturbed(kind, one.machines, steps * one.step_seconds))
@@ -157,7 +159,7 @@ def _rate(profile: Profile) -> Rate:
 
 def _job(one: Candidate, kind: MachineType, steps: int, held: int, standbys: int) -> Job:
     """Return a candidate's training as what failures interrupt; ``held``: workers that hold each part of its state."""
-    loading, copies = one.memory_bytes / _STATE_BYTES_PER_SECOND, min(held, one.machines)
+    loading, copies = one.tensor_bytes / _STATE_BYTES_PER_SECOND, min(held, one.machines)
     costs = _RECOVERY_SECONDS, loading, kind.start_up_seconds, loading
     return Job(steps, one.step_seconds, one.machines, copies, *costs, standbys=standbys)
 

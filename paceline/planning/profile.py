@@ -39,6 +39,7 @@ from paceline.step.probes.optimizer_probe import step_of
 from paceline.strategies.pipeline.executor import Executor
 from paceline.strategies.pipeline.stages import Stages
 from paceline.strategies.pipeline.synchronous import StepGradients
+from paceline.system.process_memory import keep_freed_pages, process_memory
 
 _log = logging.getLogger("paceline")
 _LINK_BYTES = 8 << 20
@@ -65,7 +66,8 @@ def profile(context: TrainingContext) -> Profile:
             f"{min(sparse)!r} has sparse gradients, which are not simulated: use torch.nn.Embedding with "
             f"sparse=False for the plan."
         )
-    uncut = _uncut(context)
+    memory, uncut = _memory_before(context), _uncut(context)
+    keep_freed_pages(large=True)  # as training does after its first steps
     costs = _whole_cost if uncut else _layer_costs
     begin, used = time.perf_counter(), time.process_time()
     passes = {count: costs(context, count) for count in _counts(context)}
@@ -95,7 +97,17 @@ def profile(context: TrainingContext) -> Profile:
         message_seconds=message,
         pass_seconds=whole,
         half_pass_seconds=half,
+        process_bytes=memory,
     )
+
+
+def _memory_before(context: TrainingContext) -> int:
+    """Return the bytes of this process besides the weights. On a GPU they do not count."""
+    memory = process_memory()
+    if memory is None or context.world.device.type != "cpu":
+        return 0
+    model = context.compute.model
+    return max(0, memory.held - sum(one.nbytes for one in (*model.parameters(), *model.buffers())))
 
 
 def _counts(context: TrainingContext) -> list[int]:

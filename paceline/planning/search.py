@@ -49,6 +49,13 @@ class Measured:
     work: Work  # costs
     profile: Profile  # sizes and layers
     spread: float  # relative distance of measured steps from their median
+    # bytes by which the process grew for each byte of its tensors, because the allocator keeps freed memory
+    growth: float = 1.0
+
+    def memory_bytes(self, tensors: int, strategy: str) -> int:
+        """Return the bytes of a process with these bytes of tensors. Sharded training keeps no freed memory."""
+        growth = 1.0 if strategy == "sharded" else self.growth
+        return self.profile.process_bytes + round(growth * tensors)
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,8 @@ class Candidate:
     step_seconds: float  # seconds of a step
     low: float  # lower end of the interval of these seconds
     high: float  # upper end
-    memory_bytes: int  # bytes of weights, gradients, optimizer state and activations of a worker
+    memory_bytes: int  # bytes of a worker: of its process, or on a GPU of its tensors
+    tensor_bytes: int  # bytes of its weights, gradients, optimizer state and activations
     # seconds of a step in which the slowest worker waits, by cause
     waits: Mapping[str, float] = field(default_factory=dict)
     fits: bool = True  # whether the memory is enough
@@ -129,7 +137,7 @@ def candidates(
             half_pass_seconds=alone.half_pass_seconds,
         )
         folded = place if workers <= _SIMULATED else place.folded(work.microbatches)
-        judge = _Judge(layout, folded, known.spread)
+        judge = _Judge(layout, folded, known)
         if workers == 1:
             yield judge(
                 "allreduce", {}, partial(data_parallel, work, folded), _memory(sizes, work, workers=1, tree=exact)
@@ -149,7 +157,7 @@ def candidates(
             )
         if workers > _SIMULATED:
             continue
-        judge = _Judge(layout, place, known.spread)
+        judge = _Judge(layout, place, known)
         if len({*place.speeds}) > 1:
             shares = contiguous(fit_counts(work.microbatches, [1 / speed for speed in place.speeds]))
             stolen = run(even_shares=False)
@@ -177,22 +185,22 @@ def _memory(sizes: Run, work: Work, **changes: Any) -> int:
 
 
 def _servers(
-    work: Work, place: Place, judge: _Judge, exact: bool, convergent: bool, memory_bytes: int
+    work: Work, place: Place, judge: _Judge, exact: bool, convergent: bool, tensor_bytes: int
 ) -> Iterator[Candidate]:
     """Yield parameter servers: one for synchronous training, and one in each worker for asynchronous training.
 
-    ``memory_bytes`` is that of all-reduce. A holder of a shard keeps two versions of it.
+    ``tensor_bytes`` are those of all-reduce. A holder of a shard keeps two versions of it.
     """
     copies = min(_SERVERS.copies, len(place.machines)) - 1
     owners = Updaters(_SERVERS.count, copies, whole=True)
     program = partial(data_parallel, work, place, exact=exact, owners=owners)
-    yield judge("parameter-server", {}, program, memory_bytes + 2 * work.parameter_bytes)
+    yield judge("parameter-server", {}, program, tensor_bytes + 2 * work.parameter_bytes)
     if convergent and not exact:
         servers = min(place.workers, sum(one.parameter_bytes > 0 for one in work.layers(1)))
         given = {"server": {"mode": "async", "count": servers}}
         held = 2 * (1 + copies) * work.parameter_bytes // servers
         free = partial(asynchronous, work, place, servers=servers)
-        yield judge("parameter-server", given, free, memory_bytes + held, waits=False)
+        yield judge("parameter-server", given, free, tensor_bytes + held, waits=False)
 
 
 def _pipelines(known: Measured, place: Place, judge: _Judge, stages: int) -> Iterator[Candidate]:
@@ -230,14 +238,14 @@ class _Judge:
 
     layout: Layout
     place: Place
-    spread: float
+    known: Measured
 
     def __call__(
         self,
         strategy: str,
         settings: Mapping[str, Any],
         program: Callable[[int, int], Program],
-        memory_bytes: int,
+        tensor_bytes: int,
         period: int = 1,
         waits: bool = True,
     ) -> Candidate:
@@ -254,15 +262,17 @@ class _Judge:
             seconds = (max(ends[1].values()) - max(ends[0].values())) / made
         else:
             seconds = 1 / sum(made / (ends[1][rank] - ends[0][rank]) for rank in ends[0])
+        memory_bytes = self.known.memory_bytes(tensor_bytes, strategy)
         return Candidate(
             strategy,
             workers,
             settings,
             self.layout.name,
             seconds,
-            seconds / (1 + self.spread),
-            seconds * (1 + self.spread),
+            seconds / (1 + self.known.spread),
+            seconds * (1 + self.known.spread),
             memory_bytes,
+            tensor_bytes,
             waited,
             memory_bytes <= self.layout.memory_bytes,
             len(place.machines),

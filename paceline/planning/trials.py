@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.environments import env
 from paceline.errors import InputError
@@ -26,6 +26,14 @@ REACHED = 0.95
 
 Start = Callable[[Request], object]
 """Runs a request to its end, and raises if it fails."""
+
+
+class Trial(NamedTuple):
+    """What some steps of a script took."""
+
+    seconds: list[float]  # of each step
+    fused: bool  # whether microbatches were fused
+    memory_bytes: int | None  # the most of any worker's process; None if unknown
 
 
 def measure(
@@ -51,8 +59,7 @@ def measure(
     for workers in counts:
         profile = _profile(base, workers, start)
         check(profile)
-        seconds, fused = steps_of(base, workers, {"strategy": "allreduce"}, start)
-        found[workers] = _fitted(profile, seconds, fused, workers, cores)
+        found[workers] = _fitted(profile, steps_of(base, workers, {"strategy": "allreduce"}, start), workers, cores)
     return found
 
 
@@ -81,10 +88,8 @@ def layout_of(
     return Layout(first, 1, limit, "a machine each", tuple(others))
 
 
-def steps_of(
-    base: Request, workers: int, settings: Mapping[str, str], start: Start, steps: int = STEPS
-) -> tuple[list[float], bool]:
-    """Run some steps of a script, and return their seconds, and whether microbatches were fused."""
+def steps_of(base: Request, workers: int, settings: Mapping[str, str], start: Start, steps: int = STEPS) -> Trial:
+    """Run some steps of a script."""
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as directory:
         request = replace(
             base,
@@ -95,14 +100,15 @@ def steps_of(
             environment={env.TRIED_STEPS: str(steps)},
         )
         start(request)
-        found = list(records.read(Path(directory) / "run", ("step", "note")))
+        found = list(records.read(Path(directory) / "run", ("step", "note", "memory")))
     ends = sorted(one["time"] for one in found if one["event"] == "step" and one["rank"] == 0)
     fused = any(one["event"] == "note" and one.get("fused") for one in found)
     if len(ends) < WARM + 2:
         raise InputError(
             f"{base.script} took {len(ends)} steps, and a plan measures at least {WARM + 2}: let it train longer."
         )
-    return [later - sooner for sooner, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False)], fused
+    memory = max((one["reached"] for one in found if one["event"] == "memory"), default=None)
+    return Trial([later - sooner for sooner, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False)], fused, memory)
 
 
 def _profile(base: Request, workers: int, start: Start) -> Profile:
@@ -117,37 +123,40 @@ def _profile(base: Request, workers: int, start: Start) -> Profile:
         return read(answer)
 
 
-def _fitted(profile: Profile, seconds: Sequence[float], fused: bool, workers: int, cores: int) -> Measured:
-    """Return the costs with which the simulation takes as long as the measured steps.
+def _fitted(profile: Profile, trial: Trial, workers: int, cores: int) -> Measured:
+    """Return the costs with which the simulation takes as long, and as much memory, as the measured steps.
 
     What the simulation does not explain is the overhead of a step. If it takes longer than the step, all
     measured costs are scaled.
     """
-    took = median(seconds)
-    quarters = quantiles(seconds, n=4)
+    took = median(trial.seconds)
+    quarters = quantiles(trial.seconds, n=4)
     spread = max(0.05, (quarters[2] - quarters[0]) / 2 / took)
     given = {"update": profile.update_seconds, "add": profile.add_seconds}
     given |= {"pass_seconds": profile.pass_seconds, "half_pass_seconds": profile.half_pass_seconds}
     if profile.message_seconds is not None:
         given["message_seconds"] = profile.message_seconds
-    work = Work(profile.passes, profile.microbatches, fused, core_load=profile.core_load, **given)
-    predicted = _predicted(Measured(work, profile, 0.0), workers, cores)
+    work = Work(profile.passes, profile.microbatches, trial.fused, core_load=profile.core_load, **given)
+    first = _predicted(Measured(work, profile, 0.0), workers, cores)
+    predicted, growth = first.step_seconds, 1.0
+    if profile.process_bytes and trial.memory_bytes:
+        growth = max(0.0, trial.memory_bytes - profile.process_bytes) / first.tensor_bytes
     if predicted <= took:
-        return Measured(replace(work, overhead=took - predicted), profile, spread)
+        return Measured(replace(work, overhead=took - predicted), profile, spread, growth)
     part = took / predicted
     passes = {
         count: tuple(replace(one, forward=part * one.forward, backward=part * one.backward) for one in layers)
         for count, layers in work.passes.items()
     }
     scaled: dict[str, Any] = {name: part * value for name, value in given.items()}
-    return Measured(replace(work, passes=passes, **scaled), profile, spread)
+    return Measured(replace(work, passes=passes, **scaled), profile, spread, growth)
 
 
-def _predicted(measured: Measured, workers: int, cores: int) -> float:
-    """Return the simulated seconds of a step of all-reduce on this machine."""
+def _predicted(measured: Measured, workers: int, cores: int) -> Candidate:
+    """Return the simulated all-reduce on this machine."""
     layout = Layout(Machine(cores), workers)
     found = candidates({workers: measured}, layout, [workers], exact=measured.profile.exact, convergent=False)
-    return next(found).step_seconds
+    return next(found)
 
 
 def settings_text(one: Candidate) -> dict[str, str]:

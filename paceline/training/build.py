@@ -50,7 +50,8 @@ from paceline.step.replicas import digests_of, options_of
 from paceline.strategies import registry, requirements
 from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
-from paceline.training.host import keep_freed_pages, threads
+from paceline.system.process_memory import keep_freed_pages
+from paceline.training.host import threads
 from paceline.training.recovery.formation import Formation
 
 _log = logging.getLogger("paceline")
@@ -109,8 +110,7 @@ def build_context(
     torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
         ask_for_determinism()
-    several = registry.capabilities(settings, max(largest, 2), bool(sparse))
-    keep_freed_pages(large=not several.divides_state)  # for one worker, too
+    keep_freed_pages(large=False)  # the probes of the first steps leave gaps that later tensors rarely fit into
     formation = Formation(who, settings.timeout_seconds, coordinator, settings.transport)
     world = formation.world
     initial = _move(

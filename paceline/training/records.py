@@ -18,6 +18,7 @@ from paceline.events import seconds_without_core
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.base import Strategy
 from paceline.system.number_kinds import steps_of
+from paceline.system.process_memory import process_memory
 from paceline.training.progress import Progress
 from paceline.training.report import Throughput
 
@@ -122,6 +123,8 @@ class Records:
             **(digest if taken == step else {}),
         )
         self._delay = delay
+        if env.tried_steps() == step + 1 and not turn and (memory := process_memory()) is not None:
+            context.events.mark("memory", reached=memory.peak)
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
         if self._branch is not None:

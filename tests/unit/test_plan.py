@@ -320,9 +320,9 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
 def test_all_measured_costs_are_scaled_if_steps_take_less() -> None:
     costs = {"update_seconds": 0.02, "add_seconds": 0.03, "message_seconds": 0.04}
     profile = replace(_measured().profile, **costs, pass_seconds=0.05, half_pass_seconds=0.06)
-    whole = trials._fitted(profile, [100.0] * 4, fused=False, workers=2, cores=2)
+    whole = trials._fitted(profile, trials.Trial([100.0] * 4, False, None), workers=2, cores=2)
     step = 100.0 - whole.work.overhead
-    half = trials._fitted(profile, [step / 2] * 4, fused=False, workers=2, cores=2)
+    half = trials._fitted(profile, trials.Trial([step / 2] * 4, False, None), workers=2, cores=2)
     names = "update", "add", "message_seconds", "pass_seconds", "half_pass_seconds"
     found = [getattr(half.work, name) / getattr(whole.work, name) for name in names]
     layers = [

@@ -305,14 +305,15 @@ def _prove(base: Request, ordered: Sequence[Candidate], count: int) -> list[str]
     """Run the fastest plans and the slowest one, and return what was predicted beside what was measured."""
     from paceline.planning.trials import settings_text, steps_of
 
-    rows: list[tuple[str, ...]] = [("plan", "predicted ms", "measured ms", "error")]
+    rows: list[tuple[str, ...]] = [("plan", "predicted ms", "measured ms", "error", "predicted MB", "measured MB")]
     errors = []
     for one in [*ordered[:count], *ordered[count:][-1:]]:
-        seconds, _ = steps_of(base, one.workers, settings_text(one), _start)
-        took = median(seconds) if one.meets else fmean(seconds)
+        trial = steps_of(base, one.workers, settings_text(one), _start)
+        took = median(trial.seconds) if one.meets else fmean(trial.seconds)
         errors.append(abs(one.step_seconds / took - 1))
         error = f"{100 * (one.step_seconds / took - 1):+.0f} %"
-        rows.append(
-            (_rows([_values(one, None, False)])[1][1], f"{1000 * one.step_seconds:.1f}", f"{1000 * took:.1f}", error)
-        )
+        name, memory = _rows([_values(one, None, False)])[1][1], trial.memory_bytes
+        times = f"{1000 * one.step_seconds:.1f}", f"{1000 * took:.1f}", error
+        sizes = f"{one.memory_bytes / 1e6:.0f}", "unknown" if memory is None else f"{memory / 1e6:.0f}"
+        rows.append((name, *times, *sizes))
     return [*table.lines(rows), f"mean error: {100 * sum(errors) / len(errors):.0f} %"]
