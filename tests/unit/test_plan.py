@@ -317,6 +317,20 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     assert held.memory_bytes == need(replica).total + sizes.gradients
 
 
+def test_the_memory_is_that_of_the_process_and_grows_as_measured() -> None:
+    profile = replace(_measured().profile, process_bytes=100_000_000)
+    tensors = _found(Layout(Machine(), 1), 1)[0].tensor_bytes
+    measured = trials._fitted(profile, trials.Trial([1.0] * 4, False, 100_000_000 + 3 * tensors), workers=1, cores=1)
+    found = list(candidates({1: measured}, Layout(Machine(), 1), [1, 4], exact=False, convergent=False))
+    assert found[0].memory_bytes == 100_000_000 + 3 * tensors
+    assert {one.strategy for one in found} == {"allreduce", "sharded", "parameter-server", "pipeline"}
+    for one in found:  # sharded training keeps no freed memory
+        growth = 1 if one.strategy == "sharded" else 3
+        assert one.memory_bytes == 100_000_000 + growth * one.tensor_bytes
+    unknown = trials._fitted(profile, trials.Trial([1.0] * 4, False, None), workers=1, cores=1)
+    assert unknown.memory_bytes(7, "allreduce") == 100_000_007
+
+
 def test_all_measured_costs_are_scaled_if_steps_take_less() -> None:
     costs = {"update_seconds": 0.02, "add_seconds": 0.03, "message_seconds": 0.04}
     profile = replace(_measured().profile, **costs, pass_seconds=0.05, half_pass_seconds=0.06)

@@ -1,0 +1,43 @@
+"""Memory of a process, and when the allocator keeps what is freed."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import paceline
+from paceline.planning import budget
+from paceline.system.process_memory import process_memory
+
+
+def test_freed_memory_still_counts_in_the_peak() -> None:
+    size, before = 64 << 20, process_memory()
+    block = bytearray(b"x") * size
+    during = process_memory()
+    del block
+    after = process_memory()
+    if before is None or during is None or after is None:
+        pytest.skip("the system does not tell")
+    assert during.held - before.held > 0.9 * size
+    assert during.held - after.held > 0.9 * size
+    assert after.peak > before.held + 0.9 * size
+
+
+def test_the_memory_of_large_tensors_is_kept_after_the_probes_of_the_first_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[tuple[int, bool]] = []
+    taken: list[int] = []
+    monkeypatch.setattr(budget, "keep_freed_pages", lambda large: kept.append((len(taken), large)))
+    samples = torch.randn(40, 4)
+    session = paceline.start(
+        model=torch.nn.Linear(4, 4),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        data=torch.utils.data.TensorDataset(samples, samples),
+        batch=8,
+    )
+    for batch in session.batches(steps=5):
+        session.step(batch)
+        taken.append(batch.step)
+    assert kept == [(2, True)]  # in the third step
