@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from paceline.system.number_kinds import NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Steps, number, whole
-from paceline.system.wires import INTEGERS, PARTIAL_WIRES, checked, parsed, text_of
+from paceline.system.wires import INTEGERS, OUTER, PARTIAL_WIRES, checked, parsed, text_of
 
 Exact = bool | Literal["fixed-point"]
 """Values of ``exact``. False: no bitwise reproducibility. True: tree reduction. ``fixed-point``: integer sums."""
@@ -247,7 +247,7 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
-    wire_ratio: Part = Field(0.05, description="randomk, topk: part of the gradients that a step sends, at most half")
+    wire_ratio: Part = Field(0.05, description="randomk, topk, topk-2bit: part of the gradients that a step sends")
     communication: Annotated[str, AfterValidator(checked)] = Field(
         "fixed", description="auto: buckets, and formats within tolerance, by measured times; or what a run has chosen"
     )
@@ -327,7 +327,8 @@ class Settings(BaseModel):
     @property
     def facts(self) -> dict[str, int | str]:
         """Settings that must be the same for the same bits after a resume."""
-        form = f"{self.wire}, {self.wire_ratio:g}, rank {self.wire_rank}" if self.keeps_errors else self.wire
+        whole = {*PARTIAL_WIRES, OUTER}.isdisjoint(self.wires.values())
+        form = self.wire if whole else f"{self.wire}, {self.wire_ratio:g}, rank {self.wire_rank}"
         return {"exact": self.exact, "wire": "chosen" if self.chooses_wire else form}
 
     @property

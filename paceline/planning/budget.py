@@ -28,6 +28,7 @@ from paceline.step.probes.probe import warn
 from paceline.strategies.registry import capabilities, capabilities_here
 from paceline.strategies.sharded.holders import Owners, copies_of
 from paceline.system.process_memory import ProcessMemory, keep_freed_pages, process_memory
+from paceline.system.wires import OUTER
 
 _log = logging.getLogger("paceline")
 _STEPS = 3
@@ -238,6 +239,8 @@ def _of_replicas(context: TrainingContext, count: int, weights: int, optimizer: 
     """
     local, at_rest, points = context.settings.local, weights + gradients, 0
     sent = gradients // local.fragments if local.delay else 0
+    if context.settings.wire == OUTER:
+        optimizer += sum(4 * value.numel() for value in context.update.parameters.values())  # what is not sent
     apart = gradients if local.fragments > 1 or local.delay else 0
     if context.world.coordinator is not None and context.world.device.type == "cpu":
         points = 2 * (at_rest + min(2, context.world.size) * count * (optimizer + apart))

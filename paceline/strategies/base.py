@@ -17,10 +17,10 @@ from paceline.settings import Settings
 from paceline.step.checks import Sparse
 from paceline.step.context import StepResult, TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
-from paceline.system.wires import ADAPTIVE, PARTIAL_WIRES, Wire
+from paceline.system.wires import ADAPTIVE, OUTER, PARTIAL_WIRES, Wire
 
 WIRES: tuple[str, ...] = get_args(Wire)
-WHOLE_WIRES = tuple(one for one in WIRES if one not in (ADAPTIVE, *PARTIAL_WIRES))
+WHOLE_WIRES = tuple(one for one in WIRES if one not in (ADAPTIVE, OUTER, *PARTIAL_WIRES))
 """Formats that send the whole gradient of a step, so that no worker keeps a part, with the same bits in all steps."""
 
 

@@ -14,7 +14,7 @@ from paceline.settings import Settings
 from paceline.step.gradients.fixed_point import TYPES
 from paceline.step.gradients.floats import DTYPES
 from paceline.strategies.base import Capabilities
-from paceline.system.wires import ADAPTIVE, PARTIAL_WIRES, formats_in
+from paceline.system.wires import ADAPTIVE, OUTER, PARTIAL_WIRES, formats_in
 
 _EXACT = ("allreduce", "stealing")  # exact strategies to recommend in error messages
 
@@ -146,7 +146,7 @@ def _check_wires(settings: Settings, capabilities: Capabilities, forward: object
 
 def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forward: object) -> None:
     if wire not in capabilities.wires:
-        other = "'allreduce'" if wire in PARTIAL_WIRES else "'allreduce' or 'sharded'"
+        other = "'allreduce'" if wire in PARTIAL_WIRES else "'diloco'" if wire == OUTER else "'allreduce' or 'sharded'"
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {settings.wire!r}): it sends "
             f"{' and '.join(capabilities.wires)}. Leave out wire, or use {other}."

@@ -8,9 +8,11 @@ from typing import Literal, get_args
 
 Wire = Literal[
     "float32", "bfloat16", "float16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "int-auto",
-    "randomk", "topk", "onebit", "powersgd",
+    "randomk", "topk", "onebit", "powersgd", "topk-2bit",
 ]  # fmt: skip
 """Formats of ``wire``."""
+OUTER = "topk-2bit"
+"""Format of outer gradients alone (``strategies.local.sparse``)."""
 ADAPTIVE = "int-auto"
 """Format whose number of bits is that of ``step.gradients.thermostat``."""
 INTEGERS = frozenset(["int8", "int4", ADAPTIVE])
@@ -77,7 +79,7 @@ def checked(communication: str) -> str:
     parts = communication.split(",")
     pairs = [part.strip().partition("=") for part in parts]
     steps = [int(step) if step.isdecimal() else -1 for step, _, _ in pairs]
-    known = [form for form in get_args(Wire) if form not in PARTIAL_WIRES]
+    known = [form for form in get_args(Wire) if form not in (*PARTIAL_WIRES, OUTER)]
     rising = steps[0] == 0 and all(one < next for one, next in pairwise(steps))
     if communication not in ("fixed", "auto") and not (rising and all(form in known for _, _, form in pairs)):
         raise ValueError(

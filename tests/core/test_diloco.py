@@ -58,6 +58,7 @@ tell(
     diloco=case(), after=case(strategy="local-sgd", every=2, after=2), average=case(average="ema"),
     int8=case(wire="int8"), fixed=case(exact="fixed-point"),
     streaming=case(local=STREAMING), streaming_int4=case(local=STREAMING, wire="int4"),
+    sparse=case(local=STREAMING, wire="topk-2bit"),
 )
 """
 BY_HAND = """
@@ -190,7 +191,8 @@ def test_steps_that_the_script_leaves_out_are_not_counted(printed: Printed, tmp_
 SAVED = """
 kept = {"directory": os.environ["KEPT"], "every": 6}
 case = CASES["batch norm, dropout, short batch"]()
-session = start(**case | {"local": STREAMING, "exact": True, "checkpoint": kept, "resume": "auto"})
+case |= {"local": STREAMING, "exact": True, "wire": os.environ["WIRE"], "checkpoint": kept, "resume": "auto"}
+session = start(**case)
 measured = []
 for batch in session.batches(steps=int(os.environ["STEPS"])):
     session.step(batch)
@@ -201,11 +203,12 @@ tell(fingerprint=session.fingerprint(), measured=measured)
 
 
 @pytest.mark.slow
-def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("wire", ["float32", "int4", "topk-2bit"])
+def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path, wire: str) -> None:
     """A run that is saved with a fragment in flight, and resumed on other workers, has the bits of one process."""
 
     def run(folder: str, steps: int, workers: int) -> list[dict[str, Any]]:
-        environment = {"KEPT": str(tmp_path / folder), "STEPS": str(steps)}
+        environment = {"KEPT": str(tmp_path / folder), "STEPS": str(steps), "WIRE": wire}
         return printed(HEAD + SAVED, workers, tmp_path, environment=environment)
 
     whole = run("one", 11, 1)

@@ -107,7 +107,7 @@ class Codec:
         self._names, self._parameters = list(parameters), list(parameters.values())
         self._keys = [number_of(name) for name in self._names]
         self._generator: torch.Generator | None = None
-        self._bounded = any(one.state for one in formats)
+        self.bounded = any(one.state for one in formats)
         self._norms: list[list[torch.Tensor]] = [[] for _ in formats]
         self._scales: list[float] = []
         self._raised: dict[str, Any] = {}
@@ -159,7 +159,7 @@ class Codec:
         scaled = [(place, value) for place, value in zip(places, wide, strict=True) if self._formats[place].state]
         if scaled:
             values = [value for _, value in scaled]
-            for (place, _), largest in zip(scaled, _largest(values), strict=True):
+            for (place, _), largest in zip(scaled, largest_of(values), strict=True):
                 self._norms[place].append(largest)
             scales = self._scales_now()
             foreach_mul_(values, [scales[place] for place, _ in scaled])
@@ -181,9 +181,15 @@ class Codec:
         self._generator = self._generator or torch.Generator(self._context.world.device)
         return self._generator.manual_seed(self._context.compute.seed(ROUNDING, step, microbatch, self._keys[place]))
 
+    def expect(self, largest: Sequence[float]) -> None:
+        """Set bounds that fit the next gradients, given the largest absolute gradient of each parameter."""
+        known = [(at, value) for at, value in enumerate(largest) if self._formats[at].state and _is_known(value)]
+        self._raised |= {self._names[at]: self._formats[at].bound(value, None) for at, value in known}
+        self._scales = []
+
     def send(self) -> None:
         """Start sending this worker's largest gradients to the other workers. All gradients must be encoded."""
-        if not self._bounded:
+        if not self.bounded:
             return
         if self._gather is None:
             self._gather = AllGather(self._context.world, LARGEST_TAG, self._measured_here().nbytes)
@@ -191,7 +197,7 @@ class Codec:
 
     def fits(self) -> bool:
         """Return whether every gradient was within its bound. If not, set bounds that fit for the repeated step."""
-        if not self._bounded:
+        if not self.bounded:
             return True
         everyone = self._measured_here().unsqueeze(0) if self._pending is None else self._pending.wait()
         here = HostCopy(torch.cat([everyone[:, :1].amax(0), everyone[:, 1:].sum(0)])).wait()
@@ -296,12 +302,12 @@ class Codec:
         return torch.stack(norms).view(-1, rows).amax(1).double()
 
 
-def _largest(values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+def largest_of(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the largest absolute value of each tensor, NaN if any element is NaN."""
     if values[0].device.type == "cpu":  # the maximum norm takes 20 times as long on a CPU
         ends = [torch.aminmax(value) if value.numel() else (value.sum(), value.sum()) for value in values]
         return [torch.maximum(-low, high) for low, high in ends]
-    return foreach_norm(values, math.inf)
+    return foreach_norm([*values], math.inf)
 
 
 def _is_known(largest: float) -> bool:

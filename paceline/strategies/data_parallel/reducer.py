@@ -75,6 +75,7 @@ class Reducer:
         self._names, self._parameters = list(named), list(named.values())
         self._codec = codec_for(context, named) if slices is None else slices.codec
         self.memory = self._codec.memory if self._codec else None
+        self.expect = self._codec.expect if self._codec and self._codec.bounded else None
         examples = self._codec.examples() if self._codec else [value.detach() for value in self._parameters]
         self.reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None

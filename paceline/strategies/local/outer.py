@@ -35,8 +35,11 @@ from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Exact
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator
+from paceline.step.gradients.codec import largest_of
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.local.replica import Replica
+from paceline.strategies.local.sparse import SparseReducer
+from paceline.system.wires import OUTER
 
 STATE = "local"
 _FLIGHT = "flight"
@@ -65,9 +68,12 @@ class OuterSteps:
             self._rate, self._momentum = 1.0, 0.0
         self._fragments = fragments_of(named, settings.local.fragments)
         alone = Subgroup(world, [0]) if world.size == 1 else None
+        self._sparse = settings.wire == OUTER
         self._reducers = [
-            Reducer(context, own, workers=alone, overlap=False, any_order=not settings.along_tree)
-            for own in ({name: named[name] for name in names} for names in self._fragments)
+            SparseReducer(context, own, alone, fragment, shares, replicas)
+            if self._sparse
+            else Reducer(context, own, alone, overlap=False, any_order=not settings.along_tree)
+            for fragment, own in enumerate({name: named[name] for name in names} for names in self._fragments)
         ]
         self._quorum: Reducer | None = None  # of the fragment in flight, if not all workers take part
         self._workers: Sequence[int] = range(world.size)
@@ -89,13 +95,27 @@ class OuterSteps:
         """Fragment that has been sent and has not landed: its number, the step, the steps since, and the counts."""
         return self._state.get(_FLIGHT)
 
+    @torch.no_grad()
+    def largest(self, fragment: int) -> list[float]:
+        """Return the largest outer gradients of this worker's replicas, if formats are scaled, by parameter."""
+        if self._reducers[fragment].expect is None:
+            return []
+        found, parameters = list[torch.Tensor](), self._context.update.parameters
+        for one in self._replicas.values():
+            changes = [parameters[name].detach() - one.weights[name] for name in self._fragments[fragment]]
+            found.append(torch.stack([*largest_of(changes)]) * one.counts[fragment])
+        largest: list[float] = torch.stack(found).amax(0).tolist()
+        return largest
+
     def send(
-        self, step: int, fragment: int, counts: Mapping[int, float], seconds: float, quorum: Subgroup | None = None
-    ) -> None:
+        self, step: int, fragment: int, counts: Mapping[int, float], largest: Sequence[Sequence[float]],
+        seconds: float, quorum: Subgroup | None = None,
+    ) -> None:  # fmt: skip
         """Start the outer step of a fragment.
 
         Args:
             step: number of the inner step that has just been made.
+            largest: result of :meth:`largest` of each worker.
             seconds: seconds that this worker has waited for the others.
             quorum: workers that take part. Defaults to all.
         """
@@ -104,14 +124,22 @@ class OuterSteps:
             self._quorum, self._workers = Reducer(self._context, named, quorum, overlap=False), quorum.ranks
         for one in self._replicas.values():
             one.send(fragment, self._fragments[fragment], self._local.delay > 0)
-        self._state[_FLIGHT] = {"fragment": fragment, "step": step, "age": 0, "counts": counts}
+        bounds = [max(values) for values in zip(*largest, strict=True)]
+        self._state[_FLIGHT] = {"fragment": fragment, "step": step, "age": 0, "counts": counts, "largest": bounds}
         self._waited = seconds
-        self._send()
+        self._expect_and_send()
 
     def send_again(self) -> None:
         """Send the fragment in flight if it was loaded."""
         if self.flight is not None and not self._in_air:
-            self._send()
+            self._expect_and_send()
+
+    def _expect_and_send(self) -> None:
+        flight = self.flight
+        assert flight is not None
+        if (expect := self._reducers[flight["fragment"]].expect) is not None:
+            expect(flight.get("largest", ()))
+        self._send()
 
     def _send(self) -> None:
         """Send the outer gradients of the fragment in flight."""
@@ -119,13 +147,15 @@ class OuterSteps:
         assert flight is not None
         reducer, along_tree = self._quorum or self._reducers[flight["fragment"]], context.settings.along_tree
         gradients, counts = Accumulator(along_tree), flight["counts"]
+        total = _total(counts) or 1.0
         for number, one in self._replicas.items():
-            for name, weight in one.sent.items():
+            weight = counts[number] / total if self._sparse else counts[number]
+            for name, sent in one.sent.items():
                 value = context.update.parameters[name]
-                value.grad = (value.detach() - weight).mul_(counts[number])
+                value.grad = (value.detach() - sent).mul_(weight)
             gradients.push(number, reducer.take(flight["step"], number))
         sums = [values for _, values in gradients.nodes()]
-        reducer.send(self._nodes(along_tree, counts), sums, lambda: _total(counts) or 1.0, held=True)
+        reducer.send(self._nodes(along_tree, counts), sums, lambda: total, held=True)
         self._in_air = True
 
     def go_on(self) -> None:

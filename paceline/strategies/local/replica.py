@@ -30,6 +30,7 @@ class Replica:
         counts: for each fragment, the number by which its losses since the fragment was sent were divided, usually
             samples.
         sent: its weights when the fragment in flight was sent, by name. Empty if no fragment is in flight.
+        rests: what it has not sent of the outer gradients of each fragment (``strategies.local.sparse``).
     """
 
     def __init__(self, context: TrainingContext, number: int, fragments: int) -> None:
@@ -38,6 +39,7 @@ class Replica:
         self.buffers: dict[str, torch.Tensor] = {}
         self.counts = [0.0] * fragments
         self.sent: dict[str, torch.Tensor] = {}
+        self.rests: dict[int, torch.Tensor] = {}
         self._state = _copied(context.update.optimizer)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -56,6 +58,8 @@ class Replica:
             }
             for kind in ("buffer/", "sent/")
         )
+        rests = {name.removeprefix("rest/"): value for name, value in own.items() if name.startswith("rest/")}
+        self.rests = {int(name): value.to(context.world.device, copy=True) for name, value in rests.items()}
         state = {name: value for name, value in own.items() if name.startswith("optimizer/")}
         with self._swapped(context.update.optimizer):
             load_optimizer_state(context.compute.model, context.update.optimizer, state.items())
@@ -74,6 +78,7 @@ class Replica:
             found |= {f"parameter/{name}": value for name, value in self.weights.items()}
             found |= {f"buffer/{name}": value for name, value in self.buffers.items()}
             found |= {f"sent/{name}": value for name, value in self.sent.items()}
+        found |= {f"rest/{fragment}": value for fragment, value in self.rests.items()}
         found["count"] = torch.tensor(self.counts, dtype=torch.float64).squeeze()
         return {self._prefix + name: value for name, value in found.items()}
 

@@ -230,7 +230,7 @@ class Sites(Strategy):
         if self._masked is not None:
             self._add_masked(step, known, begin)
         elif known:
-            self._outer.send(step, 0, known, time.perf_counter() - begin)
+            self._outer.send(step, 0, known, [], time.perf_counter() - begin)
             self._outer.go_on()
         self._replicas.clear()
         self._trained.clear()

@@ -40,7 +40,7 @@ from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
 from paceline.errors import CheckpointError, ConfigError
 from paceline.schedule.shares import even
-from paceline.settings import LocalSettings, Settings
+from paceline.settings import Settings
 from paceline.step.checks import MicrobatchResult
 from paceline.step.commit import means
 from paceline.step.context import StepResult, TrainingContext
@@ -48,7 +48,7 @@ from paceline.step.divided.optimizer_state import DividedOptimizerState
 from paceline.strategies.base import WHOLE_WIRES, Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.full_batch import FullBatch
-from paceline.strategies.local import sites
+from paceline.strategies.local import sites, sparse
 from paceline.strategies.local.agreement import check_trained
 from paceline.strategies.local.inner import inner_step
 from paceline.strategies.local.outer import STATE, OuterSteps, fragments_of
@@ -56,6 +56,7 @@ from paceline.strategies.local.periods import adapted
 from paceline.strategies.local.replica import Replica, leave_averages
 from paceline.strategies.local.uneven import ClaimedParts
 from paceline.strategies.single import Single
+from paceline.system.wires import OUTER
 
 OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "clip", "noise", "delta"))
 """Settings that only replicas of sites read."""
@@ -73,7 +74,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=not uneven and (settings.fixed_point or settings.reduction != "collective"),
         exact_with=uneven_with if uneven else exact_with,
         fixed_point=not bound,
-        wires=("float32",) if bound or quorum else WHOLE_WIRES,  # a late worker would lack scales
+        wires=("float32",) if bound else (*WHOLE_WIRES, OUTER),
         replicated=False,
         replicas=1 if bound else settings.local.replicas,  # of sites, which keep nothing from round to round
         located=bound,
@@ -116,11 +117,13 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
             f"{local.fragments} a fragment is sent after every {between} steps, and it must land before the next one: "
             f"use at most {between - 1}."
         )
-    _check_quorum(local)
+    _check_quorum(settings)
+    sparse.validate(settings, model)
     fragments_of({name: one for name, one in model.named_parameters() if one.requires_grad}, local.fragments)
 
 
-def _check_quorum(local: LocalSettings) -> None:
+def _check_quorum(settings: Settings) -> None:
+    local = settings.local
     if local.quorum is None:
         return
     if local.quorum > local.replicas:
@@ -133,12 +136,14 @@ def _check_quorum(local: LocalSettings) -> None:
             f"local.quorum = {local.quorum} lets outer steps go on without a late worker, which catches up only if "
             f"others take its parts of the batches: set local.uneven = True, or leave out local.quorum."
         )
-    for key, plain in (("adaptive", False), ("fragments", 1), ("delay", 0)):
-        if (given := getattr(local, key)) != plain:
-            raise ConfigError(
-                f"local.{key} = {given} cannot be combined with local.quorum, because a late worker would lack what "
-                f"the others have agreed on in the outer steps without it: leave out one of them."
-            )
+    given = {"wire": repr(settings.wire)} if settings.wire != "float32" else {}
+    plain = {"adaptive": False, "fragments": 1, "delay": 0}
+    given |= {f"local.{key}": value for key, other in plain.items() if (value := getattr(local, key)) != other}
+    for key, value in given.items():
+        raise ConfigError(
+            f"{key} = {value} cannot be combined with local.quorum, because a late worker would lack what the others "
+            f"have agreed on in the outer steps without it: leave out one of them."
+        )
 
 
 def build(context: TrainingContext) -> Strategy:
@@ -362,7 +367,8 @@ class LocalTraining(Strategy):
         sums = [(part.microbatches, part.rank, part.loss, part.counted, part.metrics) for part in parts]
         counts = {number: one.counts[fragment] for number, one in self._replicas.items()}
         pace = self._claimed.pace if self._claimed is not None else 0.0
-        own = list(self._trained), counts, sums, pace, metrics, live, world.notice(), self._outer.made
+        largest = self._outer.largest(fragment)
+        own = list(self._trained), counts, sums, pace, metrics, largest, live, world.notice(), self._outer.made
         everyone = workers.gather(own, f"outer step after step {step}")
         check_trained([trained for trained, *_ in everyone])
         quorum = workers if isinstance(workers, Subgroup) else None
@@ -374,7 +380,8 @@ class LocalTraining(Strategy):
             context.compute.metrics = agreed_names(given)
         context.compute.buffers.fix(name for *_, names, _, _ in everyone for name in names)
         known = {number: count for _, counts, *_ in everyone for number, count in counts.items()}
-        self._outer.send(step, fragment, known, time.perf_counter() - begin, quorum)
+        bounds = [one[5] for one in everyone]
+        self._outer.send(step, fragment, known, bounds, time.perf_counter() - begin, quorum)
         notice, made = max(notice for *_, notice, _ in everyone), max(made for *_, made in everyone)
         if self._complete:
             self._notice, self._last_complete, self._needs_all = notice, made, False
