@@ -18,7 +18,7 @@ from paceline.comm.values import sendable
 from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError
 from paceline.planning.blocks import blocks_of, measure_blocks
-from paceline.planning.memory import Choice, Run, Segment, cures, fit, need
+from paceline.planning.memory import Choice, Run, Segment, cures, fit, need, of_replicas
 from paceline.schedule.link_shares import window_bytes
 from paceline.step.context import TrainingContext
 from paceline.step.forward import compute_once, recompute_modules
@@ -206,8 +206,17 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     weights = sum(held.values()) + (gradients if settings.average.kind else 0)
     optimizer = sum(optimizer_bytes(one) for one in parts_of(context.update.optimizer))
     if able.replicas:
-        weights, optimizer = _of_replicas(
-            context, -(-able.replicas // context.world.size), weights, optimizer, gradients
+        keeps = context.world.coordinator is not None and context.world.device.type == "cpu"
+        if settings.wire == OUTER:
+            optimizer += sum(4 * value.numel() for value in context.update.parameters.values())  # what is not sent
+        weights, optimizer = of_replicas(
+            settings.local,
+            -(-able.replicas // context.world.size),
+            context.world.size,
+            keeps,
+            weights,
+            optimizer,
+            gradients,
         )
     if settings.keeps_errors:
         optimizer += _of_errors(context, weights + gradients + optimizer)
@@ -230,27 +239,10 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     )
 
 
-def _of_replicas(context: TrainingContext, count: int, weights: int, optimizer: int, gradients: int) -> tuple[int, int]:
-    """Return the bytes of weights and of the optimizers' state on a worker with ``count`` replicas of the model.
-
-    The outer momentum counts as state, and so do the points to go back to after a loss, if they are in this memory: two
-    while a new one is made, each with the replicas of two workers. Replicas keep the weights of a fragment in flight,
-    and are never all at rest if the model has several fragments or a delay.
-    """
-    local, at_rest, points = context.settings.local, weights + gradients, 0
-    sent = gradients // local.fragments if local.delay else 0
-    if context.settings.wire == OUTER:
-        optimizer += sum(4 * value.numel() for value in context.update.parameters.values())  # what is not sent
-    apart = gradients if local.fragments > 1 or local.delay else 0
-    if context.world.coordinator is not None and context.world.device.type == "cpu":
-        points = 2 * (at_rest + min(2, context.world.size) * count * (optimizer + apart))
-    return weights + count * (gradients + sent), count * optimizer + gradients + points
-
-
 def _of_errors(context: TrainingContext, at_rest: int) -> int:
     """Return the bytes of what the microbatches of a worker have not sent, before and after the step.
 
-    The points to go back to after a loss count as in :func:`_of_replicas`.
+    The points to go back to after a loss count as in :func:`~paceline.planning.memory.of_replicas`.
     """
     lanes = -(-context.order.microbatches // context.world.size)
     errors = lanes * sum(4 * value.numel() for value in context.update.parameters.values() if value.dim() > 1)

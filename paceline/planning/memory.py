@@ -22,6 +22,7 @@ from itertools import chain
 from paceline.schedule.shares import even
 from paceline.schedule.slices import STAGES
 from paceline.schedule.tree import nodes_of
+from paceline.settings import LocalSettings
 
 _MOST_TRIED = 256
 """Largest number of workers that :func:`cures` tries."""
@@ -173,6 +174,21 @@ def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Nee
         sums * run.sums,
         passes * peak_bytes(run.segments, recomputed),
     )
+
+
+def of_replicas(
+    local: LocalSettings, count: int, workers: int, keeps: bool, weights: int, optimizer: int, gradients: int
+) -> tuple[int, int]:
+    """Return the bytes of weights and of the optimizers' state on a worker with ``count`` replicas of the model.
+
+    The outer momentum counts as state, and so do the points to go back to after a loss, if the worker ``keeps`` them:
+    two while a new one is made, each with the replicas of two workers. Replicas keep the weights of a fragment in
+    flight, and are never all at rest if the model has several fragments or a delay.
+    """
+    sent = gradients // local.fragments if local.delay else 0
+    apart = gradients if local.fragments > 1 or local.delay else 0
+    points = 2 * (weights + gradients + min(2, workers) * count * (optimizer + apart)) if keeps else 0
+    return weights + count * (gradients + sent), count * optimizer + gradients + points
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.planning.costs import Profile, Work
-from paceline.planning.memory import Run, need
+from paceline.planning.memory import Run, need, of_replicas
 from paceline.planning.programs import asynchronous, data_parallel, local, pipeline
 from paceline.planning.reductions import Updaters
 from paceline.planning.renting.money import Bill
@@ -170,8 +170,10 @@ def candidates(
             given = {"local": {"every": _LOCAL.every, "replicas": _LOCAL.replicas}}
             program = partial(local, work, place, replicas=_LOCAL.replicas, every=_LOCAL.every, exact=exact)
             held = -(-_LOCAL.replicas // workers)
-            optimizer = held * sizes.optimizer + sizes.gradients  # and the outer momentum
-            replicas = replace(sizes, weights=sizes.weights + held * sizes.gradients, optimizer=optimizer)
+            keeps = known.profile.process_bytes > 0  # points to go back to are in the memory of the host
+            parts = sizes.weights, sizes.optimizer, sizes.gradients
+            weights, optimizer = of_replicas(_LOCAL, held, workers, keeps, *parts)
+            replicas = replace(sizes, weights=weights, optimizer=optimizer)
             yield judge("diloco", given, program, _memory(replicas, work, workers=workers), period=_LOCAL.every)
 
 
