@@ -22,6 +22,9 @@ from paceline.system.process_memory import process_memory
 from paceline.training.progress import Progress
 from paceline.training.report import Throughput
 
+_MEMORY_STEPS = range(5, 20, 7)
+"""Steps of a tried run after which it reads its memory: few, because that takes some milliseconds a GB."""
+
 
 class Records:
     """Recorder of steps: as events, and in a trace for ``paceline verify``."""
@@ -123,7 +126,7 @@ class Records:
             **(digest if taken == step else {}),
         )
         self._delay = delay
-        if env.tried_steps() == step + 1 and not turn and (memory := process_memory()) is not None:
+        if step in _MEMORY_STEPS and env.tried_steps() and not turn and (memory := process_memory()) is not None:
             context.events.mark("memory", reached=memory.peak)
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
