@@ -139,6 +139,16 @@ def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None], 
             raise sparse_gradients(f"The parameter {name!r} gets")
 
 
+def sparse_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the coalesced gradient of an embedding. Raises InputError if it is dense."""
+    if not gradient.is_sparse:
+        raise InputError(
+            f"The parameter {name!r} of an embedding with sparse=True gets a dense gradient, as the forward pass also "
+            f"uses it elsewhere: use sparse=False."
+        )
+    return gradient.coalesce()
+
+
 def sparse_gradients(what: str) -> InputError:
     """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(

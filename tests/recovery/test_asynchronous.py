@@ -43,6 +43,7 @@ WAYS = {
     "sync": {"mode": "sync"},
     "sync, dedicated": {"mode": "sync", "dedicated": True},
     "rows": {"mode": "async", "table": True},
+    "rows, dedicated": {"mode": "async", "table": True, "dedicated": True},  # over the network
     "sync, rows": {"mode": "sync", "table": True, "count": 2},
 }
 WAY = pytest.mark.parametrize("way", WAYS)

@@ -20,7 +20,7 @@ from paceline.comm.servers.network_claims import NetworkClaims
 from paceline.data.feed import MicrobatchGroup
 from paceline.errors import DisagreementError, WorkerLost
 from paceline.settings import Settings
-from paceline.step.checks import MicrobatchResult
+from paceline.step.checks import MicrobatchResult, sparse_parameters
 from paceline.step.context import StepResult
 from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
@@ -95,15 +95,15 @@ def update_of(model: nn.Module) -> OptimizerStep:
 class Batch:
     """Stands for ``FullBatch``: gradients that follow from the step alone."""
 
-    def __init__(self, model: nn.Module, rank: int) -> None:
-        self.model, self.rank, self.computed = model, rank, list[int]()
+    def __init__(self, model: nn.Module, rank: int, fill: Callable[[Any, int], None]) -> None:
+        self.model, self.rank, self.fill, self.computed = model, rank, fill, list[int]()
 
     def groups(self, step: int) -> list[range]:
         return [range(1)]
 
     def gradients(self, step: int, groups: Any) -> tuple[list[MicrobatchResult], list[torch.Tensor]]:
         self.computed.append(step)
-        gradients(self.model, step)
+        self.fill(self.model, step)
         return [MicrobatchResult(range(1), self.rank, float(step), 1.0)], []
 
     def take_gradients(self) -> None:
@@ -114,15 +114,19 @@ class Batch:
 class Worker:
     """A worker, with its loop and its side of the servers."""
 
+    make, update_of = staticmethod(model_of), staticmethod(update_of)
+    fill: Callable[[Any, int], None] = staticmethod(gradients)
+
     def __init__(self, world: Any, handlers: dict[Any, Any], **server: Any) -> None:
-        self.model = model_of()
-        self.update = update_of(self.model)
+        self.model = self.make()
+        self.update = self.update_of(self.model)
         self.events: list[tuple[str, dict[str, Any]]] = []
         settings = Settings.model_validate({"strategy": "parameter-server", "server": server})
         world.notice = lambda: self.notice
         self.notice = 0
         self.context: Any = SimpleNamespace(
-            world=world, update=self.update, settings=settings, strategy_state={}, warnings=[], sparse=(),
+            world=world, update=self.update, settings=settings, strategy_state={}, warnings=[],
+            sparse=sparse_parameters(self.model, "modules"),
             compute=SimpleNamespace(
                 model=self.model, metrics=None, batch_loss=None,
                 buffers=SimpleNamespace(live=[], accept=lambda buffers: None, reset=lambda: None),
@@ -132,13 +136,13 @@ class Worker:
         )  # fmt: skip
         self.peers: Any = Peers(world, handlers)
         self.claims = NetworkClaims(self.peers, copies_of(self.context) if world.size > 1 else 1)
-        self.batch: Any = Batch(self.model, world.rank)
+        self.batch: Any = Batch(self.model, world.rank, self.fill)
         self.staleness = Staleness(self.claims.delays, self.claims.rounds, {})
-        shared: Any = SimpleNamespace(
+        self.shared: Any = SimpleNamespace(
             context=self.context, claims=self.claims, staleness=self.staleness, batch=self.batch, peers=self.peers
         )
-        self.server = NetworkServer(shared)
-        self.steps = AsyncSteps(shared, self.server)
+        self.server = NetworkServer(self.shared)
+        self.steps = AsyncSteps(self.shared, self.server)
 
     def train(self, first: int = 0, stop: int = STEPS) -> list[StepResult]:
         return [self.steps.step(step, []) for step in range(first, stop)]

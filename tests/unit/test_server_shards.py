@@ -153,7 +153,7 @@ def test_a_shard_goes_to_another_worker_as_bytes() -> None:
     first.shard.write(1)
     first.train()
     first.shard.write(0)
-    content = bytes(first.shard.contents(0))
+    content = b"".join(first.shard.contents(0))
     second.shard.fill(0, content)
     second.shard.read(0)
     assert second.all() == first.all()
@@ -341,7 +341,7 @@ def held(forward: Any = None) -> tuple[ShardReplica, Worker]:
     worker = Worker(1.0)
     context: Any = SimpleNamespace(update=worker.update, compute=SimpleNamespace(model=worker.model))
     part = {name: value for name, value in worker.model.named_parameters() if name.startswith("0.")}
-    holder = ShardReplica(context, part, ["1.running_mean"], forward)
+    holder = ShardReplica(context, part, ["1.running_mean"], (), forward)
     source = Shard(OwnBlocks(), worker.model, part, ["1.running_mean"], worker.optimizer, worker.schedule)
     for copy in (0, 1):
         source.write(copy)
@@ -351,7 +351,7 @@ def held(forward: Any = None) -> tuple[ShardReplica, Worker]:
 
 def pending(rank: int, step: int, value: float, there: bool = True) -> tuple[PendingGradients, bytearray]:
     about = PendingGradients(
-        0, rank, step, [True, there], torch.tensor(1.0), {"1.running_mean": torch.full((5,), value)}
+        0, rank, step, [True, there], {}, torch.tensor(1.0), {"1.running_mean": torch.full((5,), value)}
     )
     data = torch.full((15 + 5 * there,), value).numpy().tobytes()
     return about, bytearray(data)

@@ -13,15 +13,13 @@ import torch._dynamo  # an optimizer imports it, and it sets a variable of the e
 from torch import nn
 
 import paceline
-from paceline.data.order import Order
-from paceline.errors import ConfigError, InputError
+from paceline.errors import InputError
 from paceline.schedule.slices import rows
-from paceline.settings import ServerSettings, Settings
+from paceline.settings import Settings
 from paceline.step.checks import sparse_parameters
 from paceline.step.forward import name_call
 from paceline.step.probes.row_probe import probe_rows
 from paceline.strategies import registry
-from paceline.strategies.parameter_server import table_servers
 from paceline.strategies.sharded.tables import Tables
 
 
@@ -160,18 +158,3 @@ def test_formats_refuse_sparse_gradients_with_any_number_of_workers() -> None:
         assert registry.sparse_gradients(Settings(batch=8), workers) == allowed
         for coded in (Settings(batch=8, wire="int8", exact=False), Settings(batch=8, exact="fixed-point")):
             assert registry.sparse_gradients(coded, workers) == "none"
-
-
-def test_asynchronous_servers_update_rows_in_shared_memory_only() -> None:
-    server = ServerSettings(mode="async")
-    settings = Settings(batch=8, strategy="parameter-server", server=server)
-    context: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(size=2, shared_memory=None))
-    with pytest.raises(ConfigError, match=r"in memory that all workers share.*these 2 have none"):
-        table_servers.build(context)
-    dedicated = settings.model_copy(update={"server": server.model_copy(update={"dedicated": True})})
-    model, order = nn.Embedding(50, 2, sparse=True), Order(64, 8, 4, seed=0)
-    table_servers.validate(settings, model, order, 2, 2)
-    with pytest.raises(ConfigError, match=r"server.dedicated = true does not update embeddings"):
-        table_servers.validate(dedicated, model, order, 2, 2)
-    several = settings.model_copy(update={"server": ServerSettings(count=2)})
-    table_servers.validate(several, model, order, 2, 2)  # which share a table by rows

@@ -8,8 +8,8 @@
 An update is written to the spare copy. Then the version number in the table of ``comm.assignment.step_claims`` makes
 that copy current. A worker that is killed at any instant leaves the other copy intact.
 
-Tables with sparse gradients have one copy, in which a worker changes the rows of its update in place, with their
-optimizer state (``comm.servers.row_journal`` keeps the rows as they were).
+Tables with sparse gradients have one copy, with their optimizer states behind the two copies of the rest. A worker
+changes the rows of its update in place (``comm.servers.row_journal`` keeps the rows as they were).
 
 On one machine a shard lies in shared memory. On several machines each holder has the shard in its own memory
 (:class:`OwnBlocks`), and copies are sent between machines as raw bytes.
@@ -105,12 +105,13 @@ class Shard:
         self._schedule = schedule
         fixed = self._tensors()
         self._notes_room = _NOTES_BYTES + _NOTES_BYTES_EACH * len(parameters)
-        self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
-        rooms = [_STATES * aligned(value.nbytes) for value in self.parameters]
-        of_tables = [rooms[place] for place in self._tables]
-        self._ends = self._states_at + sum(rooms) - sum(of_tables) + _STATES * 64 * len(rooms)  # 64: a number each
+        sizes = [0 if place in self._tables else aligned(value.nbytes) for place, value in enumerate(fixed)]
+        self._states_at = _NOTES_AT + self._notes_room + sum(sizes)
+        rooms = [_STATES * size for size in sizes[: len(parameters)]]
+        self._ends = self._states_at + sum(rooms) + _STATES * 64 * len(rooms)  # 64: a number each
+        of_tables = [(1 + _STATES) * aligned(self.parameters[place].nbytes) for place in self._tables]
         *starts, end = accumulate(of_tables, initial=self._ends)
-        self._tables_at = dict(zip(self._tables, starts, strict=True))
+        self._tables_at = dict(zip(self._tables, starts, strict=True))  # a table, then its states
         self._size = -(-end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
@@ -160,22 +161,38 @@ class Shard:
         self._copy(self._tensors()[len(self.parameters) :], self._fixed[copy][len(self.parameters) :])
 
     def weights(self, copy: int) -> memoryview:
-        """Return a writable view of the bytes of a copy's parameters and buffers."""
+        """Return a writable view of the bytes of a copy's parameters and buffers, without tables."""
         start = copy * self._size + _NOTES_AT + self._notes_room
         return memoryview(self._block)[start : copy * self._size + self._states_at]
 
-    def contents(self, copy: int) -> memoryview:
-        """Return a view of the used bytes of a copy."""
+    def contents(self, copy: int) -> list[memoryview]:
+        """Return views of the used bytes of a copy and of the tables."""
         _, notes, _ = self._noted(copy)
-        ends = [entry.place + entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in notes.entries]
-        return memoryview(self._block)[copy * self._size : copy * self._size + max([self._states_at, *ends])]
+        return [memoryview(self._block)[start:stop] for start, stop in self._used(copy, notes.entries)]
 
-    def fill(self, copy: int, contents: bytes | bytearray | memoryview) -> None:
-        """Overwrite a copy with the :meth:`contents` of another worker's shard."""
-        start = copy * self._size
-        self._block[start : start + len(contents)] = bytes(contents)
+    def fill(self, copy: int, contents: bytes | bytearray) -> None:
+        """Overwrite a copy and the tables with the joined :meth:`contents` of another worker's shard."""
+        _, length = _HEADER.unpack_from(contents, 0)
+        entries, *_ = decode(bytes(contents[_NOTES_AT : _NOTES_AT + length]))
+        view, place = memoryview(contents), 0
+        for start, stop in self._used(copy, decode(entries)):
+            self._block[start:stop] = view[place : place + stop - start]
+            place += stop - start
         self._read_notes[copy] = None
         self.forget()
+
+    def _used(self, copy: int, entries: Iterable[_Entry]) -> list[tuple[int, int]]:
+        """Return the start and end of the used bytes of a copy, and of each table with its states."""
+        end = self._states_at
+        ends = {place: start + self.parameters[place].nbytes for place, start in self._tables_at.items()}
+        for entry in entries:
+            last = entry.place + entry.dtype.itemsize * torch.Size(entry.shape).numel()
+            if entry.place < self._ends:
+                end = max(end, last)
+            else:
+                ends[entry.parameter] = max(ends[entry.parameter], last)
+        start = copy * self._size
+        return [(start, start + end), *((self._tables_at[place], ends[place]) for place in self._tables)]
 
     def forget(self) -> None:
         """Make the next :meth:`read_states` load everything, because the local state may match no copy."""
@@ -196,9 +213,9 @@ class Shard:
     def _fixed_views(self, copy: int, examples: list[torch.Tensor]) -> list[torch.Tensor]:
         views, place = [], _NOTES_AT + self._notes_room
         for index, example in enumerate(examples):
-            start = place + (0 if index in self._tables else copy * self._size)
+            start = self._tables_at.get(index, place + copy * self._size)
             views.append(view_of(self._block, start, example.dtype, tuple(example.shape)))
-            place += aligned(example.nbytes)
+            place += 0 if index in self._tables_at else aligned(example.nbytes)
         return views
 
     def check_states(self) -> None:
@@ -266,7 +283,8 @@ class Shard:
         values: list[torch.Tensor] = []
         place, full = self._states_at, False
         for owner, parameter in enumerate(self.parameters):
-            of_table = self._tables_at.get(owner, 0)
+            start = self._tables_at.get(owner, 0)
+            of_table = start and start + aligned(parameter.nbytes)
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor):
                     numbers.append((owner, key, value))
@@ -284,7 +302,7 @@ class Shard:
                 else:
                     entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), place))
                     place += aligned(value.nbytes)
-            full |= of_table > self._tables_at.get(owner, 0) + _STATES * parameter.nbytes
+            full |= of_table > start + (1 + _STATES) * aligned(parameter.nbytes)
         if full or place > self._ends:
             raise InputError(
                 f"The states of {type(self._optimizer).__name__} are more than {_STATES} times as large as the "

@@ -22,9 +22,9 @@ from paceline.comm.collectives.all_gather import AllGather
 from paceline.comm.collectives.step_header import ROWS_TAG
 from paceline.comm.reduction.division import Divisor, divide_all
 from paceline.comm.transport.base import Message
-from paceline.errors import InputError
 from paceline.schedule.tree import Node, first_of, total
 from paceline.settings import Exact
+from paceline.step.checks import sparse_gradient
 from paceline.step.context import TrainingContext
 from paceline.step.gradients.accumulate import Accumulator, Values, add
 
@@ -85,12 +85,7 @@ class SparseRows:
         """Take the gradients of a microbatch."""
         values: Values = []
         for name, parameter in self._parameters.items():
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                raise InputError(
-                    f"The parameter {name!r} of an embedding with sparse=True gets a dense gradient, as the forward "
-                    f"pass also uses it elsewhere: use sparse=False."
-                )
-            values.append(None if parameter.grad is None else parameter.grad.coalesce())
+            values.append(None if parameter.grad is None else sparse_gradient(name, parameter.grad))
         self.clear()
         self.missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)

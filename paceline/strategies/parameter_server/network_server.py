@@ -12,12 +12,13 @@ on two workers, numbers an update and closes its step in one operation. All shar
 these numbers (``shard_replica``). If a step was not committed when a worker was lost, its update was never made.
 
 A pull returns the weights of the version that the table had at the request, or newer ones from shards that were updated
-meanwhile. Mode ``bounded`` follows the finished steps in the table.
+meanwhile. Mode ``bounded`` follows the finished steps in the table. If embeddings have sparse gradients, only the rows
+that a step uses are pulled and staged (``step_rows``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +28,15 @@ from paceline.comm.servers.network_claims import Order
 from paceline.comm.servers.rpc import Answer, RpcClient, holders
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.comm.shm.tensors import bytes_of
-from paceline.errors import WorkerLost
+from paceline.errors import ConfigError, WorkerLost
+from paceline.step.checks import sparse_gradient
 from paceline.step.commit import means
 from paceline.step.context import StepResult
 from paceline.strategies.parameter_server.async_server import factor_of, is_late, servers_among, warnings_of_servers
 from paceline.strategies.parameter_server.async_steps import Gradients, Server, set_newest
 from paceline.strategies.parameter_server.shard_replica import PendingGradients, ShardReplica
 from paceline.strategies.parameter_server.sharing import OverNetwork, copies_of
+from paceline.strategies.parameter_server.step_rows import StepRows
 
 _PART_SECONDS = 10.0  # timeout for a holder to send its shard while the workers re-form
 
@@ -55,12 +58,24 @@ class NetworkServer(Server):
         self._holders = [holders(self._peers, place, copies_of(context)) for place in range(count)]
         for place, part in enumerate(self._parts):
             names = [] if place else buffers
-            self._shards.append(
-                Shard(OwnBlocks(), context.compute.model, part, names, update.optimizer, update.schedule)
-            )
+            own = part, names, update.optimizer, update.schedule, context.sparse
+            self._shards.append(Shard(OwnBlocks(), context.compute.model, *own))
             if rank in self._holders[place]:
-                self._held[place] = ShardReplica(context, part, names, self._forward(place))
+                self._held[place] = ShardReplica(context, part, names, context.sparse, self._forward(place))
         self._serve()
+        homes = {
+            table: (place, index)
+            for place, part in enumerate(self._parts)
+            for index, (name, table) in enumerate(part.items())
+            if name in context.sparse
+        }
+        if homes and context.settings.compile:
+            raise ConfigError(
+                f"strategy 'parameter-server' with server.mode = {self._settings.mode!r} pulls the rows of embeddings "
+                f"with sparse gradients in hooks, which a compiled model may not call: use compile = false, "
+                f"server.mode = 'sync' or sparse=False."
+            )
+        self._rows = StepRows(context.compute.model, homes, self._pull_rows)
         context.warnings.extend(warnings_of_servers(context))
         self._known = [-1] * count  # version of the weights in each shard
         self._order = [(rank + place) % count for place in range(count)]  # spreads the workers over the servers
@@ -84,15 +99,22 @@ class NetworkServer(Server):
         def apply(rank: int, words: tuple[int, list[Order]], data: bytearray) -> Answer:
             return self._held[words[0]].apply(*words)
 
+        def rows(rank: int, words: tuple[int, dict[int, int]], data: bytearray) -> Answer:
+            return self._held[words[0]].pull_rows(words[1], data)
+
         self._peers.server.serve("shard.stage", stage)
         self._peers.server.serve("shard.apply", apply)
+        self._peers.server.serve("shard.rows", rows)
         for act in ("pull", "fetch"):
             self._peers.server.serve(f"shard.{act}", answering(act))
 
     def begin(self, version: int) -> None:
-        for place, held in self._held.items():
-            self._shards[place].write(version % 2)
-            held.begin(version, self._shards[place])
+        for place, shard in enumerate(self._shards):
+            if shard.tables or place in self._held:
+                shard.write(version % 2)
+                shard.share_tables()
+            if place in self._held:
+                self._held[place].begin(version, shard)
         self._known = [-1] * len(self._shards)
 
     # On workers that compute.
@@ -113,9 +135,21 @@ class NetworkServer(Server):
             shard.read(version % 2, states=False)
         self._pulled = table.version
         self._rounds_behind = max(0, current - table.done_before // self._computing)
+        self._rows.begin()
+
+    def _pull_rows(self, wanted: Mapping[int, Mapping[int, torch.Tensor]]) -> dict[int, bytearray]:
+        """Return the bytes of rows of tables by shard. ``wanted``: indices of rows by shard and index of the table."""
+
+        def words_of(place: int) -> tuple[Any, Sequence[memoryview]]:
+            counts = {index: len(rows) for index, rows in wanted[place].items()}
+            return (place, counts), [_bytes_of(rows) for rows in wanted[place].values()]
+
+        places = [place for place in self._order if place in wanted]
+        return {place: data for place, (_, data) in self._ask_all("shard.rows", words_of, places).items()}
 
     def push(self, gradients: Gradients) -> StepResult | None:
         context, step, norm = self._context, gradients.step, self._context.update.norm()
+        self._rows.end()
         loss, metrics = means(context, gradients.parts)
         self._stage(gradients, norm)
         with self._claims.change() as table:
@@ -146,15 +180,21 @@ class NetworkServer(Server):
 
         def words_of(place: int) -> tuple[PendingGradients, Sequence[memoryview]]:
             values = [parameter.grad for parameter in self._parts[place].values()]
-            pending = PendingGradients(
-                place,
-                context.world.rank,
-                gradients.step,
-                [value is not None for value in values],
-                norm,
-                {} if place else buffers,
-            )
-            return pending, [_bytes_of(value) for value in values if value is not None]
+            rows, parts = dict[int, int](), list[memoryview]()
+            for index, (name, table) in enumerate(self._parts[place].items()):
+                value = table.grad
+                if value is not None and name in context.sparse:
+                    value = sparse_gradient(name, value)
+                    indices = value.indices()[0]
+                    self._rows.check(name, table, indices)
+                    rows[index] = len(indices)
+                    parts.append(_bytes_of(indices.to(torch.int32)))
+                    value = value.values()
+                if value is not None:
+                    parts.append(_bytes_of(value))
+            there = [value is not None for value in values]
+            number, own = gradients.step, {} if place else buffers
+            return PendingGradients(place, context.world.rank, number, there, rows, norm, own), parts
 
         self._ask_all("shard.stage", words_of)
         self._batch.take_gradients()
@@ -180,16 +220,21 @@ class NetworkServer(Server):
         self._pending = None
 
     def _ask_all(
-        self, what: str, words_of: Callable[[int], tuple[Any, Sequence[memoryview]]]
+        self,
+        what: str,
+        words_of: Callable[[int], tuple[Any, Sequence[memoryview]]],
+        places: Sequence[int] | None = None,
     ) -> dict[int, tuple[Any, bytearray]]:
-        """Ask the first holder of each shard, with all requests in flight at once."""
-        for place in self._order:
+        """Ask the first holder of each shard, or of some, with all requests in flight at once."""
+        places = self._order if places is None else places
+        for place in places:
             self._peers.client(self._holders[place][0]).start(what, *words_of(place))
-        return {place: self._peers.client(self._holders[place][0]).finish() for place in self._order}
+        return {place: self._peers.client(self._holders[place][0]).finish() for place in places}
 
     # On all workers, while no step is computed.
 
     def restore(self, table: ClaimTable, complete: bool) -> None:
+        self._rows.end()
         lost: list[str] = []
         for place in self._order:
             found = self._fetch(place, table.version, complete)

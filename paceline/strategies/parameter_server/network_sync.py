@@ -173,4 +173,4 @@ class NetworkServers:
         home, version = words
         if home not in self._held or version not in (self._written, self._written - 1):
             raise WorkerLost(f"version {version} of shard {home} was asked for, and the newest is {self._written}.")
-        return None, (self.shards[home].contents(version % 2),)
+        return None, self.shards[home].contents(version % 2)

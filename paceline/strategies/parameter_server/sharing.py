@@ -63,7 +63,7 @@ def over_network(context: TrainingContext) -> OverNetwork:
     peers = connect_servers(context)
     claims = NetworkClaims(peers, copies_of(context))
     staleness = Staleness(claims.delays, claims.rounds, context.strategy_state.get(STATE, {}))
-    return OverNetwork(context, claims, staleness, FullBatch(context), peers)
+    return OverNetwork(context, claims, staleness, FullBatch(context, audited=not context.sparse), peers)
 
 
 def connect_servers(context: TrainingContext) -> RpcPeers:

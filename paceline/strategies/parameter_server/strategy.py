@@ -41,7 +41,7 @@ def build(context: TrainingContext) -> Strategy:
     """Build the strategy of the configured mode."""
     if context.settings.server.mode == "sync":
         return SyncServer(context)
-    if context.world.shared_memory is None:
+    if context.world.shared_memory is None or (context.sparse and context.settings.server.dedicated):
         remote = over_network(context)
         return AsyncSteps(remote, NetworkServer(remote))
     shared = on_one_machine(context, audited=not context.sparse)

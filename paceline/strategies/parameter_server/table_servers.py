@@ -14,8 +14,9 @@ of the weights, and each other machine gets the rows that have changed. Of a ``p
 has only the rows of its own servers, and forward passes pull the others (``strategies.sharded.pulled_rows``). No worker
 holds the whole state: it is saved, loaded and moved by slices.
 
-Modes async and bounded are those of ``strategies.parameter_server.async_server``, for the workers of one machine: the
-worker that pushes changes the rows of its batch in the one copy of a table that the workers share.
+Modes async and bounded are those of ``strategies.parameter_server.strategy``. On one machine the worker that pushes
+changes the rows of its batch in the one copy of a table that the workers share. On several machines, and with
+dedicated servers, each worker has a table of its own and pulls the rows that a step uses.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from dataclasses import replace
 from torch import nn
 
 from paceline.data.order import BatchOrder
-from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.context import TrainingContext
 from paceline.strategies.base import Capabilities, Strategy
@@ -44,12 +44,6 @@ def _owners(context: TrainingContext) -> Owners:
 
 def build(context: TrainingContext) -> Strategy:
     """Build the strategy for two or more workers."""
-    if not _divides(context.settings) and context.world.shared_memory is None:
-        raise ConfigError(
-            f"server.mode = {context.settings.server.mode!r} updates embeddings with sparse gradients in memory that "
-            f"all workers share, on the CPU of one machine, and these {context.world.size} have none: use "
-            f"server.mode = 'sync', strategy 'sharded' or 'allreduce', or sparse=False."
-        )
     if not _divides(context.settings):
         return strategy.build(context)
     context.warnings.extend(warnings_of_servers(context))
@@ -78,8 +72,3 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
     """Raise ConfigError as ``strategy.validate`` does. Synchronous servers may share a single table."""
     validated = strategy.validate_servers if _divides(settings) else strategy.validate
     validated(settings, model, order, workers, largest)
-    if settings.server.dedicated and not _divides(settings):
-        raise ConfigError(
-            f"server.dedicated = true does not update embeddings with sparse gradients with server.mode = "
-            f"{settings.server.mode!r}: use server.dedicated = false, server.mode = 'sync', or sparse=False."
-        )
