@@ -106,6 +106,8 @@ class Stream:
     def set_mark(self, epoch: int, index: int, mark: Mark) -> None:
         """Set the start of a batch, from which reading can begin if the data set can load its state."""
         self._marks[epoch, index] = mark
+        if mark.state is not None and (epoch, index) > (self._epoch, self._index):
+            self._close()  # else the samples up to there would be read
 
     def check_repeats(self) -> None:
         """Read the first sample again to check that the data set can be iterated over more than once."""
