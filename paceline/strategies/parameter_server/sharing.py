@@ -73,6 +73,7 @@ def connect_servers(context: TrainingContext) -> RpcPeers:
             f"strategy {context.settings.strategy!r} needs workers on CPUs, and this one is on {context.world.device}: "
             f"use 'allreduce' or 'local-sgd', or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
+    context.world.await_process_group()  # on one machine it forms in the background, and addresses go by its store
     held = [*context.update.parameters.values(), *context.compute.model.buffers()]
     return RpcPeers(context.world, (_STATES + 2) * sum(value.nbytes for value in held) + _OTHER_BYTES)
 
