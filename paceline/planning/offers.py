@@ -98,7 +98,8 @@ class Market:
             alike = {1: measured[1]} if kind.gpus else measured  # a worker shares a GPU with no other
             known = {count: self._scaled(one, kind) for count, one in alike.items()}
             if kind.gpus:  # the memory is that of the GPU, which has no process
-                known = {1: replace(known[1], profile=replace(known[1].profile, process_bytes=0), growth=1.0)}
+                profile = replace(known[1].profile, process_bytes=0)
+                known = {1: replace(known[1], profile=profile, first_bytes=0, kept_bytes=0)}
             counts = _counts(layout.per_machine, min(most or 8 * layout.per_machine, measured[1].profile.microbatches))
             for one in candidates(known, layout, counts, exact, convergent):
                 yield replace(one, bill=undisturbed(kind, one.machines, steps * one.step_seconds))

@@ -49,13 +49,17 @@ class Measured:
     work: Work  # costs
     profile: Profile  # sizes and layers
     spread: float  # relative distance of measured steps from their median
-    # bytes by which the process grew for each byte of its tensors, because the allocator keeps freed memory
-    growth: float = 1.0
+    first_bytes: int = 0  # bytes of tensors in the first step of all-reduce, with its probes
+    kept_bytes: int = 0  # bytes of freed tensors that the allocator keeps
 
-    def memory_bytes(self, tensors: int, strategy: str) -> int:
-        """Return the bytes of a process with these bytes of tensors. Sharded training keeps no freed memory."""
-        growth = 1.0 if strategy == "sharded" else self.growth
-        return self.profile.process_bytes + round(growth * tensors)
+    def first(self, stage: int, sharing: int, window: int) -> int:
+        """Return the bytes of tensors in the first step if the workers divide the state as this stage of ZeRO does."""
+        sizes, saved = self.profile.sizes, 0
+        if stage >= STAGES["gradients"] and sizes.workers > 1:  # sums are in a window of the shared memory
+            saved = sizes.gradients - window
+        if stage >= STAGES["parameters"]:
+            saved += sizes.weights - sizes.weights // sharing
+        return max(0, self.first_bytes - saved)
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,9 @@ def candidates(
             owners = Updaters(workers, holders - 1, shared, windowed=stage >= STAGES["gradients"])
             program = partial(data_parallel, work, folded, exact=exact, owners=owners)
             window = min(sizes.gradients, window_bytes(workers, shared=len(place.machines) == 1))
-            yield judge(
-                "sharded", {"shard": shard}, program, run(stage=stage, sharing=sharing, window=window, holders=holders)
-            )
+            tensors = run(stage=stage, sharing=sharing, window=window, holders=holders)
+            first = known.first(stage, sharing, window)
+            yield judge("sharded", {"shard": shard}, program, tensors, first=first)
         if workers > _SIMULATED:
             continue
         judge = _Judge(layout, place, known)
@@ -170,9 +174,8 @@ def candidates(
             given = {"local": {"every": _LOCAL.every, "replicas": _LOCAL.replicas}}
             program = partial(local, work, place, replicas=_LOCAL.replicas, every=_LOCAL.every, exact=exact)
             held = -(-_LOCAL.replicas // workers)
-            keeps = known.profile.process_bytes > 0  # points to go back to are in the memory of the host
             parts = sizes.weights, sizes.optimizer, sizes.gradients
-            weights, optimizer = of_replicas(_LOCAL, held, workers, keeps, *parts)
+            weights, optimizer = of_replicas(_LOCAL, held, workers, False, *parts)  # only elastic runs keep points
             replicas = replace(sizes, weights=weights, optimizer=optimizer)
             yield judge("diloco", given, program, _memory(replicas, work, workers=workers), period=_LOCAL.every)
 
@@ -250,8 +253,19 @@ class _Judge:
         tensor_bytes: int,
         period: int = 1,
         waits: bool = True,
+        first: int | None = None,
     ) -> Candidate:
-        """Simulate a candidate. Without ``waits``, each worker makes steps of its own, which do not wait for others."""
+        """Simulate a candidate.
+
+        Args:
+            strategy: its name.
+            settings: its settings.
+            program: what each worker does in each step.
+            tensor_bytes: bytes of the tensors of a worker.
+            period: number of steps after which the program repeats.
+            waits: whether steps wait for other workers. Otherwise each worker makes steps of its own.
+            first: bytes of tensors in the first step of workers that divide their state, and keep no freed memory.
+        """
         workers, place = self.place.workers, self.place
         ends, waited = [], {}
         for steps in (period * count for count in _STEPS):
@@ -264,7 +278,9 @@ class _Judge:
             seconds = (max(ends[1].values()) - max(ends[0].values())) / made
         else:
             seconds = 1 / sum(made / (ends[1][rank] - ends[0][rank]) for rank in ends[0])
-        memory_bytes = self.known.memory_bytes(tensor_bytes, strategy)
+        known, kept = self.known, self.known.kept_bytes if first is None else 0
+        first = known.first_bytes if first is None else first
+        memory_bytes = known.profile.process_bytes + max(first, tensor_bytes + kept)
         return Candidate(
             strategy,
             workers,

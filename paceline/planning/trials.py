@@ -34,6 +34,7 @@ class Trial(NamedTuple):
     seconds: list[float]  # of each step
     fused: bool  # whether microbatches were fused
     memory_bytes: int | None  # the most of any worker's process; None if unknown
+    first_bytes: int = 0  # the most after the first step
 
 
 def measure(
@@ -107,8 +108,10 @@ def steps_of(base: Request, workers: int, settings: Mapping[str, str], start: St
         raise InputError(
             f"{base.script} took {len(ends)} steps, and a plan measures at least {WARM + 2}: let it train longer."
         )
-    memory = max((one["reached"] for one in found if one["event"] == "memory"), default=None)
-    return Trial([later - sooner for sooner, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False)], fused, memory)
+    seconds = [later - sooner for sooner, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False)]
+    reached = [(one["after"], one["reached"]) for one in found if one["event"] == "memory"]
+    first = max((size for step, size in reached if step == 0), default=0)
+    return Trial(seconds, fused, max((size for _, size in reached), default=None), first)
 
 
 def _profile(base: Request, workers: int, start: Start) -> Profile:
@@ -138,18 +141,22 @@ def _fitted(profile: Profile, trial: Trial, workers: int, cores: int) -> Measure
         given["message_seconds"] = profile.message_seconds
     work = Work(profile.passes, profile.microbatches, trial.fused, core_load=profile.core_load, **given)
     first = _predicted(Measured(work, profile, 0.0), workers, cores)
-    predicted, growth = first.step_seconds, 1.0
+    predicted, memory = first.step_seconds, dict[str, int]()
     if profile.process_bytes and trial.memory_bytes:
-        growth = max(0.0, trial.memory_bytes - profile.process_bytes) / first.tensor_bytes
+        sizes = trial.first_bytes, trial.memory_bytes - first.tensor_bytes
+        memory = {
+            name: max(0, size - profile.process_bytes)
+            for name, size in zip(("first_bytes", "kept_bytes"), sizes, strict=True)
+        }
     if predicted <= took:
-        return Measured(replace(work, overhead=took - predicted), profile, spread, growth)
+        return Measured(replace(work, overhead=took - predicted), profile, spread, **memory)
     part = took / predicted
     passes = {
         count: tuple(replace(one, forward=part * one.forward, backward=part * one.backward) for one in layers)
         for count, layers in work.passes.items()
     }
     scaled: dict[str, Any] = {name: part * value for name, value in given.items()}
-    return Measured(replace(work, passes=passes, **scaled), profile, spread, growth)
+    return Measured(replace(work, passes=passes, **scaled), profile, spread, **memory)
 
 
 def _predicted(measured: Measured, workers: int, cores: int) -> Candidate:

@@ -22,7 +22,7 @@ from paceline.system.process_memory import process_memory
 from paceline.training.progress import Progress
 from paceline.training.report import Throughput
 
-_MEMORY_STEPS = range(5, 20, 7)
+_MEMORY_STEPS = 0, 5, 12, 19
 """Steps of a tried run after which it reads its memory: few, because that takes some milliseconds a GB."""
 
 
@@ -127,7 +127,7 @@ class Records:
         )
         self._delay = delay
         if step in _MEMORY_STEPS and env.tried_steps() and not turn and (memory := process_memory()) is not None:
-            context.events.mark("memory", reached=memory.peak)
+            context.events.mark("memory", after=step, reached=memory.peak)
         if self._trace is not None and not turn and not again:
             self._trace.step(step, result.loss, context.order.samples_before(step + 1), result.learning_rate)
         if self._branch is not None:

@@ -317,18 +317,24 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     assert held.memory_bytes == need(replica).total + sizes.gradients
 
 
-def test_the_memory_is_that_of_the_process_and_grows_as_measured() -> None:
-    profile = replace(_measured().profile, process_bytes=100_000_000)
+def test_the_memory_is_that_of_the_process_with_freed_memory_or_of_its_first_step() -> None:
+    profile, process = replace(_measured().profile, process_bytes=100_000_000), 100_000_000
     tensors = _found(Layout(Machine(), 1), 1)[0].tensor_bytes
-    measured = trials._fitted(profile, trials.Trial([1.0] * 4, False, 100_000_000 + 3 * tensors), workers=1, cores=1)
-    found = list(candidates({1: measured}, Layout(Machine(), 1), [1, 4], exact=False, convergent=False))
-    assert found[0].memory_bytes == 100_000_000 + 3 * tensors
+
+    def planned(most: int | None, first: int = 0) -> list[Candidate]:
+        measured = trials._fitted(profile, trials.Trial([1.0] * 4, False, most, first), workers=1, cores=1)
+        return list(candidates({1: measured}, Layout(Machine(), 4), [1, 4], exact=False, convergent=False))
+
+    found = planned(process + tensors + 7)
+    assert found[0].memory_bytes == process + tensors + 7
     assert {one.strategy for one in found} == {"allreduce", "sharded", "parameter-server", "pipeline"}
     for one in found:  # sharded training keeps no freed memory
-        growth = 1 if one.strategy == "sharded" else 3
-        assert one.memory_bytes == 100_000_000 + growth * one.tensor_bytes
-    unknown = trials._fitted(profile, trials.Trial([1.0] * 4, False, None), workers=1, cores=1)
-    assert unknown.memory_bytes(7, "allreduce") == 100_000_007
+        assert one.memory_bytes == process + one.tensor_bytes + (0 if one.strategy == "sharded" else 7)
+    for one in planned(process + 900_000_000, process + 800_000_000):
+        divided = 12_000_000 if one.settings.get("shard") == "parameters" else 0  # three quarters of the weights
+        least = 800_000_000 - divided if one.strategy == "sharded" else 900_000_000 - tensors + one.tensor_bytes
+        assert one.memory_bytes == process + max(least, 800_000_000 - divided)
+    assert all(one.memory_bytes == process + one.tensor_bytes for one in planned(None))
 
 
 def test_all_measured_costs_are_scaled_if_steps_take_less() -> None:
