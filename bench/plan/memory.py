@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-25M": {"width": 512, "blocks": 8, "batch": 16, "length": 32},
     "gpt-101M": {"width": 1024, "blocks": 8, "batch": 8, "length": 16},
 }
-STEPS = 10
+STEPS = 20
 _SAMPLE_SECONDS = 0.004
 
 
@@ -65,7 +65,7 @@ def work(given: dict[str, Any], before: int) -> None:
             batch=given["batch"],
             threads=1,
         )
-        for batch in session.batches(steps=max(STEPS, given.get("steps", 0))):
+        for batch in session.batches(steps=STEPS):
             session.step(batch)
     finally:
         ended.set()
@@ -98,7 +98,6 @@ def main() -> None:
     from paceline.cli.report import run_quietly
     from paceline.launchers.base import Request
     from paceline.planning.search import candidates, named
-    from paceline.planning.trials import STEPS as tried
     from paceline.planning.trials import layout_of, measure, settings_text
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +107,7 @@ def main() -> None:
     errors, grown = [], []
     for name in options.models.split(","):
         given, cores = MODELS[name], os.cpu_count() or 1
-        found = measure(Request(Path(__file__), (json.dumps({**given, "steps": tried}),)), [1, 2], cores, run_quietly)
+        found = measure(Request(Path(__file__), (json.dumps(given),)), [1, 2], cores, run_quietly)
         for workers in map(int, options.workers.split(",")):
             layout = layout_of(cores, workers, (), 0.0, None)
             for one in candidates(found, layout, [workers], exact=False, convergent=True):

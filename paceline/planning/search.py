@@ -52,14 +52,16 @@ class Measured:
     first_bytes: int = 0  # bytes of tensors in the first step of all-reduce, with its probes
     kept_bytes: int = 0  # bytes of freed tensors that the allocator keeps
 
-    def first(self, stage: int, sharing: int, window: int) -> int:
-        """Return the bytes of tensors in the first step if the workers divide the state as this stage of ZeRO does."""
-        sizes, saved = self.profile.sizes, 0
-        if stage >= STAGES["gradients"] and sizes.workers > 1:  # sums are in a window of the shared memory
-            saved = sizes.gradients - window
-        if stage >= STAGES["parameters"]:
-            saved += sizes.weights - sizes.weights // sharing
-        return max(0, self.first_bytes - saved)
+    def first(self, sums: int, sharing: int = 1) -> int:
+        """Return the bytes of tensors in the first step of another strategy.
+
+        Args:
+            sums: bytes of the sums in shared memory, where all-reduce has those of all gradients.
+            sharing: workers that share one copy of the weights.
+        """
+        sizes = self.profile.sizes
+        saved = sizes.gradients - sums if sizes.workers > 1 else 0
+        return max(0, self.first_bytes - saved - sizes.weights + sizes.weights // sharing)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def candidates(
             program = partial(data_parallel, work, folded, exact=exact, owners=owners)
             window = min(sizes.gradients, window_bytes(workers, shared=len(place.machines) == 1))
             tensors = run(stage=stage, sharing=sharing, window=window, holders=holders)
-            first = known.first(stage, sharing, window)
+            first = known.first(window if stage >= STAGES["gradients"] else sizes.gradients, sharing)
             yield judge("sharded", {"shard": shard}, program, tensors, first=first)
         if workers > _SIMULATED:
             continue
@@ -194,16 +196,19 @@ def _servers(
 ) -> Iterator[Candidate]:
     """Yield parameter servers: one for synchronous training, and one in each worker for asynchronous training.
 
-    ``tensor_bytes`` are those of all-reduce. A holder of a shard keeps two versions of it.
+    ``tensor_bytes`` are those of all-reduce. A holder of a shard keeps two versions of it, with the optimizer's state.
     """
-    copies = min(_SERVERS.copies, len(place.machines)) - 1
+    copies, shard = (
+        min(_SERVERS.copies, len(place.machines)) - 1,
+        work.parameter_bytes + judge.known.profile.sizes.optimizer,
+    )
     owners = Updaters(_SERVERS.count, copies, whole=True)
     program = partial(data_parallel, work, place, exact=exact, owners=owners)
-    yield judge("parameter-server", {}, program, tensor_bytes + 2 * work.parameter_bytes)
+    yield judge("parameter-server", {}, program, tensor_bytes + 2 * shard)
     if convergent and not exact:
         servers = min(place.workers, sum(one.parameter_bytes > 0 for one in work.layers(1)))
         given = {"server": {"mode": "async", "count": servers}}
-        held = 2 * (1 + copies) * work.parameter_bytes // servers
+        held = 2 * (1 + copies) * shard // servers
         free = partial(asynchronous, work, place, servers=servers)
         yield judge("parameter-server", given, free, tensor_bytes + held, waits=False)
 
@@ -234,7 +239,7 @@ def _pipelines(known: Measured, place: Place, judge: _Judge, stages: int) -> Ite
             part * states + bytes_kept * min(stages - stage, -(-work.microbatches // each))
             for stage, (part, bytes_kept) in enumerate(zip(share, kept, strict=True))
         )
-        yield judge("pipeline", given, program, int(needed))
+        yield judge("pipeline", given, program, int(needed), first=known.first(0))
 
 
 @dataclass(frozen=True)
@@ -264,7 +269,7 @@ class _Judge:
             tensor_bytes: bytes of the tensors of a worker.
             period: number of steps after which the program repeats.
             waits: whether steps wait for other workers. Otherwise each worker makes steps of its own.
-            first: bytes of tensors in the first step of workers that divide their state, and keep no freed memory.
+            first: bytes of tensors in the first step. Defaults to those of all-reduce.
         """
         workers, place = self.place.workers, self.place
         ends, waited = [], {}
@@ -278,9 +283,10 @@ class _Judge:
             seconds = (max(ends[1].values()) - max(ends[0].values())) / made
         else:
             seconds = 1 / sum(made / (ends[1][rank] - ends[0][rank]) for rank in ends[0])
-        known, kept = self.known, self.known.kept_bytes if first is None else 0
-        first = known.first_bytes if first is None else first
-        memory_bytes = known.profile.process_bytes + max(first, tensor_bytes + kept)
+        known = self.known
+        kept = 0 if strategy == "sharded" else known.kept_bytes  # workers that divide their state keep none
+        most = max(known.first_bytes if first is None else first, tensor_bytes + kept)
+        memory_bytes = known.profile.process_bytes + most
         return Candidate(
             strategy,
             workers,
