@@ -82,8 +82,23 @@ CAUSES = {
     "slow-sender": Cause("exchange", workers=4),
     "slow-receiver": Cause("exchange"),
     "slow-links": Cause("exchange", (None,)),
+    "noisy-neighbour": Cause("compute"),
+    "stalled-start": Cause("start"),
+    "costly-samples": Cause("load", (None, 0, 1, 2, 3), workers=4),
+    "link-one-way": Cause("exchange", (1, 2), workers=4),
+    "lossy-link": Cause("exchange"),
+    "link-of-an-owner": Cause("exchange", settings=("strategy=sharded",)),
 }
-LINKS = "slow-sender", "slow-receiver", "slow-links"
+_SLOW_LINKS = "slow-sender", "slow-receiver", "slow-links", "link-of-an-owner"
+LINKS = dict.fromkeys(_SLOW_LINKS, (f"qdisc add dev {{}} root tbf rate {RATE} burst {BURST} latency 500ms",)) | {
+    "link-one-way": (
+        "qdisc add dev {} root handle 1: htb",
+        f"class add dev {{}} parent 1: classid 1:1 htb rate {RATE} burst {BURST}",
+        "filter add dev {} parent 1: protocol ip u32 match ip dst 10.77.0.3/32 flowid 1:1",
+    ),
+    "lossy-link": ("qdisc add dev {} root tbf rate 100mbit burst 15kb limit 15kb",),
+}
+"""What ``tc`` does to the slow devices, by cause."""
 SLOW_UPDATES = {"slow-server": range(8), "slow-dedicated-server": (0,), "slow-owner": (SLOW,)}
 """Ranks with slow updates, by cause."""
 
@@ -91,15 +106,14 @@ SLOW_UPDATES = {"slow-server": range(8), "slow-dedicated-server": (0,), "slow-ow
 class Items(Dataset[Any]):
     """Items that take this time to load."""
 
-    def __init__(self, width: int, seconds: float = 0.0, count: int = 4096) -> None:
-        self.width, self.seconds, self.count = width, seconds, count
+    def __init__(self, width: int, seconds: float = 0.0, count: int = 4096, costly: bool = False) -> None:
+        self.width, self.seconds, self.count, self.costly = width, seconds, count, costly
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.seconds:
-            time.sleep(self.seconds)
+        time.sleep(0.05 if self.costly and index % 32 == 0 else self.seconds)
         return torch.ones(self.width), torch.zeros(1)
 
 
@@ -193,6 +207,20 @@ def slow_cpu() -> Callable[[], None]:
     return nothing
 
 
+def noisy_neighbour() -> Callable[[], None]:
+    """Share one core with another process that computes."""
+    os.sched_setaffinity(0, {0})
+    code = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10000))"
+    for _ in range(3):
+        subprocess.Popen([sys.executable, "-c", code])
+    return nothing
+
+
+def compute() -> None:
+    """Compute for about 2 ms."""
+    sum(range(100_000))
+
+
 OF_A_MICROBATCH: dict[str, Callable[[], Callable[[], None]]] = {
     "page-faults": page_faults,
     "garbage-collection": garbage_collection,
@@ -200,7 +228,7 @@ OF_A_MICROBATCH: dict[str, Callable[[], Callable[[], None]]] = {
     "uneven-microbatches": lambda: lambda: time.sleep(MICROBATCH_SECONDS),
     "slow-replica": lambda: lambda: time.sleep(MICROBATCH_SECONDS),
 }
-OF_A_PROCESS = {"hot-thread": hot_thread, "slow-cpu": slow_cpu}
+OF_A_PROCESS = {"hot-thread": hot_thread, "slow-cpu": slow_cpu, "noisy-neighbour": noisy_neighbour}
 
 
 def train(cause: str) -> None:
@@ -208,7 +236,8 @@ def train(cause: str) -> None:
     torch.manual_seed(0)
     rank, link = int(os.environ["RANK"]), cause in LINKS
     width, slow = LINK_WIDTH if link else WIDTH, rank == SLOW
-    usual = OF_A_MICROBATCH[cause]() if slow and cause in OF_A_MICROBATCH else nothing
+    usual = compute if cause == "noisy-neighbour" else nothing
+    usual = OF_A_MICROBATCH[cause]() if slow and cause in OF_A_MICROBATCH else usual
     seconds = [MICROBATCH_SECONDS / 3] * 3
     if cause == "imbalanced-stage":
         seconds[1] *= 8
@@ -216,6 +245,8 @@ def train(cause: str) -> None:
     model = torch.nn.Sequential(*layers)
     if cause == "large-checkpoints":
         model.register_buffer("ballast", torch.ones(16 << 20))
+    if cause == "stalled-start" and slow:
+        time.sleep(5.0)
     if cause == "slow-disk":
         os.fsync = functools.partial(slow_sync, os.fsync)
     loading = cause == "small-loader" or (cause == "slow-data-of-a-rank" and slow)
@@ -223,7 +254,7 @@ def train(cause: str) -> None:
         model=model,
         optimizer=functools.partial(SlowSGD if cause in SLOW_UPDATES else torch.optim.SGD, lr=1e-3),
         loss=lambda output, target: functional.mse_loss(output[:, :1], target),
-        data=Items(width, 0.005 if loading else 0.0),
+        data=Items(width, 0.005 if loading else 0.0, costly=cause == "costly-samples"),
         batch=24,
         microbatches=12,
         threads=1,
@@ -289,8 +320,8 @@ def launched(cause: str, run: Path, more: tuple[str, ...] = ()) -> Iterator[None
         if cause == "slow-links":
             ends = [(name, "eth0") for name in names]
         for name, device in ends:
-            shape = ("root", "tbf", "rate", RATE, "burst", BURST, "latency", "500ms")
-            within(name, "tc", "qdisc", "add", "dev", device, *shape)
+            for command in LINKS[cause]:
+                within(name, "tc", *command.format(device).split())
         environment |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29413", "GLOO_SOCKET_IFNAME": "eth0"}
         environment |= {
             "WORLD_SIZE": str(about.workers),

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.observe.noise import EVENT, NoiseRecords, NoiseScale, sentence
-from paceline.observe.why import find, sentences
+from paceline.observe.why import find
+from paceline.observe.why.text import sentences
 
 Printed = Callable[..., list[dict[str, Any]]]
 SMALL, BATCH, SIZE = 4, 32, 40

@@ -19,9 +19,10 @@ from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record
-from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find, sentences
+from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find
 from paceline.observe.why.advice import Advice
 from paceline.observe.why.at_end import find_at_end, last_line
+from paceline.observe.why.text import sentences
 from paceline.settings import Settings
 from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.training.build import Components
@@ -107,6 +108,8 @@ def test_the_gain_of_stealing_is_that_of_workers_with_their_speeds(microbatches:
     assert (advice.set, advice.gain) == ("strategy=stealing", pytest.approx((1.5 - compute) / 1.53, abs=5e-3))
     turns = [step_of([usual(compute=1.5 if rank == step % 3 else 0.5) for rank in range(3)]) for step in range(STEPS)]
     assert explain(turns, start=ALLREDUCE).advice == [], "pauses, as of a garbage collection, cannot be stolen"
+    paused = [step_of([usual(compute=0.7 if step % 3 else 3.0), usual(), usual()], 0.0) for step in range(STEPS)]
+    assert explain(paused, start=ALLREDUCE).advice == [], "pauses take most of what rank 0 takes longer"
 
 
 def test_as_many_loader_processes_as_hide_the_loading() -> None:
@@ -476,6 +479,25 @@ def test_a_slow_start_is_of_a_rank_or_of_all() -> None:
     first, lost = found.culprits[0], 9.5 - 0.5 - 1.0  # less the second for probes
     assert (first.kind, first.rank, first.share) == ("start", None, pytest.approx(lost / found.seconds, abs=1e-3))
     assert sentences(found)[0].endswith(f"{lost:.3g} s")
+
+
+@pytest.mark.parametrize("late", ["before paceline.start", "before the first step"])
+def test_a_rank_that_comes_late_is_named(late: str) -> None:
+    """Rank 2 of a run that is resumed after 10 steps takes 5 s more before the run, or before its first step."""
+    records: list[Record] = []
+    for rank, launch in ((rank, launch) for rank in range(3) for launch in range(2)):
+        about = {"rank": rank, "generation": 0}
+        early = 5.0 * (rank < 2 and launch == 0)
+        met = early if late == "before paceline.start" else 0.0
+        records.append({**about, "time": 100.0 * launch, "event": "gathered", "seconds": met})
+        records.append({**about, "time": 100.0 * launch, "event": "start"})
+        for step in range(10 * launch, 10 * launch + 10):
+            awaited = 0.1 + (early - met) * (step == 0)
+            times = {"seconds": 0.4 + awaited, "waited": 0.0, "awaited": awaited, "step": step}
+            records.append({**about, "event": "step", "time": 100.0 * launch + step * 0.5, **times})
+    first = find(records).culprits[0]
+    assert (first.kind, first.rank) == ("start", 2)
+    assert first.share == pytest.approx(4.0 / (4.0 + 17 * 0.5), abs=1e-3), "less the second that probes may take"
 
 
 SCRIPT = """

@@ -28,7 +28,8 @@ def command(
 ) -> None:
     """Say where the time of a run went."""
     from paceline.observe.index import Search
-    from paceline.observe.why import EVENTS, STAGES, find, sentences
+    from paceline.observe.why import EVENTS, STAGES, find
+    from paceline.observe.why.text import sentences
 
     with up_to_date(runs_dir, run, collect) as (folder, index):
         records = (record for _, record in index.find(Search(events=EVENTS)))

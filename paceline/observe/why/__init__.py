@@ -21,12 +21,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.observe import noise
-from paceline.observe.records import Record, number, printable
+from paceline.observe.records import Record, number
 from paceline.observe.why.advice import CROWDED, Advice, Cores, advise
 from paceline.observe.why.links import Links, SlowLink, slow_link
 
 _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
-_LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
+LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
 _UPDATES_LAST = ("parameter-server", "sharded")  # strategies in which all workers wait for the update of each
@@ -39,6 +39,7 @@ EVENTS = (
     "cut",
     "latency",
     "outer-step",
+    "gathered",
     noise.EVENT,
     *_PAUSES,
 )  # events from which the findings follow
@@ -111,7 +112,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     pauses: dict[str, dict[Any, float]] = {event: defaultdict(float) for event in _PAUSES}
     start: Record = {}
     layers: list[str] = []
-    few: dict[str, list[Record]] = {"latency": [], "outer-step": []}
+    few: dict[str, list[Record]] = {"latency": [], "outer-step": [], "gathered": []}
     cores: dict[Any, Cores] = defaultdict(Cores)
     norms = noise.NoiseRecords()
 
@@ -147,8 +148,18 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     start = {**start, "latency": latency, "crowded": delayed >= CROWDED}
     rest = dict([*taken.items()][len(first) :])
     outer = {step for one in few["outer-step"] if type(step := one.get("step")) is int}
-    found = explain(_periods(rest, outer), about, longest, start, link, first if whole else [])
+    starts = [*_starts(few["gathered"]), *first]
+    found = explain(_periods(rest, outer), about, longest, start, link, starts if whole else [])
     return replace(found, steps=found.steps and len(rest), noise=norms.scale(), delayed=round(delayed, 4))
+
+
+def _starts(gathered: Iterable[Record]) -> list[dict[int, Times]]:
+    """Return how long each rank waited for those that started later, launch by launch, as if that was a step."""
+    launches: dict[Any, list[Times]] = defaultdict(list)
+    for record in gathered:
+        launches[record["rank"]].append(Times(0.0, 0.0, 0.0, number(record.get("seconds")) or 0.0))
+    longest = max(map(len, launches.values()), default=0)
+    return [{rank: waits[at] for rank, waits in launches.items() if at < len(waits)} for at in range(longest)]
 
 
 def _periods(
@@ -245,11 +256,11 @@ def explain(
     >>> explain([{0: fast, 1: slow, 2: fast}] * 4).culprits[0]
     Culprit(kind='compute', share=0.4, rank=1, host=None, stage=None, layer=None, sender=None, receiver=None)
     """
-    total = sum(max(sum(times) for times in step.values()) for step in steps)
-    if not total:
+    training = sum(max(sum(times) for times in step.values()) for step in steps)
+    if not training:
         return Findings()
     lost = _lost_at_start(first, steps)
-    total += sum(lost.values())
+    total = training + sum(lost.values())
     pauses = pauses or {}
     about, start = about or {}, start or {}
     microbatches = number(start.get("microbatches")) or math.inf
@@ -290,16 +301,17 @@ def explain(
             **(ends if kind == "exchange" else {}),
         )
         for (kind, rank), seconds in lost.items()
-        if seconds >= _LEAST_SHARE * total
+        if seconds >= LEAST_SHARE * total
     ]
     of_ranks: dict[str, float] = defaultdict(float)  # workers that are slow in turn count together
+    shares: dict[str, float] = defaultdict(float)  # of the time without the start, which no setting changes
     for one in culprits:
         of_ranks[one.kind] += one.share if one.rank is not None else 0.0
+        shares[one.kind] += one.share * total / training
     culprits.sort(key=lambda one: (-(one.share if one.rank is None else of_ranks[one.kind]), -one.share))
-    kinds = {one.kind: sum(other.share for other in culprits if other.kind == one.kind) for one in culprits}
     computing = [[step[rank].compute for step in steps if rank in step] for rank in steps[-1]]
     fixed = not pauses.get("map") and not pauses.get("extend")
-    advice = advise(kinds, start, computing, len(steps) / total, _LEAST_SHARE, fixed)
+    advice = advise(shares, start, computing, len(steps) / training, LEAST_SHARE, fixed)
     return Findings(len(steps), total, culprits, advice)
 
 
@@ -331,67 +343,21 @@ def _filling(step: Mapping[int, Times], about: Mapping[int, Mapping[str, Any]], 
 def _lost_at_start(
     first: Sequence[Mapping[int, Times]], steps: Sequence[Mapping[int, Times]]
 ) -> dict[tuple[str, int | None], float]:
-    """Return the seconds by which workers take longer in the first steps than usually: one rank, or all of them."""
+    """Return the seconds by which workers take longer in the first steps than usually: one rank, or all of them.
+
+    The rank for which all others wait waits least. It loses the time for which even the last but one waits for it.
+    """
     lost: dict[tuple[str, int | None], float] = defaultdict(float)
-    usual = {rank: median(step[rank].own for step in steps if rank in step) for rank in set().union(*steps)}
+    ranks = set().union(*steps)
+    usual = {
+        rank: Times(*map(median, zip(*(step[rank] for step in steps if rank in step), strict=True))) for rank in ranks
+    }
     for step in first:
-        more = {rank: times.own - usual.get(rank, times.own) for rank, times in step.items()}
-        slowest = max(more, key=more.__getitem__)
-        others = max(0.0, median([seconds for rank, seconds in more.items() if rank != slowest] or [more[slowest]]))
-        lost["start", slowest] += max(0.0, more[slowest] - others)
-        lost["start", None] += others
+        more = {rank: times.own - usual[rank].own for rank, times in step.items() if rank in usual}
+        late = sorted((usual[rank].awaited - step[rank].awaited, rank) for rank in more)
+        if len(late) > 1:
+            (least, other), (most, rank) = late[-2:]
+            lost["start", rank] += min(most - least, step[other].awaited)
+            del more[rank]
+        lost["start", None] += max(0.0, median(more.values() or [0.0]))
     return defaultdict(float, {key: max(0.0, seconds - _PROBE_SECONDS) for key, seconds in lost.items()})
-
-
-_OF_RANK = {
-    "start": "rank {rank}{where} takes longer in the first steps than the others",
-    "exchange": "rank {rank}{where} {link}",
-    "compute": "rank {rank}{where} takes longer to compute than the others",
-    "load": "rank {rank}{where} waits longer for its data than the others",
-    "update": "rank {rank}{where} takes longer to update the weights than the others",
-    "script": "rank {rank}{where} takes longer between steps than the others",
-    "checkpoint": "rank {rank}{where} takes longer to save checkpoints than the others",
-    "weights": "rank {rank}{where} takes longer to copy or export the weights than the others",
-    "evaluate": "rank {rank}{where} takes longer to evaluate than the others",
-    "predict": "rank {rank}{where} takes longer in session.predict than the others",
-    "map": "rank {rank}{where} takes longer in session.map than the others",
-    "extend": "rank {rank}{where} takes longer in session.extend than the others",
-}
-_OF_ALL = {
-    "start": "the first steps take longer than the others",
-    "exchange": "all workers wait for the exchange of data",
-    "load": "all workers wait for their data",
-    "checkpoint": "training waits for checkpoints",
-    "evaluate": "the model is evaluated",
-    "weights": "training waits while weights are copied or exported",
-    "predict": "session.predict computes",
-    "map": "session.map computes",
-    "extend": "session.extend adds samples",
-    "script": "the script runs between steps",
-}
-
-
-def sentences(findings: Findings) -> list[str]:
-    """Return the findings as text, the largest first."""
-    lines = []
-    if not findings.culprits:
-        least = f"{_LEAST_SHARE:.0%}"
-        lines = [f"all workers compute nearly all of the time: nothing else takes {least} of {findings.steps} steps"]
-    for one in findings.culprits:
-        layers = f": {one.layer}" if one.layer is not None else ""
-        where = f" (stage {one.stage}{layers})" if one.stage is not None else f" on {one.host}" if one.host else ""
-        link = (
-            f"receives slowly from {'the others' if one.sender is None else f'rank {one.sender}'}"
-            if one.rank == one.receiver
-            else f"sends slowly to {'the others' if one.receiver is None else f'rank {one.receiver}'}"
-        )
-        text = (_OF_ALL if one.rank is None else _OF_RANK)[one.kind].format(rank=one.rank, where=where, link=link)
-        lost = one.share * findings.seconds
-        each = f"{lost:.3g} s" if one.kind == "start" else f"{1000 * lost / findings.steps:.3g} ms of each step"
-        lines.append(f"{printable(text)}: {one.share:.0%} of the time, {each}")
-    if findings.delayed >= CROWDED:
-        lines.append(
-            f"there are too few cores: workers were ready to run but had no core for {findings.delayed:.0%} of the time"
-        )
-    lines += [f"try {one.set}: about {one.gain:.0%} less time" for one in findings.advice]
-    return lines if findings.noise is None else [*lines, noise.sentence(findings.noise)]

@@ -6,8 +6,9 @@ A setting is advised only if the run would accept it and the records tell what i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, median
 from typing import Any
 
 from paceline.observe.ledger import is_asynchronous
@@ -91,12 +92,16 @@ def advise(
     return sorted(found, key=lambda one: -one.gain)
 
 
-def _stealing(computing: Iterable[Sequence[float]], start: Mapping[str, Any]) -> float:
+def _stealing(computing: Sequence[Sequence[float]], start: Mapping[str, Any]) -> float:
     """Return the seconds of a step that work stealing would save: each worker computes what fits its speed.
 
-    A pause of a worker cannot be stolen, so only what a worker takes in three of four steps counts.
+    A pause of a worker cannot be stolen, so only what a worker takes in three of four steps counts, and nothing if
+    pauses take more than that.
     """
     usual = [sorted(seconds)[len(seconds) // 4] for seconds in computing]
+    mean = [fmean(seconds) for seconds in computing]
+    if max(usual) - median(usual) < (max(mean) - median(mean)) / 2:
+        return 0.0
     total = max(len(usual), int(min(number(start.get("microbatches")) or math.inf, _STOLEN * len(usual))))
     each = [one / len(share) for one, share in zip(usual, even(total, len(usual)), strict=True)]
     together = max(one * count for one, count in zip(each, fit_counts(total, each), strict=True))
