@@ -161,6 +161,8 @@ class Feed:
             if step < stop:
                 self._check_length(step)
                 self._remember(step)
+                if isinstance(self._order, LocatedOrder):
+                    self._order.read_ahead(step)  # or else others would wait for it in receive()
                 loaded.append(self._load_ahead(step, groups_asked(step), items))
             if step >= start + ahead:
                 yield [one.group() for one in loaded.popleft()]

@@ -19,7 +19,7 @@ from paceline.errors import ConfigError, InputError
 Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
-import json, os
+import json, os, random
 from functools import partial
 import paceline, torch
 from paceline.data import Located
@@ -32,6 +32,10 @@ class Shard(torch.utils.data.Dataset):
         return len(self.inputs)
     def __getitem__(self, sample):
         return self.inputs[sample] + 0.1 * torch.randn(8), self.inputs[sample, :1] + self.number
+
+class Stream(Shard, torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from map(self.__getitem__, random.sample(range(len(self)), len(self)))
 
 rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 held = {
@@ -47,10 +51,10 @@ def sums(shard):
     passed[-1].append(shard.number)
     return len(shard), shard.inputs.sum().double(), torch.rand(()).item()
 
-def train(placed, move="never", **settings):
+def train(placed, move="never", streams=False, **settings):
     torch.manual_seed(0)
-    sizes = enumerate([7, 130, 40, 3, 64, 22, 90, 11])
-    data = Located({str(shard): Shard(shard, size) for shard, size in sizes if held[placed](shard)}, move=move)
+    sizes, kind = enumerate([7, 130, 40, 3, 64, 22, 90, 11]), Stream if streams else Shard
+    data = Located({str(shard): kind(shard, size) for shard, size in sizes if held[placed](shard)}, move=move)
     mean.zero_()
     session = paceline.start(
         model=torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1)),
@@ -84,11 +88,13 @@ def results(printed: Printed, folder: Path, workers: int, cases: list[Any], **op
 
 
 def test_one_result_for_any_placement(printed: Printed, tmp_path: Path) -> None:
-    (alone,), nothing = results(printed, tmp_path, 1, [["apart", {}]])
+    streams = {"streams": True}
+    (alone, turns), nothing = results(printed, tmp_path, 1, [["apart", {}], ["apart", streams]])
     cases: list[Any] = [["twice", {}], ["apart", {}], ["twice", {"strategy": "stealing"}]]
-    found, warned = results(printed, tmp_path, 3, [*cases, ["on the last only", {"move": "auto"}]])
-    assert found == [alone] * 12
-    assert nothing == [""] and "the others wait for rank 1" in warned[1] and warned[::3] == ["", ""], warned
+    cases += [["on the last only", {"move": "auto"}], ["twice", {"move": "samples", **streams}]]
+    found, warned = results(printed, tmp_path, 3, cases)
+    assert found == [*[alone] * 4, turns] * 3
+    assert nothing == ["", ""] and "the others wait for rank 1" in warned[1] and warned[::3] == ["", ""], warned
 
 
 @pytest.mark.slow
@@ -101,6 +107,18 @@ def test_one_result_for_any_workers_and_machines(printed: Printed, tmp_path: Pat
     others += [["apart", {"move": "samples", "strategy": strategy}] for strategy in ("sharded", "stealing", "auto")]
     others.append(["on the last only", {"move": "samples", "workers_per_loader": 1}])
     assert results(printed, tmp_path, 3, others, machines=[2, 1])[0] == [alone] * 24
+
+
+@pytest.mark.slow
+def test_one_result_for_any_placement_of_streams(printed: Printed, tmp_path: Path) -> None:
+    def cases(*given: tuple[str, dict[str, Any]]) -> list[Any]:
+        return [[placed, {"streams": True, **settings}] for placed, settings in given]
+
+    (alone,), _ = results(printed, tmp_path, 1, cases(("apart", {})))
+    two = cases(("in a row", {}), ("on the first", {}), ("on the last only", {"move": "auto"}))
+    assert results(printed, tmp_path, 2, two)[0] == [alone] * 6
+    four = cases(*(("twice", {"strategy": strategy}) for strategy in ("sharded", "stealing", "auto")))
+    assert results(printed, tmp_path, 4, four)[0] == [alone] * 12
 
 
 def rows(count: int, seed: int = 0) -> TensorDataset:
@@ -116,8 +134,11 @@ def start(data: Any, **given: Any) -> paceline.Session:
 
 
 class Stream(IterableDataset[Any]):
+    def __init__(self, size: int = 1) -> None:
+        self.size = size
+
     def __iter__(self) -> Any:
-        yield torch.zeros(4)
+        yield from [(torch.zeros(4), torch.zeros(1))] * self.size
 
 
 def carried(model: Any, microbatch: Any, state: Any) -> Any:
@@ -132,7 +153,10 @@ def carried(model: Any, microbatch: Any, state: Any) -> Any:
         ([rows(8)], r"but it got \[<torch"),
         ({3: rows(8)}, "the names 3"),
         ({"a": []}, "Shard 'a' .* is empty"),
-        ({"a": rows(8), "b": Stream()}, "Shard 'b' .* is a Stream"),
+        ({"a": rows(8), "b": Stream()}, "Shard 'b' of rank 0 .* is a stream, and shard 'a' of rank 0 .* a data set"),
+        ({"a": Stream(0)}, "Shard 'a': The stream gave no samples in epoch 0"),
+        ({"a": iter(Stream(8))}, "Shard 'a': This generator gives its samples only once"),
+        ({"a": Stream(3), "b": Stream(3)}, "'a' of rank 0 .* an epoch would use twice"),
         ({"a": Growing(rows(8))}, "Shard 'a' .* is a Growing"),
         ({"a": DataLoader(rows(8))}, "Shard 'a' .* is a DataLoader"),
         ({"a": "rows.parquet"}, "Shard 'a' .* does not open files"),
@@ -170,6 +194,22 @@ def test_options_that_contradict_settings_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         start(Located({"a": rows(9)}, **options), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "text"),
+    [
+        ({"lost": "leave out"}, {}, "leave out lost='leave out'"),
+        ({}, {"workers_per_loader": 1}, "each loader process .* leave out workers_per_loader"),
+        ({}, {"memory_gigabytes": 1}, "leave out memory_gigabytes"),
+        ({}, {"strategy": "diloco", "local": {"sites": True}}, "leave out local.sites"),
+    ],
+)
+def test_settings_that_need_lengths_are_refused_for_streams(
+    options: dict[str, Any], given: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"Shard 'a' of Located is a stream, and .*{text}"):
+        start(Located({"a": Stream(9)}, **options), **given)
 
 
 @pytest.mark.parametrize(

@@ -194,19 +194,26 @@ class LocatedOrder(BatchOrder):
             found += self.streams[self._names[part.shard]].items(epoch, part.place, plan.size_of(epoch, part))
         return found
 
+    def read_ahead(self, step: int) -> dict[str, Reading]:
+        """Read the streams of this worker as far as :meth:`read_on` needs, and return what is known of them then."""
+        plan = self._plan
+        if not isinstance(plan, Turns) or plan.known >= step + _AHEAD or plan.is_over:
+            return {}
+        rounds, known = plan.rounds_for(step + _AHEAD + _MORE), self._run.readings
+        now, oldest = (dict(zip(self._names, plan.next_of(max(0, one)), strict=True)) for one in (step, step - 2))
+        with preserve_generators():
+            return {
+                name: reader.read_to(known[name], plan.epoch, rounds, now[name], oldest[name])
+                for name, reader in self.streams.items()
+            }
+
     def read_on(self, step: int, doing: str = "step") -> None:
-        """Read the streams of this worker ahead, and tell the other workers. All workers call this before a step."""
+        """Read streams ahead, and tell the other workers. All workers call this together at the beginning of a step."""
         plan = self._plan
         while isinstance(plan, Turns) and plan.known < step + _AHEAD and not plan.is_over:
-            rounds, known = plan.rounds_for(step + _AHEAD + _MORE), self._run.readings
-            now, oldest = (dict(zip(self._names, plan.next_of(max(0, one)), strict=True)) for one in (step, step - 1))
-            with preserve_generators():
-                own = {
-                    name: reader.read_to(known[name], plan.epoch, rounds, now[name], oldest[name])
-                    for name, reader in self.streams.items()
-                }
-            self._run = self._run._replace(readings=agreed(self._world.gather(own, doing)))
-            plan.hear(self._run.readings)
+            readings = agreed(self._world.gather(self.read_ahead(step), doing))
+            self._run = self._run._replace(readings=readings)
+            plan.hear(readings)
             self.known = plan.known
 
     def meet(self, world: World, doing: str, without: bool = False) -> None:

@@ -40,8 +40,8 @@ class Located(Dataset[Any]):
     computes microbatches whose samples its machine has. ``len()`` counts the samples given here.
 
     Args:
-        shards: data sets with a length and items by number, by the names of the shards. Unless ``move="never"``, a
-            worker may have none.
+        shards: data sets with a length and items by number, or streams, by the names of the shards. Unless
+            ``move="never"``, a worker may have none.
         move: ``"never"`` if no sample may be sent to another worker, ``"samples"`` to send as many as give all workers
             an even share of each batch, or ``"auto"`` to try this and go on if steps take less time. The same on all
             workers. Defaults to ``"never"``.
