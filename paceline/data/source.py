@@ -16,7 +16,7 @@ from paceline.data.located.shards import Located
 from paceline.data.order import BatchOrder, Order
 from paceline.data.sampler import SampleNumbers, order_by
 from paceline.data.streams.order import StreamOrder
-from paceline.data.streams.reader import is_stream
+from paceline.data.streams.reader import is_stream as is_stream
 from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, InputError
 from paceline.schedule.microbatch_orders import MicrobatchOrder

@@ -27,8 +27,7 @@ from paceline.data.objects.outside import OutsideParameters
 from paceline.data.order import BatchOrder, Order
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
-from paceline.data.source import order_of
-from paceline.data.streams.reader import is_stream
+from paceline.data.source import is_stream, order_of
 from paceline.environments.start import Identity
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog

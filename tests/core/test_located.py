@@ -138,7 +138,7 @@ class Stream(IterableDataset[Any]):
         self.size = size
 
     def __iter__(self) -> Any:
-        yield from [(torch.zeros(4), torch.zeros(1))] * self.size
+        yield from ((torch.full((4,), float(number)), torch.zeros(1)) for number in range(self.size))
 
 
 def carried(model: Any, microbatch: Any, state: Any) -> Any:
