@@ -80,6 +80,24 @@ def test_a_round_needs_room_for_few_tensors(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(rooms) == room_of({"a": (torch.float64, torch.Size([200]))})
 
 
+def test_slices_of_a_large_tensor_are_not_copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(divided_tensors, "ROUND_BYTES", 1200)
+
+    def act(world: Any) -> bool:
+        start, moved, division = world.start_transfers, list[int](), divided(world)
+
+        def start_transfers(sends: list[Message], receives: list[Message], *where: str) -> list[Any]:
+            moved.extend(one.tensor.untyped_storage().data_ptr() for one in [*sends, *receives])
+            return list(start(sends, receives, *where))
+
+        world.start_transfers = start_transfers
+        known = {WHOLE["a"].untyped_storage().data_ptr()}
+        known |= {value.untyped_storage().data_ptr() for _, value in division.put_together(["a"], lambda _: [1])}
+        return bool(moved) and known.issuperset(moved)
+
+    assert all(run(3, act))
+
+
 def test_owners_take_turns_with_tensors_in_equal_slices() -> None:
     names = [f"{number:02}" for number in range(40)]
 

@@ -51,7 +51,10 @@ class DividedOptimizerState:
         what = "synchronizing"
         division = self._division(what)
         tensors = division.put_together([*division.parts], lambda name: (division.owner_of(name),))
-        found = {name: hash_of(value).hex() for name, value in tensors}
+        found = {}
+        for name, value in tensors:
+            found[name] = hash_of(value).hex()
+            del value  # before the next one arrives
         everyone = self._world.gather(found, what)
         self.hashes = {name: text for one in everyone for name, text in one.items()}
 

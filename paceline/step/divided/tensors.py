@@ -86,17 +86,45 @@ class Division:
         rank = self._world.rank
         for group in self._rounds(names):
             wanted = {name: targets(name) for name in group}
-            received = self._transfer(wanted)
+            if self._bytes_of(group[0]) > ROUND_BYTES and split_name(self.parts[group[0]][0].name)[1] is not None:
+                received = self._receive_large(group[0], wanted[group[0]])
+            else:
+                received = self._transfer(wanted)
             for name in group:
                 if rank in wanted[name]:
-                    yield name, self._whole(name, received)
+                    yield name, received[name] if name in received else self._whole(name, received)
             received.clear()  # before the next round
+
+    def _bytes_of(self, name: str) -> int:
+        return room_of({name: self.kinds[name]})
+
+    def _receive_large(self, name: str, ranks: Collection[int]) -> dict[str, torch.Tensor]:
+        """Receive the slices of a tensor in its memory, where it is wanted: a large tensor has no room for a copy."""
+        rank, parts, (dtype, shape) = self._world.rank, self.parts[name], self.kinds[name]
+        own = [self._mine[part.name].contiguous() for part in parts if part.owner == rank]
+        sends = [Message(value, peer, _TAG) for peer in sorted(ranks) if peer != rank for value in own]
+        receives, received = [], {}
+        if rank in ranks:
+            received[name] = torch.empty(shape, dtype=dtype, device=self._world.device)
+            for part in parts:
+                target = received[name].view(-1)[split_name(part.name)[1]]
+                if part.owner == rank:
+                    target.copy_(self._mine[part.name])
+                else:
+                    receives.append(Message(target, part.owner, _TAG))
+        self._await(sends, receives)
+        return received
+
+    def _await(self, sends: list[Message], receives: list[Message]) -> None:
+        for transfer in self._world.start_transfers(sends, receives, "while the workers gathered the state"):
+            transfer.wait()
+        self._world.synchronize()
 
     def _rounds(self, names: Sequence[str]) -> Iterator[list[str]]:
         group: list[str] = []
         room = 0
         for name in names:
-            size = room_of({name: self.kinds[name]})
+            size = self._bytes_of(name)
             if group and room + size > ROUND_BYTES:
                 yield group
                 group, room = [], 0
@@ -126,9 +154,7 @@ class Division:
             if kinds
         }
         receives = [Message(flat, peer, _TAG) for peer, flat in flats.items() if len(flat)]
-        for transfer in world.start_transfers(sends, receives, "while the workers gathered the state"):
-            transfer.wait()
-        world.synchronize()
+        self._await(sends, receives)
         return {name: view for peer, flat in flats.items() for name, view in views_of(flat, coming[peer]).items()}
 
     def _moved(self, wanted: Mapping[str, Collection[int]], sender: int, receiver: int) -> Kinds:
