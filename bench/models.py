@@ -68,7 +68,7 @@ def _texts(count: int) -> TensorDataset:
     return TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
-def _of_characters(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def loss_of_characters(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
@@ -78,6 +78,6 @@ def _perceptron() -> nn.Module:
 
 TASKS = {
     "mlp-2M": Task("mlp-2M", _perceptron, _images, functional.cross_entropy, microbatch=64, per_worker=4),
-    "gpt-10M": Task("gpt-10M", lambda: GPT(320, 8), _texts, _of_characters, microbatch=4, per_worker=2),
-    "gpt-25M": Task("gpt-25M", lambda: GPT(512, 8), _texts, _of_characters, microbatch=4, per_worker=2),
+    "gpt-10M": Task("gpt-10M", lambda: GPT(320, 8), _texts, loss_of_characters, microbatch=4, per_worker=2),
+    "gpt-25M": Task("gpt-25M", lambda: GPT(512, 8), _texts, loss_of_characters, microbatch=4, per_worker=2),
 }

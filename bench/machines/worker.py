@@ -17,6 +17,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+
+sys.path.append(str(Path(__file__).parents[1]))
+from few_bytes import SETTINGS
+from models import CHARACTERS, GPT, loss_of_characters
+
 from paceline.comm.reduction.choice import reduction_for
 from paceline.schedule.tree import Node
 
@@ -58,7 +63,7 @@ def ours(
     """The same with Paceline, in microbatches of one sample; the seconds and the fingerprint of the state."""
     seconds = []
     session = paceline.start(
-        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=batch, **{"microbatches": batch} | way
+        model=model, data=data, batch=batch, **{"optimizer": OPTIMIZER, "loss": mse_loss, "microbatches": batch} | way
     )
     batches = session.batches(steps=WARM + steps)
     for step in range(WARM + steps):
@@ -160,6 +165,13 @@ if __name__ == "__main__":
         local = {"every": int(every), "fragments": int(fragments), "delay": int(delay), "replicas": size}
         seconds, fingerprint = ours(
             model, data, steps, PER_WORKER * size, strategy="diloco", local=local, wire=wire, **shape
+        )
+    elif way.startswith("gpt-"):
+        text = torch.randint(CHARACTERS, (256, 9), generator=torch.Generator().manual_seed(1))
+        data, model = torch.utils.data.TensorDataset(text[:, :-1], text[:, 1:]), GPT(320, 8)
+        of_setting = {"strategy": "diloco"} | SETTINGS[way[4:]] if way[4:] in SETTINGS else {}
+        seconds, fingerprint = ours(
+            model, data, steps, size, loss=loss_of_characters, exact=True, audit="off", **of_setting
         )
     else:
         reduction = "collective" if way == "collective" else "auto"

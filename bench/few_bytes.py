@@ -1,0 +1,99 @@
+"""Streaming DiLoCo and SparseLoCo beside all-reduce: loss after equal samples, and bytes on 4 workers.
+
+The losses are those of one process with ``exact=True``, which has the bits of 1 to 4 workers: the loss of the whole
+data set after all steps. All-reduce and the replicas have the same batches, learning rate and cosine schedule.
+
+For the bytes, 4 workers in network namespaces train a GPT of 10 million parameters, and the kernel counts what leaves
+a worker's link in a period, the most of all workers. Of all-reduce it counts 4 steps.
+
+    python bench/few_bytes.py
+    python bench/few_bytes.py --tasks mlp --settings int4 --seeds 0
+    python bench/few_bytes.py --links                       # as root
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from wire_losses import TASKS
+
+import paceline
+
+sys.path.insert(0, str(Path(__file__).with_name("machines")))
+from launched import run
+from namespaces import network, obstacle
+
+WORKERS = 4
+SETTINGS: dict[str, dict[str, Any]] = {
+    "int4": {
+        "wire": "int4",
+        "local": {"every": 64, "fragments": 4, "delay": 4, "outer_lr": 0.7, "outer_momentum": 0.9},
+    },
+    "topk-2bit": {
+        "wire": "topk-2bit",
+        "wire_ratio": 0.09,
+        "local": {"every": 64, "delay": 4, "outer_lr": 2.0, "outer_momentum": 0.0},
+    },
+}
+TRAINED = {"gpt": (8e-3, 1028, 16), "conv": (5e-2, 1028, 64), "mlp": (6e-3, 2052, 64)}
+"""Learning rate, number of steps (a multiple of the periods, and the delay of the last fragment) and batch."""
+
+
+def loss_of(task: str, seed: int, **given: Any) -> float:
+    """Train, and return the loss of the data set."""
+    rate, steps, batch = TRAINED[task]
+    torch.manual_seed(seed)
+    found = TASKS[task]() | {"batch": batch}
+    factory = found["optimizer"]
+    found["optimizer"] = partial(factory.func, **factory.keywords | {"lr": rate})
+    found["schedule"] = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps)
+    session = paceline.start(**found, seed=seed, exact=True, microbatches=WORKERS, audit="off", **given)
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+    return float(session.evaluate(found["data"]))
+
+
+def links(names: list[str]) -> None:
+    """Print the bytes of a step with each setting, and how many times fewer they are than those of all-reduce."""
+    with network(WORKERS, "1gbit") as machines, tempfile.TemporaryDirectory() as folder:
+        plain = 0.0
+        for name in ("allreduce", *names):
+            steps = SETTINGS[name]["local"]["every"] if name in SETTINGS else 4
+            everyone = run(machines, [1] * WORKERS, Path(folder) / name, f"gpt-{name}", 0, steps)
+            crossed = max(one["bytes"] for one in everyone)
+            plain = plain or crossed
+            print(f"{name:>10}  {crossed / 1e6:8.4f} MB a step  {plain / crossed:7.1f} times fewer", flush=True)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--links", action="store_true", help="count bytes in place of losses")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    names = options.settings.split(",")
+    if options.links:
+        if missing := obstacle():
+            raise SystemExit(f"left out, as {missing}")
+        links(names)
+        return
+    for task in options.tasks.split(","):
+        for seed in map(int, options.seeds.split(",")):
+            plain = loss_of(task, seed, strategy="single")
+            print(f"{task:>5}  seed {seed}  {'allreduce':>10}  {plain:.4f}", flush=True)
+            for name in names:
+                found = loss_of(task, seed, strategy="diloco", **SETTINGS[name])
+                print(f"{task:>5}  seed {seed}  {name:>10}  {found:.4f}  {found / plain - 1:+.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
