@@ -82,11 +82,9 @@ CAUSES = {
     "slow-sender": Cause("exchange", workers=4),
     "slow-receiver": Cause("exchange"),
     "slow-links": Cause("exchange", (None,)),
-    "noisy-neighbour": Cause("compute"),
     "stalled-start": Cause("start"),
     "costly-samples": Cause("load", (None, 0, 1, 2, 3), workers=4),
     "link-one-way": Cause("exchange", (1, 2), workers=4),
-    "lossy-link": Cause("exchange"),
     "link-of-an-owner": Cause("exchange", settings=("strategy=sharded",)),
 }
 _SLOW_LINKS = "slow-sender", "slow-receiver", "slow-links", "link-of-an-owner"
@@ -96,7 +94,6 @@ LINKS = dict.fromkeys(_SLOW_LINKS, (f"qdisc add dev {{}} root tbf rate {RATE} bu
         f"class add dev {{}} parent 1: classid 1:1 htb rate {RATE} burst {BURST}",
         "filter add dev {} parent 1: protocol ip u32 match ip dst 10.77.0.3/32 flowid 1:1",
     ),
-    "lossy-link": ("qdisc add dev {} root tbf rate 100mbit burst 15kb limit 15kb",),
 }
 """What ``tc`` does to the slow devices, by cause."""
 SLOW_UPDATES = {"slow-server": range(8), "slow-dedicated-server": (0,), "slow-owner": (SLOW,)}
@@ -207,20 +204,6 @@ def slow_cpu() -> Callable[[], None]:
     return nothing
 
 
-def noisy_neighbour() -> Callable[[], None]:
-    """Share one core with another process that computes."""
-    os.sched_setaffinity(0, {0})
-    code = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10000))"
-    for _ in range(3):
-        subprocess.Popen([sys.executable, "-c", code])
-    return nothing
-
-
-def compute() -> None:
-    """Compute for about 2 ms."""
-    sum(range(100_000))
-
-
 OF_A_MICROBATCH: dict[str, Callable[[], Callable[[], None]]] = {
     "page-faults": page_faults,
     "garbage-collection": garbage_collection,
@@ -228,7 +211,7 @@ OF_A_MICROBATCH: dict[str, Callable[[], Callable[[], None]]] = {
     "uneven-microbatches": lambda: lambda: time.sleep(MICROBATCH_SECONDS),
     "slow-replica": lambda: lambda: time.sleep(MICROBATCH_SECONDS),
 }
-OF_A_PROCESS = {"hot-thread": hot_thread, "slow-cpu": slow_cpu, "noisy-neighbour": noisy_neighbour}
+OF_A_PROCESS = {"hot-thread": hot_thread, "slow-cpu": slow_cpu}
 
 
 def train(cause: str) -> None:
@@ -236,8 +219,7 @@ def train(cause: str) -> None:
     torch.manual_seed(0)
     rank, link = int(os.environ["RANK"]), cause in LINKS
     width, slow = LINK_WIDTH if link else WIDTH, rank == SLOW
-    usual = compute if cause == "noisy-neighbour" else nothing
-    usual = OF_A_MICROBATCH[cause]() if slow and cause in OF_A_MICROBATCH else usual
+    usual = OF_A_MICROBATCH[cause]() if slow and cause in OF_A_MICROBATCH else nothing
     seconds = [MICROBATCH_SECONDS / 3] * 3
     if cause == "imbalanced-stage":
         seconds[1] *= 8
