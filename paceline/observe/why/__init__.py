@@ -256,7 +256,9 @@ def explain(
     >>> explain([{0: fast, 1: slow, 2: fast}] * 4).culprits[0]
     Culprit(kind='compute', share=0.4, rank=1, host=None, stage=None, layer=None, sender=None, receiver=None)
     """
-    training = sum(max(sum(times) for times in step.values()) for step in steps)
+    # workers may end a step one after the other
+    lasting = [max(median(map(sum, step.values())), *(one.own for one in step.values())) for step in steps]
+    training = sum(lasting)
     if not training:
         return Findings()
     lost = _lost_at_start(first, steps)
@@ -264,21 +266,18 @@ def explain(
     pauses = pauses or {}
     about, start = about or {}, start or {}
     microbatches = number(start.get("microbatches")) or math.inf
-    for step in steps:
-        phases = _phases(step, start)
-        beyond = -max(times.own for times in step.values())  # time of all phases beyond that of the slowest worker
-        for phase in phases:
+    for step, rest in zip(steps, lasting, strict=True):
+        for phase in _phases(step, start):
             slowest = max(phase, key=lambda rank: phase[rank].own)
             others = [times for rank, times in phase.items() if rank != slowest] or [phase[slowest]]
             usual = Times(*(median(column) for column in zip(*others, strict=True)))
             excess = phase[slowest].beyond(usual)
             lost[max(excess, key=excess.__getitem__), slowest] += max(0.0, phase[slowest].own - usual.own)
-            beyond += phase[slowest].own
+            rest -= phase[slowest].own
         for other, times in step.items() if start.get("strategy") == "stealing" else ():  # the others compute for it
             for kind, seconds in times.beyond(usual).items():
                 lost[kind, other] += max(0.0, seconds) / len(step) if kind != "compute" else 0.0
-        awaited = min(times.awaited for times in step.values()) - beyond
-        lost["exchange", None] += max(0.0, awaited - _filling(step, about, slowest) / microbatches)
+        lost["exchange", None] += max(0.0, rest - _filling(step, about, slowest) / microbatches)
         lost["load", None] += usual.load
         lost["script", None] += usual.script
     for event, seconds in pauses.items():
