@@ -100,6 +100,7 @@ class SparseReducer(Reducer):
         fragment: int, shares: Sequence[Sequence[int]], replicas: Mapping[int, Replica],
     ) -> None:  # fmt: skip
         super().__init__(context, parameters, workers, overlap=False)
+        self._values = [*parameters.values()]
         self._fragment, self._shares, self._replicas = fragment, shares, replicas
         self._per_block = max(1, round(context.settings.wire_ratio * _BLOCK))
         numel = sum(value.numel() for value in parameters.values())
@@ -141,7 +142,7 @@ class SparseReducer(Reducer):
             [own[at] for share, own in zip(self._shares, everyone, strict=True) for at in range(len(share))]
         )
         start = 0
-        for value in self._parameters:
+        for value in self._values:
             value.grad = found[start : start + value.numel()].view(value.shape).to(value.dtype)
             start += value.numel()
         return True
