@@ -9,7 +9,8 @@ is started again from its newest checkpoint after each loss.
 
     python bench/chaos.py
     python bench/chaos.py --seconds 600 --workers 4 --state-mb 500 --seed 7
-    python bench/chaos.py --restart --every 20
+    python bench/chaos.py --restart
+    python bench/chaos.py --strategy sharded --workers 4 --state-mb 300 --every 0 --kinds kill --faults 20
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import durations
 
@@ -54,16 +56,17 @@ session = paceline.start(
     loss=torch.nn.functional.cross_entropy,
     data=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)),
     batch=BATCH,
+    microbatches=int(sys.argv[3]),
     exact=True,
 )
 for batch in session.batches(steps=steps):
     session.step(batch)
 print("fingerprint", session.fingerprint(), flush=True)
 """
-LENGTH, BATCH, MICROBATCHES = 1000, 64, 8
+LENGTH, BATCH = 1000, 64
 CALIBRATION_STEPS = 30
 MOST_RESTARTS = 1000
-POLL_SECONDS = 0.02
+POLL_SECONDS, LOOK_SECONDS = 0.02, 0.1
 LEAST_STEPS = 20
 PATIENCE_SECONDS = 600.0
 """An attempt that takes so much longer than planned is given up."""
@@ -115,7 +118,9 @@ class Chaos:
         self._kinds = options.kinds.split(",")
         self._longest_stop = options.longest_stop
         self._left_alone = 0 if options.restart else 1
+        self._left, self._whole = (options.faults, options.workers) if options.faults else (sys.maxsize, 0)
         self._next = float("inf")
+        self._due: float | None = None
         self._stopped: list[tuple[float, int]] = []
         self.faults: list[Fault] = []
 
@@ -131,8 +136,10 @@ class Chaos:
             send(pid, signal.SIGCONT)
         if now < self._next:
             return
-        workers = look()
-        if not workers:
+        workers = [one for one in look() if one.trains or not self._whole]
+        if self._whole and not self._is_due(len(workers), now):
+            self._next = now + LOOK_SECONDS
+        if not workers or now < self._next:
             return
         self._next = now + self._random.expovariate(1 / self._mean)
         one, kind = self._random.choice(workers), self._random.choice(self._kinds)
@@ -146,6 +153,17 @@ class Chaos:
         self.faults.append(Fault(time.time(), kind, one.trains, seconds))
         self._stopped.append((now + seconds, one.pid))
         send(one.pid, signal.SIGSTOP)
+
+    def _is_due(self, training: int, now: float) -> bool:
+        """Whether all places have been taken for a random time since the last fault."""
+        if training < self._whole:
+            self._due = None
+        elif self._due is None:
+            self._due = now + self._mean / 2 + self._random.expovariate(2 / self._mean)
+        due = self._left > 0 and self._due is not None and now >= self._due
+        if due:
+            self._left, self._due = self._left - 1, None
+        return due
 
     def end(self) -> None:
         """Let go of all that is stopped."""
@@ -217,7 +235,7 @@ def command(options: argparse.Namespace, folder: Path, name: str, steps: int, el
         words += ["--set", f"checkpoint.every={options.every}"]
     if elastic:
         words += ["--elastic", f"{options.least}:{options.workers}", "--standby", str(options.standby)]
-    return [*words, str(folder / "script.py"), str(steps), str(options.state_mb)]
+    return [*words, str(folder / "script.py"), str(steps), str(options.state_mb), str(options.microbatches)]
 
 
 def run(options: argparse.Namespace, folder: Path, name: str, steps: int, chaos: Chaos | None) -> Ran:
@@ -261,16 +279,22 @@ def attempt(words: list[str], home: Path, script: Path, chaos: Chaos | None, pat
 # What came out.
 
 
-def describe(values: Sequence[float]) -> str:
+def marked(events: Path, event: str) -> list[dict[str, Any]]:
+    """The workers' records of an event."""
+    lines = [line for path in events.glob("rank-*.jsonl") for line in path.read_text(errors="replace").splitlines()]
+    return [json.loads(line) for line in lines if f'"event": "{event}"' in line and line.endswith("}")]
+
+
+def describe(given: Sequence[float | None]) -> str:
+    values = [one for one in given if one is not None]
     if not values:
         return "none"
     parts = [f"{name} {durations.percentile(values, part):.2f}" for name, part in (("p50", 0.5), ("p99", 0.99))]
     return "   ".join([*parts, f"largest {max(values):.2f}", f"of {len(values)}"])
 
 
-def judge(disturbed: Ran, undisturbed: Ran, steps: int) -> bool:
+def judge(disturbed: Ran, undisturbed: Ran, steps: int, order: Order) -> bool:
     """Print what came out; whether all is as it must be."""
-    order = Order(LENGTH, BATCH, MICROBATCHES, seed=0)
     records = ledger.read(disturbed.folder / "events")
     problems = ledger.check(records, steps, order.samples_of)
     print(f"end          exit code {disturbed.code} after {disturbed.attempts} starts")
@@ -298,14 +322,21 @@ def costs(records: ledger.Records, disturbed: Ran, undisturbed: Ran) -> None:
     kills, stops = ([one for one in training if one.kind == kind] for kind in ("kill", "stop"))
     stalls = [durations.stall(times, one.time, usual) for one in kills]
     beyond = [max(0.0, durations.stall(times, one.time, usual) - one.seconds) for one in stops]
+    again = [durations.trains_after(records, one.time) for one in kills]
     replaced = [durations.replaced_after(records, one.time) for one in kills]
     recovering = [one.seconds for one in records.recovered if one.survived]
     print(f"faults       {len(disturbed.faults)}, of them {len(training)} of workers that train")
     print(f"step         {usual:.4f} s in the median, {alone:.4f} s undisturbed")
     print(f"kill         stall in seconds: {describe(stalls)}")
+    print(f"             until all train again, without the part of a step that was lost: {describe(again)}")
     print(f"stop         stall in seconds beyond the stop itself: {describe(beyond)}")
     print(f"recovery     seconds after a loss, as the survivors say: {describe(recovering)}")
-    print(f"replaced     seconds to a new worker: {describe([one for one in replaced if one is not None])}")
+    for name in ("agreeing", "connecting", "catching_up"):
+        lost = [one for one in marked(disturbed.folder / "events", "recovered") if one["lost"]]
+        seconds = [one[name] for one in lost if one["workers"][one["rank"]] not in one["joined"]]
+        print(f"             {name.replace('_', ' '):12} {describe(seconds)}")
+    print(f"went back    {len(marked(disturbed.folder / 'events', 'went back'))} times to a checkpoint")
+    print(f"replaced     seconds to a new worker: {describe(replaced)}")
     print(f"goodput      {durations.goodput(times, times[0] - usual, usual):.3f} of the time went into useful steps")
 
 
@@ -333,6 +364,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="how long the undisturbed run takes, about")
     parser.add_argument("--steps", type=int, help="how many steps, instead of seconds")
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--least", type=int, default=1, help="go on with at least so many workers")
     parser.add_argument("--standby", type=int, default=1, help="workers that wait to take the place of a lost one")
     parser.add_argument("--state-mb", type=float, default=20, help="size of parameters and optimizer state")
@@ -341,6 +373,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault-seconds", type=float, default=6, help="between two faults, on average")
     parser.add_argument("--kinds", default="kill,stop")
+    parser.add_argument("--faults", type=int, help="so many, each of a worker that trains while no place is empty")
     parser.add_argument("--longest-stop", type=float, default=2)
     parser.add_argument("--folder", type=Path, help="keep the runs in this new folder")
     parser.add_argument("--restart", action="store_true", help="start the whole run again after each loss")
@@ -358,7 +391,8 @@ def main() -> None:
         undisturbed = run(options, folder, "undisturbed", steps, None)
         if undisturbed.code != 0:
             sys.exit(undisturbed.output)
-        well = judge(run(options, folder, "disturbed", steps, Chaos(options)), undisturbed, steps)
+        order = Order(LENGTH, BATCH, options.microbatches, seed=0)
+        well = judge(run(options, folder, "disturbed", steps, Chaos(options)), undisturbed, steps, order)
     sys.exit(0 if well else 1)
 
 

@@ -33,6 +33,13 @@ def stall(times: Sequence[float], fault: float, usual: float) -> float:
     return max(0.0, max(near) - usual) if near else 0.0
 
 
+def trains_after(records: ledger.Records, fault: float) -> float | None:
+    """Seconds from a fault until all survivors have a complete state and begin a step; none if none recovered."""
+    later = [one for one in records.recovered if one.time > fault and one.survived]
+    first = min((one.generation for one in later), default=None)
+    return None if first is None else max(one.time for one in later if one.generation == first) - fault
+
+
 def replaced_after(records: ledger.Records, fault: float) -> float | None:
     """Seconds from a fault until a new worker joined; none if none did."""
     return next((one.time - fault for one in records.recovered if one.time > fault and one.joined), None)

@@ -151,6 +151,10 @@ if __name__ == "__main__":
     elif way.startswith("bits-"):
         kind = way.removeprefix("bits-")
         seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
+    elif way.startswith("sharded-"):
+        shard, copied = way.removeprefix("sharded-").removesuffix("-copied"), way.endswith("-copied")
+        stage = {"strategy": "sharded", "shard": shard, "shard_copy": copied}
+        seconds, fingerprint = ours(model, data, steps, size, exact=True, **stage)
     elif way.startswith("wire-"):
         seconds, fingerprint = ours(model, data, steps, PER_WORKER * size, wire=way.removeprefix("wire-"), **shape)
     elif way.startswith("auto-"):
