@@ -43,7 +43,20 @@ send = rpc._send
 def counted_send(write, words, parts):
     sent[0] += sum(memoryview(part).nbytes for part in parts)
     send(write, words, parts)
-rpc._send = counted_send
+start, finish, staged = rpc.RpcClient.start, rpc.RpcClient.finish, [0]
+def counted_start(self, what, words=None, parts=()):
+    sent[0] += sum(memoryview(part).nbytes for part in parts)
+    staged[0] += what == "shard.stage"
+    self.asked = what
+    start(self, what, words, parts)
+def counted_finish(self):
+    answer, data = finish(self)
+    sent[0] += len(data) * (self.asked != "shard.fetch")  # which is for the end
+    return answer, data
+if given["exact"]:
+    rpc._send = counted_send
+else:  # a worker counts both ways, as it may compute nothing while it answers
+    rpc.RpcClient.start, rpc.RpcClient.finish = counted_start, counted_finish
 
 class Rows(paceline.SparseEmbedding):
     def forward(self, words):
@@ -73,8 +86,8 @@ for batch in session.batches(steps=steps + 3):
     seconds.append(time.perf_counter() - begin)
     crossed.append(sent[0] - before)
 middle = sorted(seconds[3:])[steps // 2] if given["exact"] else sum(seconds[3:]) / steps  # a worker computes some steps
-bytes_of_step = sorted(crossed[3:])[steps // 2] if given["exact"] else sum(crossed[3:]) / steps
-print(json.dumps({"seconds": middle, "bytes": bytes_of_step, "fingerprint": session.fingerprint()}))
+total = sent[0] if staged[0] else sorted(crossed[3:])[steps // 2]
+print(json.dumps({"seconds": middle, "bytes": total, "staged": staged[0], "fingerprint": session.fingerprint()}))
 """
 
 
@@ -85,7 +98,7 @@ def ways(workers: int) -> list[tuple[str, dict[str, Any], bool, str]]:
     waiting |= {"parameter-server": servers}
     found = [(name, given, shared, "sparse") for name, given in waiting.items() for shared in (True, False)]
     found += [(f"{name}, divided", waiting[name], False, "divided") for name in ("sharded", "parameter-server")]
-    own = servers | {"exact": False, "server": {"mode": "async"}}
+    own = servers | {"exact": False, "server": {"mode": "async", "count": workers}}
     name = "parameter-server, async"
     return [*found, (name, own, True, "sparse"), (name, own, False, "divided")]
 
@@ -101,8 +114,10 @@ def measure(kind: str, given: dict[str, Any], workers: int, steps: int, one_mach
         )
     if any(one.code for one in everyone):
         raise SystemExit("\n".join(one.err for one in everyone))
-    first, *others = (json.loads(one.out.splitlines()[-1]) for one in everyone)
-    return first if given["exact"] else first | {"bytes": sum(one["bytes"] for one in (first, *others))}
+    told = [json.loads(one.out.splitlines()[-1]) for one in everyone]
+    if not given["exact"] and not one_machine:  # each batch is staged once at each other worker
+        told[0]["bytes"] = sum(one["bytes"] for one in told) * (workers - 1) / sum(one["staged"] for one in told)
+    return told[0]
 
 
 def main() -> None:
