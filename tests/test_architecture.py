@@ -353,6 +353,7 @@ ABOUT_TENSORS = {
     "data/loading/prefetch.py": "copies to the device",
     "horovod/torch/gradients.py": "plans sums of what is on the CPU",
     "planning/budget.py": "adds what is kept in the memory of the host",
+    "planning/profile.py": "counts the memory of a process, which holds the tensors on the CPU only",
     "step/gradients/codec.py": "computes norms where it is quick",
     "step/loss.py": "adds up losses where they are",
     "step/replicas.py": "adds up bits where they are",

@@ -224,7 +224,7 @@ def test_generated_tables() -> None:
         "`wire_ratio`",
         "number >\u00a00, ≤\u00a01",
         "`0.05`",
-        "randomk, topk: part of the gradients that a step sends, at most half",
+        config.describe("wire_ratio"),
     ] in rows
     assert ["`server.mode`", "`sync`, `async`, `bounded`", "`sync`", config.describe("server.mode")] in rows
     assert ["`threads`", "integer ≥\u00a01, ≤\u00a01,024", "`none`", config.describe("threads")] in rows

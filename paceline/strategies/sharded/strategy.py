@@ -32,7 +32,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
@@ -197,7 +196,6 @@ class Sharded(Strategy):
             if self._first and result.applied and self._unfinished is None:
                 self._first = False
                 check_draws(self._context)
-                FreedMemory().trim()  # gaps between the moments, which the first update has allocated among gradients
             if result.notice >= LEAVING and self._unfinished is None:
                 self.hand_on(step + 1)
         except WorkerLost as lost:  # the step is done
