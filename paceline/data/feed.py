@@ -157,7 +157,10 @@ class Feed:
         items = iter(self._loader)
         ahead = 0 if self._device.type == "cpu" and self._exchange is None else 1
         loaded: deque[list[_Loaded]] = deque()
-        for step in range(start, stop + ahead):
+        step = start
+        while step < stop + ahead:
+            # the next epoch may have no samples: end here, to be called again if training goes on
+            stop = min(stop, step) if ahead and step > start and step >= self._order.known else stop
             if step < stop:
                 self._check_length(step)
                 self._remember(step)
@@ -168,6 +171,7 @@ class Feed:
                 yield [one.group() for one in loaded.popleft()]
                 del asked[step - ahead]
                 oldest += 1
+            step += 1
 
     def _load_ahead(self, step: int, asked: _Asked, items: Iterator[Any]) -> list[_Loaded]:
         sent = {group.start: self._next(items, step, group) for group in asked.sent}

@@ -21,7 +21,7 @@ from itertools import chain
 
 from paceline.schedule.shares import even
 from paceline.schedule.slices import STAGES
-from paceline.schedule.tree import nodes_of
+from paceline.schedule.tree import Node, push
 from paceline.settings import LocalSettings
 
 _MOST_TRIED = 256
@@ -152,7 +152,13 @@ def held_sums(microbatches: int, workers: int, tree: bool) -> int:
     shares = even(microbatches, workers)
     if not tree:
         return int(len(shares[0]) > 1)
-    return max(len(nodes_of(range(share.start, stop))) for share in shares for stop in share)
+    most = 0
+    for share in shares:
+        stack: list[tuple[Node, None]] = []
+        for microbatch in share:
+            most = max(most, len(stack))
+            push(stack, Node(0, microbatch), None, lambda *_: None)
+    return most
 
 
 def need(run: Run, recomputed: Collection[str] = (), fused: bool = False) -> Need:

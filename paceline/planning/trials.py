@@ -109,7 +109,7 @@ def steps_of(base: Request, workers: int, settings: Mapping[str, str], start: St
             f"{base.script} took {len(ends)} steps, and a plan measures at least {WARM + 2}: let it train longer."
         )
     seconds = [later - sooner for sooner, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False)]
-    reached = [(one["after"], one["reached"]) for one in found if one["event"] == "memory"]
+    reached = [(one["after"], one["reached"]) for one in found if one["event"] == "memory" and "after" in one]
     first = max((size for step, size in reached if step == 0), default=0)
     return Trial(seconds, fused, max((size for _, size in reached), default=None), first)
 

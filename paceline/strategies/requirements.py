@@ -146,7 +146,8 @@ def _check_wires(settings: Settings, capabilities: Capabilities, forward: object
 
 def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forward: object) -> None:
     if wire not in capabilities.wires:
-        other = "'allreduce'" if wire in PARTIAL_WIRES else "'diloco'" if wire == OUTER else "'allreduce' or 'sharded'"
+        of_local = "'diloco' without local.sites"
+        other = "'allreduce'" if wire in PARTIAL_WIRES else of_local if wire == OUTER else "'allreduce' or 'sharded'"
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot send gradients as {wire} (wire = {settings.wire!r}): it sends "
             f"{' and '.join(capabilities.wires)}. Leave out wire, or use {other}."

@@ -35,7 +35,7 @@ from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.schedule.placement import Move, after, moves
 
 _log = logging.getLogger("paceline")
-_AHEAD = 3
+_AHEAD = 4
 """Number of steps, the current one included, whose microbatches are known when it begins: the next ones are loaded."""
 _MORE = 6
 """Number of steps of which workers tell each other more, so that they do not do so in every step."""
@@ -183,7 +183,7 @@ class LocatedOrder(BatchOrder):
             )
         return ConfigError(
             f"The batch of step {step} is not known, because workers tell each other about streams in session.step: "
-            f"at most {_AHEAD - 1} batches in a row can be left out."
+            f"at most {_AHEAD - 2} batches in a row can be left out."
         )
 
     def read(self, epoch: int, numbers: Sequence[int]) -> list[Any]:
@@ -272,5 +272,7 @@ class LocatedOrder(BatchOrder):
     def load(self, state: dict[str, Any]) -> None:
         """Take the shards of the run from a state. The workers compare them with their own when they meet."""
         shards = {name: ShardFacts(*one) for name, one in state["shards"].items()}
-        readings = {name: Reading(*one) for name, one in state.get("readings", {}).items()}
+        readings = {  # a stream that was used up may begin anew here
+            name: Reading(*one)._replace(is_empty=False) for name, one in state.get("readings", {}).items()
+        }
         self._run = Holding(shards, state["holders"], {**state.get("choices", {}), **self._run.choices}, readings)

@@ -74,9 +74,11 @@ class ShardReader:
             place += 1
             if is_last:
                 known = known._replace(ends=[*known.ends, known.seen], seen=0)
-        if (mark := self._stream.mark(*position)) is not None:
-            known = known._replace(mark=(*position, _sendable(mark.state), mark.digest))
-        return known._replace(draws=self._stream.draws)
+        # a run that resumes later, maybe in a later epoch, reads on from the last of these before it
+        places = {position, *((one, 0) for one in range(position[0], epoch + 2))}
+        found = [(at, mark) for at in sorted(places) if (mark := self._stream.mark(*at)) is not None]
+        marks = [(*at, _sendable(mark.state), mark.digest) for at, mark in found]
+        return known._replace(marks=marks or known.marks, draws=self._stream.draws)
 
     def _batch(self, epoch: int, place: int) -> StreamBatch:
         with self._named(f"microbatch {place} of epoch {epoch}"):
@@ -93,9 +95,9 @@ class ShardReader:
     def begin_from(self, known: Reading) -> None:
         """Use what others know of the stream, to begin where they are."""
         self._stream.draws |= known.draws
-        if known.mark is not None:
-            epoch, place, state, digest = known.mark
-            self._stream.set_mark(epoch, place, Mark(state, digest))
+        for epoch, place, state, digest in known.marks:
+            if self._stream.mark(epoch, place) is None:
+                self._stream.set_mark(epoch, place, Mark(state, digest))
 
 
 def _sendable(state: object) -> object:
@@ -117,7 +119,7 @@ def agreed(everyone: Sequence[Mapping[str, Reading]]) -> dict[str, Reading]:
     for rank, own in enumerate(everyone):
         for name, reading in own.items():
             first, known = found.setdefault(name, (rank, reading))
-            if known._replace(mark=None) != reading._replace(mark=None):
+            if known._replace(marks=[]) != reading._replace(marks=[]):
                 left, right = _progress(known), _progress(reading)
                 raise DisagreementError(
                     f"Shard {name!r} is not the same on rank {first} and rank {rank}: "

@@ -15,7 +15,7 @@ which workers tell each other (``located.readers``).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from paceline.data.order import UNKNOWN
 class Reading(NamedTuple):
     """What is known of a stream: the number of samples in each epoch that has ended, and in the one after those.
 
-    Equal on all workers that have the stream, except for the mark.
+    Equal on all workers that have the stream, except for the marks.
     """
 
     ends: list[int]
@@ -38,7 +38,7 @@ class Reading(NamedTuple):
     is_empty: bool = False  # the next epoch has no samples
     digest: str = ""  # of the first sample of the microbatch that was read last
     draws: bool = False  # whether the stream draws from a global generator
-    mark: tuple[int, int, object, str] | None = None  # epoch, microbatch, and ``streams.reader.Mark``, to begin with
+    marks: Sequence[tuple[int, int, object, str]] = ()  # epoch, microbatch, and ``streams.reader.Mark``, to begin with
 
 
 class Turns:

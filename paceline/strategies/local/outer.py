@@ -193,7 +193,7 @@ class OuterSteps:
             self.update(step, fragment)
             if means is not None:
                 context.compute.buffers.accept(means)
-        reducer.accept()
+        reducer.accept(bool(total))
         reducer.clear()
         self._quorum, self._workers = None, range(self._context.world.size)
         self.made += 1

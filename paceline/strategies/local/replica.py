@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.tensors import REPLICA, check_savable, load_optimizer_state, optimizer_state
 from paceline.checkpoint.weights.averages import KEY
 from paceline.step.context import TrainingContext
+from paceline.system.wires import OUTER
 
 _State = dict[torch.Tensor, Any]
 
@@ -58,8 +59,11 @@ class Replica:
             }
             for kind in ("buffer/", "sent/")
         )
-        rests = {name.removeprefix("rest/"): value for name, value in own.items() if name.startswith("rest/")}
-        self.rests = {int(name): value.to(context.world.device, copy=True) for name, value in rests.items()}
+        self.rests = {
+            int(name.removeprefix("rest/")): value.to(context.world.device, copy=True)
+            for name, value in own.items()
+            if name.startswith("rest/") and context.settings.wire == OUTER
+        }
         state = {name: value for name, value in own.items() if name.startswith("optimizer/")}
         with self._swapped(context.update.optimizer):
             load_optimizer_state(context.compute.model, context.update.optimizer, state.items())

@@ -63,7 +63,10 @@ def encode(values: torch.Tensor, kept: int) -> torch.Tensor:
     at = blocks.abs().topk(kept).indices
     chosen = blocks.gather(1, at).view(groups, -1)
     sizes = chosen.abs()
+    inside = at + _BLOCK * torch.arange(len(at), device=at.device).unsqueeze(1) < len(values)
+    zeros = ((sizes == 0) & inside.view(groups, -1)).any(1, keepdim=True)  # which are sent as small, so small is 0
     large = sizes > sizes.sum(1, keepdim=True) / (sizes > 0).sum(1, keepdim=True).clamp(min=1)
+    large |= zeros & (sizes > 0)
     small = ~large & (sizes != 0)  # NaN is small, and makes that size NaN
     means = [(sizes * one).sum(1) / one.sum(1).clamp(min=1) for one in (small, large)]
     bits = ((chosen < 0) + 2 * large).to(torch.uint8).view(-1, 4)
@@ -100,6 +103,7 @@ class SparseReducer(Reducer):
         fragment: int, shares: Sequence[Sequence[int]], replicas: Mapping[int, Replica],
     ) -> None:  # fmt: skip
         super().__init__(context, parameters, workers, overlap=False)
+        self._codec, self.expect = None, None  # messages are encoded here, also with exact = "fixed-point"
         self._values = [*parameters.values()]
         self._fragment, self._shares, self._replicas = fragment, shares, replicas
         self._per_block = max(1, round(context.settings.wire_ratio * _BLOCK))
@@ -148,8 +152,8 @@ class SparseReducer(Reducer):
         return True
 
     def accept(self, applied: bool = True) -> None:
-        """Keep what the replicas have not sent."""
-        for number, rest in self._rests.items():
+        """Keep what the replicas have not sent, unless no update was made with what they have sent."""
+        for number, rest in self._rests.items() if applied else ():
             self._replicas[number].rests[self._fragment] = rest
 
     def _sum(self, messages: Sequence[torch.Tensor]) -> torch.Tensor:
