@@ -59,7 +59,8 @@ def train() -> None:
 def paceline_of(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """Run a command of paceline, with the sign that a worker was killed in the folder."""
     command = [sys.executable, "-m", "paceline", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"SIGN": str(folder / "killed")})
+    variables = os.environ | {"SIGN": str(folder / "killed")}
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
 
 
 def main() -> None:

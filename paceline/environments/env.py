@@ -228,6 +228,12 @@ def launch_info() -> LaunchInfo | None:
     return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, least, name, key, ULFM in os.environ)
 
 
+def survives_losses() -> bool:
+    """Return whether training continues when a worker is lost."""
+    launched = launch_info()
+    return launched is not None and (launched.elastic or launched.ulfm)
+
+
 def error_record() -> Path | None:
     """Return the path of this worker's failure record under ``paceline run``; None under other launchers."""
     if (folder := run_directory()) is None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.comm.values import sendable
 from paceline.data.keys import preserve_generators
+from paceline.environments import env
 from paceline.errors import ConfigError, InputError
 from paceline.planning.blocks import blocks_of, measure_blocks
 from paceline.planning.memory import Choice, Run, Segment, cures, fit, need, of_replicas
@@ -206,14 +207,13 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     weights = sum(held.values()) + (gradients if settings.average.kind else 0)
     optimizer = sum(optimizer_bytes(one) for one in parts_of(context.update.optimizer))
     if able.replicas:
-        keeps = context.world.coordinator is not None and context.world.device.type == "cpu"
         if settings.wire == OUTER:
             optimizer += sum(4 * value.numel() for value in context.update.parameters.values())  # what is not sent
         weights, optimizer = of_replicas(
             settings.local,
             -(-able.replicas // context.world.size),
             context.world.size,
-            keeps,
+            _keeps_points(context),
             weights,
             optimizer,
             gradients,
@@ -239,6 +239,11 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     )
 
 
+def _keeps_points(context: TrainingContext) -> bool:
+    """Return whether the points to go back to after a loss are in the memory that is counted."""
+    return env.survives_losses() and context.world.device.type == "cpu"
+
+
 def _of_errors(context: TrainingContext, at_rest: int) -> int:
     """Return the bytes of what the microbatches of a worker have not sent, before and after the step.
 
@@ -246,7 +251,7 @@ def _of_errors(context: TrainingContext, at_rest: int) -> int:
     """
     lanes = -(-context.order.microbatches // context.world.size)
     errors = lanes * sum(4 * value.numel() for value in context.update.parameters.values() if value.dim() > 1)
-    if context.world.coordinator is None or context.world.device.type != "cpu":
+    if not _keeps_points(context):
         return 2 * errors
     return 2 * (errors + at_rest + min(2, context.world.size) * errors)
 

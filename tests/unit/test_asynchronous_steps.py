@@ -154,29 +154,25 @@ class Worker:
     def weights(self) -> list[Any]:
         return [parameter.flatten().tolist() for parameter in self.model.parameters()]
 
+    @classmethod
+    def replayed(cls, made: list[dict[int, int]]) -> list[Any]:
+        """The weights after these updates in the order of their versions, in one process."""
+        versions = {step: version for one in made for step, version in one.items()}
+        assert sum(map(len, made)) == len(versions), "a step was done twice"
+        model = cls.make()
+        update = cls.update_of(model)
+        for done, step in enumerate(sorted(versions, key=versions.__getitem__)):
+            cls.fill(model, step)
+            update.apply(done)
+        return [parameter.flatten().tolist() for parameter in model.parameters()]
 
-def replayed(made: list[dict[int, int]]) -> list[Any]:
-    """The weights after these updates in the order of their versions, in one process."""
-    versions = {step: version for one in made for step, version in one.items()}
-    assert sum(map(len, made)) == len(versions), "a step was done twice"
-    model = model_of()
-    update = update_of(model)
-    for done, step in enumerate(sorted(versions, key=versions.__getitem__)):
-        gradients(model, step)
-        update.apply(done)
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
-
-
-@pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Worker]]:
-    """Train on threads until all have synchronized."""
-    monkeypatch.setattr(network_claims, "_SLICE_SECONDS", 0.001)
-
-    def start(size: int, act: Callable[[Worker], None] | None = None, **server: Any) -> list[Worker]:
+    @classmethod
+    def start(cls, size: int, act: Callable[[Any], None] | None = None, **server: Any) -> list[Any]:
+        """Let workers on threads do something. By default they train until all have synchronized."""
         handlers: dict[Any, Any] = {}
 
         def work(world: Any) -> Worker:
-            worker = Worker(world, handlers, **server)
+            worker = cls(world, handlers, **server)
             if act is None:
                 worker.train()
                 worker.steps.synchronize(STEPS)
@@ -186,7 +182,11 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Worker]]:
 
         return run(size, work)
 
-    return start
+
+@pytest.fixture
+def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Worker]]:
+    monkeypatch.setattr(network_claims, "_SLICE_SECONDS", 0.001)
+    return Worker.start
 
 
 SERVERS: list[dict[str, Any]] = [
@@ -205,7 +205,7 @@ def test_each_step_is_done_once_and_all_have_its_weights(train: Any, server: dic
     made = [worker.made() for worker in workers]
     assert sorted(step for one in made for step in one) == list(range(STEPS))
     assert sorted(version for one in made for version in one.values()) == list(range(1, STEPS + 1))
-    expected = replayed(made)
+    expected = Worker.replayed(made)
     for worker in workers:
         assert worker.weights() == expected
         state = worker.context.strategy_state[STATE]
@@ -255,7 +255,7 @@ def test_a_worker_that_pauses_before_its_update_is_made(train: Any) -> None:
     workers = train(2, act)
     made = [worker.made() for worker in workers]
     assert [len(one) for one in made] == [STEPS - 1, 1]
-    assert workers[0].weights() == workers[1].weights() == replayed(made)
+    assert workers[0].weights() == workers[1].weights() == Worker.replayed(made)
 
 
 def test_training_goes_on_after_workers_have_synchronized(train: Any) -> None:
@@ -271,8 +271,8 @@ def test_training_goes_on_after_workers_have_synchronized(train: Any) -> None:
     workers = train(2, act, count=2, copies=1)
     made = [worker.made() for worker in workers]
     assert all(one == middle[0] for one in middle)
-    assert middle[0] == replayed([{step: version for step, version in one.items() if step < 5} for one in made])
-    assert workers[0].weights() == workers[1].weights() == replayed(made)
+    assert middle[0] == Worker.replayed([{step: version for step, version in one.items() if step < 5} for one in made])
+    assert workers[0].weights() == workers[1].weights() == Worker.replayed(made)
     assert workers[0].context.strategy_state[STATE]["version"] == STEPS
     assert len(workers[0].context.warnings) == 2, "the newest summary alone"
 
@@ -326,7 +326,7 @@ def test_a_step_that_is_left_out_is_done(train: Any) -> None:
     workers = train(2, act)
     made = [worker.made() for worker in workers]
     assert sorted(step for one in made for step in one) == [0, 1, 3]
-    assert workers[0].weights() == workers[1].weights() == replayed(made)
+    assert workers[0].weights() == workers[1].weights() == Worker.replayed(made)
     assert workers[0].context.strategy_state[STATE]["version"] == 3
     assert workers[0].context.strategy_state[STATE]["open"] == []
 
@@ -367,7 +367,7 @@ def test_what_others_had_claimed_is_done_after_a_loss(train: Any) -> None:
     made = [worker.made() for worker in workers]
     assert sorted(step for one in made for step in one) == [2, 4]
     assert sorted(version for one in made for version in one.values()) == [4, 5]
-    assert workers[0].weights() == workers[1].weights() == replayed(made)
+    assert workers[0].weights() == workers[1].weights() == Worker.replayed(made)
 
 
 def test_a_lost_worker_leaves_the_last_whole_state(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +387,7 @@ def test_a_lost_worker_leaves_the_last_whole_state(train: Any, monkeypatch: pyte
         assert worker.steps.close() is None
 
     workers = train(3, act, count=3)
-    expected = replayed([worker.made() for worker in workers])
+    expected = Worker.replayed([worker.made() for worker in workers])
     for worker in workers[:2]:
         assert worker.weights() == expected
         state = worker.context.strategy_state[STATE]

@@ -7,11 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 
 from paceline.data import Located
+from paceline.data.feed import Feed
 from paceline.data.located import order as order_module
 from paceline.data.located.order import LocatedOrder
+from paceline.data.order import UNKNOWN
 from paceline.data.streams import reader
 from paceline.errors import ConfigError, DisagreementError, InputError
 from paceline.testing import threads
@@ -212,6 +215,25 @@ def test_a_stream_that_is_used_up_is_an_error_once_training_needs_it() -> None:
     assert threads.run(1, lambda world: [step[1] for step in train(renewed, world, epoch + 1, epoch, state)]) == [
         [False]
     ]
+
+
+def test_all_steps_before_that_are_given_if_data_are_loaded_ahead() -> None:
+    def give(world: Any) -> int:
+        order, given = order_of("a", a=Once("a", 300)), 0
+        order.meet(world, "start")
+        feed = Feed(order._data, order, torch.device("meta"))  # to which batches are copied ahead, as to a GPU
+
+        def groups_of(step: int) -> list[range]:
+            return [range(len(order.microbatches_of(step)))]
+
+        for _ in feed.steps(0, UNKNOWN, groups_of):
+            order.read_on(given)
+            given += 1
+        with pytest.raises(InputError, match="Shard 'a' gives no samples in epoch 1"):
+            next(feed.steps(given, UNKNOWN, groups_of))
+        return given
+
+    assert threads.run(1, give) == [13]
 
 
 def test_a_stream_that_is_shorter_after_a_resume_is_an_error() -> None:

@@ -337,6 +337,21 @@ def test_the_memory_is_that_of_the_process_with_freed_memory_or_of_its_first_ste
     assert all(one.memory_bytes == process + one.tensor_bytes for one in planned(None))
 
 
+def test_a_budget_of_memory_is_not_taken_for_the_memory_of_a_trial() -> None:
+    def start(request: Request) -> None:
+        assert request.runs is not None
+        folder = Path(request.runs, "run", "events")
+        folder.mkdir(parents=True)
+        told: list[dict[str, Any]] = [{"event": "step", "time": float(step)} for step in range(10)]
+        told += [{"event": "memory", "limit": 9, "predicted": 8}, {"event": "memory", "predicted": 8, "reached": 7}]
+        told += [{"event": "memory", "after": after, "reached": size} for after, size in ((0, 3), (5, 4))]
+        lines = (json.dumps({"time": 0.0, "rank": 0, "generation": 0, **one}) for one in told)
+        (folder / "rank-0.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+    trial = trials.steps_of(Request(Path("train.py"), ()), 1, {}, start)
+    assert trial == trials.Trial([1.0] * 6, False, 4, 3)
+
+
 def test_all_measured_costs_are_scaled_if_steps_take_less() -> None:
     costs = {"update_seconds": 0.02, "add_seconds": 0.03, "message_seconds": 0.04}
     profile = replace(_measured().profile, **costs, pass_seconds=0.05, half_pass_seconds=0.06)

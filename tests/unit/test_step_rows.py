@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from test_asynchronous_steps import STEPS, Worker
-from thread_world import run
 from torch import nn
 
 import paceline
@@ -77,35 +76,11 @@ class TableWorker(Worker):
         client.start = counted
 
 
-def replayed(made: list[dict[int, int]]) -> list[Any]:
-    """The weights after these updates in the order of their versions, in one process."""
-    versions = {step: version for one in made for step, version in one.items()}
-    assert sum(map(len, made)) == len(versions), "a step was done twice"
-    model = Model()
-    update = update_of(model)
-    for done, step in enumerate(sorted(versions, key=versions.__getitem__)):
-        fill(model, step)
-        update.apply(done)
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
-
-
 @pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[TableWorker]]]:
-    """Let each worker do something, then synchronize after some steps."""
+def train(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TableWorker]]:
     monkeypatch.setattr(network_claims, "_SLICE_SECONDS", 0.001)
     monkeypatch.setattr("paceline.strategies.parameter_server.network_server.copies_of", lambda context: 2)
-
-    def start(size: int, act: Callable[[Any], None], **server: Any) -> list[TableWorker]:
-        handlers: dict[Any, Any] = {}
-
-        def work(world: Any) -> TableWorker:
-            worker = TableWorker(world, handlers, **server)
-            act(worker)
-            return worker
-
-        return run(size, work)
-
-    yield start
+    return TableWorker.start
 
 
 @pytest.mark.parametrize("server", [{}, {"mode": "bounded", "staleness": 0, "count": 3}, {"dedicated": True}], ids=str)
@@ -116,7 +91,7 @@ def test_each_step_changes_its_rows_once(train: Any, server: dict[str, Any]) -> 
             worker.steps.synchronize(stop)
 
     workers = train(3, act, **server)
-    expected = replayed([worker.made() for worker in workers])
+    expected = TableWorker.replayed([worker.made() for worker in workers])
     for worker in workers:
         steps = len(worker.batch.computed)
         assert worker.weights() == expected
@@ -153,7 +128,7 @@ def test_a_pull_gets_the_newest_rows(train: Any) -> None:
         worker.steps._synchronized = True
 
     train(2, act)
-    expected = torch.tensor(replayed(trained)[1]).view(ROWS, WIDTH)
+    expected = torch.tensor(TableWorker.replayed(trained)[1]).view(ROWS, WIDTH)
     assert torch.equal(found[0][:2], expected[[0, 7]])
     assert found[0][2].tolist() == [1.0] * WIDTH != expected[1].tolist()
     assert found[1] == [{1: 2}, {2: 1, 4: 1}, {1: 1}], "rows 0 and 7 of one table, 1 and 8 of blocks; then row 10"
@@ -205,5 +180,5 @@ def test_a_killed_worker_loses_no_rows(train: Any) -> None:
         assert worker.steps.close() is None
 
     workers = train(3, act, count=3)
-    expected = replayed([worker.made() for worker in workers])
+    expected = TableWorker.replayed([worker.made() for worker in workers])
     assert workers[0].weights() == workers[1].weights() == expected

@@ -17,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.strategies import registry
 from paceline.strategies.local.outer import OuterSteps
+from paceline.strategies.sharded import strategy as sharded
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +202,13 @@ def test_periods_that_cannot_be_kept_are_refused(local: dict[str, Any], named: s
     settings = Settings.model_validate({"batch": BATCH, "strategy": "diloco", "local": local})
     with pytest.raises(ConfigError, match=named):
         registry.entry_of("diloco").validate(settings, mlp(), Order(LENGTH, BATCH, 8, seed=0), 2, 2)
+
+
+def test_sharded_training_returns_freed_memory_once_its_optimizer_has_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc keeps the gaps that the gradients of the first step leave between the moments."""
+    returned: list[int] = []
+    monkeypatch.setattr(sharded.FreedMemory, "trim", lambda memory: returned.append(1))
+    train(mlp, 2, steps=1, strategy="sharded")
+    assert len(returned) == 2
+    train(mlp, 2, steps=3, strategy="sharded")
+    assert len(returned) == 4

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from paceline.checkpoint.tensors import StreamedTensors, hash_of
+from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.step.context import TrainingContext
 from paceline.step.divided.consolidate import parameter_of
 from paceline.step.divided.tensors import Division
@@ -43,6 +44,7 @@ class DividedOptimizerState:
         self._collecting = False
 
     def _division(self, what: str) -> Division:
+        FreedMemory().trim()  # what steps have freed, before tensors are put together in new memory
         shapes = {name: value.shape for name, value in self._model.named_parameters()}
         return Division(self._world, self._own(), lambda name: shapes[parameter_of(name)], what)
 

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.comm.world import LEAVING
 from paceline.data.feed import MicrobatchGroup
 from paceline.data.order import BatchOrder
@@ -166,8 +167,7 @@ class Sharded(Strategy):
         if not copied:
             return
         self._context.events.mark("copies", parameters=copied)
-        launched = env.launch_info()
-        if self._context.settings.shard_copy and not (launched is not None and (launched.elastic or launched.ulfm)):
+        if self._context.settings.shard_copy and not env.survives_losses():
             warn(
                 self._context,
                 "shard_copy = True keeps and updates copies for the loss of a worker, but this run ends when a worker "
@@ -196,6 +196,7 @@ class Sharded(Strategy):
             if self._first and result.applied and self._unfinished is None:
                 self._first = False
                 check_draws(self._context)
+                FreedMemory().trim()  # gaps between the moments, which the first update has allocated among gradients
             if result.notice >= LEAVING and self._unfinished is None:
                 self.hand_on(step + 1)
         except WorkerLost as lost:  # the step is done

@@ -60,9 +60,7 @@ class Points:
     @property
     def wanted(self) -> bool:
         """Whether workers may be lost, leave or join while the others go on with replicas."""
-        launched = env.launch_info()
-        may_change = launched is not None and (launched.elastic or launched.ulfm)
-        return may_change and registry.lanes_of(self._context) > 0
+        return env.survives_losses() and registry.lanes_of(self._context) > 0
 
     @property
     def steps(self) -> int | None:
