@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -151,14 +154,27 @@ class MemoryBudget:
             f"({choice.need}, of a microbatch of {samples} sample{'s' * (samples > 1)}). {fits}"
         )
 
-    def step_done(self) -> None:
-        """After the first steps, keep freed memory unless the workers divide the state, and report the peak."""
+    @contextmanager
+    def of_step(self, step: int) -> Iterator[None]:
+        """Keep freed memory during a step, unless it is audited or one of the first, or the workers divide the state.
+
+        Probes and audits allocate tensors in another order than training, and would leave gaps that later tensors
+        rarely fit into. After the first steps, the peak is reported.
+        """
+        first = self._steps < _STEPS
+        keep_freed_pages(large=not (first or self._divides_state or self._context.audits.is_audited(step)))
+        yield
         self._steps += 1
-        if self._steps != _STEPS:
-            return
+        if self._steps == _STEPS:
+            self._report()
+
+    @cached_property
+    def _divides_state(self) -> bool:
+        """Whether the strategy divides the state among several workers. Here it holds for one worker, too."""
         context = self._context
-        several = capabilities(context.settings, max(context.world.size, 2), bool(context.sparse))
-        keep_freed_pages(large=not several.divides_state)  # for one worker, too
+        return bool(capabilities(context.settings, max(context.world.size, 2), bool(context.sparse)).divides_state)
+
+    def _report(self) -> None:
         if self._decision is None:
             return
         predicted, model = self._decision.predicted, self._context.compute.model

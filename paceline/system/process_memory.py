@@ -12,6 +12,7 @@ from typing import NamedTuple
 _HELD = "Pss_Anon", "Pss_Shmem"
 _LARGE, _LARGEST = 1 << 19, 1 << 25
 """Number of bytes of a tensor that has its own mapping: if large tensors are not kept, and always."""
+_mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None  # None: not glibc
 
 
 class ProcessMemory(NamedTuple):
@@ -50,12 +51,8 @@ def keep_freed_pages(large: bool) -> None:
     Args:
         large: whether to keep the memory of large tensors.
     """
-    if sys.platform != "linux":
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # not glibc
+    if _mallopt is None:
         return
     trim_threshold, mmap_threshold = -1, -3
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(mmap_threshold, _LARGEST if large else _LARGE)
+    _mallopt(trim_threshold, 2**31 - 1)
+    _mallopt(mmap_threshold, _LARGEST if large else _LARGE)

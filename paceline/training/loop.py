@@ -187,9 +187,9 @@ class TrainingLoop:
             try_forward_pass(context, groups, step)
         context.events.step = step
         fault_points.reach("before forward", step)
-        result = self.records.observe(self.strategy, step, groups) or self.strategy.step(step, groups)
-        self.records.chain(self.strategy, self.progress, step, result)
-        self._memory.step_done()
+        with self._memory.of_step(step):
+            result = self.records.observe(self.strategy, step, groups) or self.strategy.step(step, groups)
+            self.records.chain(self.strategy, self.progress, step, result)
         self.loads_ahead = True
         return result
 
