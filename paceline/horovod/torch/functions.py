@@ -13,6 +13,7 @@ from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.runtime import rank
 from paceline.horovod.torch.gathering import allgather, broadcast_, broadcast_async_
 from paceline.horovod.torch.handles import synchronize
+from paceline.system.torch_internals import tree_leaves, tree_map_only
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -63,15 +64,14 @@ def broadcast_optimizer_state(
             for one in group["params"]:
                 if one.requires_grad and one.grad is None:
                     one.grad = torch.zeros_like(one)
-    own = optimizer.state_dict()
-    tensors: list[torch.Tensor] = []
-    skeleton = broadcast_object(_without_tensors(own, tensors), root_rank, "optimizer state", process_set)
+    state = optimizer.state_dict()
+    without_tensors = tree_map_only(torch.Tensor, _Hole, state)
+    without_tensors = broadcast_object(without_tensors, root_rank, "optimizer state", process_set)
     if rank() != root_rank:
-        tensors = []
-        own = _with_tensors(skeleton, tensors)
-    broadcast_parameters(tensors, root_rank, process_set)
+        state = tree_map_only(_Hole, _Hole.filled, without_tensors)
+    broadcast_parameters([one for one in tree_leaves(state) if isinstance(one, torch.Tensor)], root_rank, process_set)
     if rank() != root_rank:
-        optimizer.load_state_dict(own)
+        optimizer.load_state_dict(state)
 
 
 class _Hole:
@@ -80,27 +80,8 @@ class _Hole:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
 
-
-def _without_tensors(value: Any, taken: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        taken.append(value.detach().contiguous())
-        return _Hole(value)
-    if isinstance(value, dict):
-        return {key: _without_tensors(one, taken) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_tensors(one, taken) for one in value)
-    return value
-
-
-def _with_tensors(value: Any, made: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Hole):
-        made.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
-        return made[-1]
-    if isinstance(value, dict):
-        return {key: _with_tensors(one, made) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(one, made) for one in value)
-    return value
+    def filled(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def broadcast_object(
