@@ -55,7 +55,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             to Parquet files beside the runs, once, and the function gets a :class:`paceline.ParquetDataset` instead.
         workers: number of workers on each machine.
         on: ``"local"``; ``"debug"``, which calls the function in this process as the only worker, for a debugger; a
-            cluster, as for ``--on``; or a ``SparkSession``, which runs a barrier stage of ``nodes`` tasks.
+            cluster, as for ``--on``; or a ``SparkSession``, which runs ``nodes`` tasks.
         settings: settings as for ``--set``, such as ``{"exact": True}``. They override those of :func:`paceline.start`.
         elastic: ``"MIN:MAX"`` workers. The run then continues after the loss of a worker.
         nodes: number of machines, or ``"MIN:MAX"``.

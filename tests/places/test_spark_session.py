@@ -87,8 +87,7 @@ def driven(spark: SparkCluster, folder: Path, body: str) -> dict[str, Any]:
 
 
 TRAINED = """
-FOUND["results"] = paceline.launch(train, frame.repartition(3), "killed", on=spark, nodes=2,
-                                   settings={"checkpoint": {"every": 2}})
+FOUND["results"] = paceline.launch(train, frame.repartition(3), "killed", on=spark, nodes=2)
 data = paceline.ParquetDataset.from_spark(frame.repartition(7), "samples")
 FOUND["same"] = sorted((row[0].tolist(), int(row[1])) for row in data) == sorted((list(x), y) for x, y in rows)
 """

@@ -26,7 +26,7 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     executable: str | None = None,
     **others: Any,
 ) -> list[_T]:
-    """Call a function on Spark's executors in one barrier stage by :func:`paceline.launch`.
+    """Call a function on Spark's executors by :func:`paceline.launch`.
 
     Args:
         fn: function that each worker calls, sent by cloudpickle.
@@ -44,7 +44,7 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
 
     Raises:
         ConfigError: an argument cannot be used, or this process is not connected to Spark.
-        StartError: Spark has too few slots for the tasks.
+        StartError: Spark has too few slots for the tasks, or its executors cannot start workers.
         RunFailed: a worker was lost. An exception of the function is raised itself, with rank and traceback added.
     """
     check_others("horovod.spark.run", others)

@@ -25,6 +25,8 @@ from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.launchers.base import Examination, Request
 
+MEETING = "HOST:PORT"  # placeholder for the rendezvous in a placement, which is known once the cluster is connected
+
 
 @dataclass(frozen=True)
 class Options:
@@ -186,6 +188,29 @@ def _doctor_command(
     words += ["--verbose"] if wanted.verbose else []
     words += ["--json"] if wanted.as_json else []
     return [*words, *([] if wanted.script is None else [str(wanted.script)])]
+
+
+def coordinated_here(request: Request, variables: Mapping[str, str], python: str = sys.executable) -> list[Agent]:
+    """Return this machine's agent, with the coordinator and no workers, and then an agent for each machine to start.
+
+    Any machine but this one may be lost, so the run is elastic. Paths are absolute, and the rendezvous is ``MEETING``.
+
+    Args:
+        variables: additional variables of the other machines.
+        python: interpreter on the other machines.
+    """
+    fewest, most = request.nodes or (1, 1)
+    request = replace(
+        request.absolute(),
+        least=request.least or request.workers * fewest,
+        most=request.most or request.workers * most,
+    )
+    machines = (fewest, most) if request.examination is None else (fewest + 1, most + 1)  # plus this machine
+    here = agent_command(replace(request, standby=0), 0, 0, machines, MEETING)
+    there = tuple(agent_command(request, request.workers, 0, machines, MEETING, python))
+    known = secret_environment(request)
+    others = [Agent(f"machine {number}", there, {**variables, **known}) for number in range(most)]
+    return [Agent("here", tuple(here), known), *others]
 
 
 def secret_environment(request: Request) -> dict[str, str]:

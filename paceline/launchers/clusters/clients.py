@@ -18,6 +18,7 @@ from typing import IO
 
 from paceline.environments import env
 from paceline.errors import PREEMPTED, StartError
+from paceline.launchers.clusters.base import Agent
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.output import Lines, ends_within
@@ -85,6 +86,12 @@ def follow(
             started.close()
     code = started.codes.get(0, -signal.SIGKILL)
     return code if code >= 0 else 128 - code
+
+
+def follow_agent(agent: Agent, grace_seconds: float) -> int:
+    """Run an agent on this machine until it ends, as :func:`follow` does. Return its exit code."""
+    client = Client(agent.machine, agent.command, agent.environment)
+    return follow([client], env.inherited(), grace_seconds, lambda client, code: False)
 
 
 @dataclass

@@ -20,19 +20,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 from paceline.environments import env
 from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
-from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
-from paceline.launchers.clusters.clients import Client, follow, run_here, say, say_end
+from paceline.launchers.clusters.base import Agent, Options, Place, Placement, coordinated_here
+from paceline.launchers.clusters.clients import follow_agent, run_here, say, say_end
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.machine import choose_port, listens
 
-_HERE = "HERE:PORT"  # placeholder for the rendezvous in a placement, which is known once the cluster is connected
 _POLL_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 10.0
@@ -65,27 +64,18 @@ class RayPlace(Place):
         cpus = options.slot_cpus or request.workers
         self._bundle = {"CPU": float(cpus), **({"GPU": float(options.gpus)} if options.gpus else {})}
         self._strategy = "PACK" if options.slot_cpus else "STRICT_SPREAD"
-        nodes = request.nodes or (1, 1)
-        request = replace(
-            request.absolute(),
-            least=request.least or request.workers * nodes[0],
-            most=request.most or request.workers * nodes[1],
-        )
-        machines = nodes if request.examination is None else (nodes[0] + 1, nodes[1] + 1)  # plus this machine
-        here = agent_command(replace(request, standby=0), 0, 0, machines, _HERE)
-        there = agent_command(request, request.workers, 0, machines, _HERE)
-        known = secret_environment(request)
         travel = [name for name in sorted(environment) if name == "OMP_NUM_THREADS" or name.startswith("PACELINE_")]
         passed = {name: environment[name] for name in travel}  # all other variables on the nodes are those of Ray
+        here, *there = coordinated_here(request, passed)
+        nodes = request.nodes or (1, 1)
         text = [
             f"cluster: {options.address or 'the one that is found, or a new one of this machine'}",
             f"placement group: {nodes[0]} x {_resources(self._bundle)}, strategy {self._strategy}",
             *([f"and up to {nodes[1] - nodes[0]} more, each in a group of its own"] if nodes[1] > nodes[0] else []),
-            f"here: {shlex.join(here)}",
-            f"each node: {shlex.join(there)}",
+            f"here: {shlex.join(here.command)}",
+            f"each node: {shlex.join(there[0].command)}",
         ]
-        agents = [Agent(f"node {n}", tuple(there), {**passed, **known}) for n in range(nodes[1])]
-        return Placement("ray", (Agent("here", tuple(here), known), *agents), "\n".join(text))
+        return Placement("ray", (here, *there), "\n".join(text))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
         """Place the actors and start the agents. This process runs the coordinator's agent and waits for its end."""
@@ -100,8 +90,7 @@ class RayPlace(Place):
             try:
                 nodes.place(fewest, request.patience_seconds)
                 nodes.start(there, fewest, str(request.script.absolute()), port, request.patience_seconds)
-                coordinator = Client(here.machine, here.command, here.environment)
-                return follow([coordinator], env.inherited(), request.grace_seconds, lambda client, code: False)
+                return follow_agent(here, request.grace_seconds)
             finally:
                 nodes.close()
 

@@ -15,7 +15,7 @@ PLACES: dict[str, str] = {
     "slurm": "slurm.place:Slurm",
     "mpi": "mpi:Mpi",
     "kubernetes": "kubernetes.place:Kubernetes",
-    "spark": "spark.place:Spark",
+    "spark": "spark:Spark",
 }
 """Module and class of each cluster, in the order in which clusters are detected."""
 

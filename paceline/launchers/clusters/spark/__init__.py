@@ -1,1 +1,0 @@
-"""Spark: agents as tasks of a barrier stage, or each agent as a separate job."""
