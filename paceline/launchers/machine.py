@@ -16,7 +16,7 @@ from paceline.errors import StartError
 from paceline.launchers.base import Machine
 
 _NODES = Path("/sys/devices/system/node")
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # first and last port of the ephemeral range
 _LOWEST_PORT, _DRAWS = 10_000, 100
 _MOST_MARKS = 32
 _marks: deque[int] = deque()
@@ -88,15 +88,15 @@ def check_allowed(here: int, largest: int, given: Allowed | None = None) -> None
 
 def measure() -> Machine:
     """Return the cores that this process may use, grouped by memory domain."""
-    cores = _usable_cores()
-    domains = [core_list(path.read_text()) & cores for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]
-    return Machine(cores, tuple(domain for domain in domains if domain))
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return Machine(frozenset(cores), tuple(domains(frozenset(cores)).values()))
 
 
-def _usable_cores() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+def domains(cores: frozenset[int]) -> dict[int, frozenset[int]]:
+    """Return those of the given cores that belong to each memory domain, by its number, without empty domains."""
+    paths = sorted(_NODES.glob("node[0-9]*/cpulist"))
+    found = {int(path.parent.name.removeprefix("node")): core_list(path.read_text()) & cores for path in paths}
+    return {number: own for number, own in found.items() if own}
 
 
 def core_list(text: str) -> frozenset[int]:
@@ -117,7 +117,7 @@ def choose_port(wanted: int | None) -> int:
     still take it on purpose. A worker then reports the conflict.
     """
     if wanted is None:
-        below, chance = _first_given_port(), SystemRandom()  # tests may have seeded the default generator
+        below, chance = number_in(_GIVEN_PORTS) or 0, SystemRandom()  # tests may have seeded the default generator
         for _ in range(_DRAWS if below > 2 * _LOWEST_PORT else 0):
             with contextlib.suppress(OSError):
                 return _draw(chance.randrange(_LOWEST_PORT, below))
@@ -156,9 +156,9 @@ def _bind(port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _first_given_port() -> int:
-    """Return the lowest port of the ephemeral range, or 0 if unknown."""
+def number_in(file: Path, place: int = 0) -> int | None:
+    """Return the word at this place in a file of the kernel as a number, or None if it is missing or no number."""
     try:
-        return int(_GIVEN_PORTS.read_text().split()[0])
+        return int(file.read_text().split()[place])
     except (OSError, ValueError, IndexError):
-        return 0
+        return None

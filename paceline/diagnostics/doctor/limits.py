@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.launchers import machine
 from paceline.launchers.local.kernel import control_chain
+from paceline.launchers.machine import number_in
 
 _PROC = Path("/proc")
 _SHARED = Path("/dev/shm")
@@ -85,19 +86,12 @@ def _memory() -> Iterator[tuple[str, int]]:
             yield name, int(rest.split()[0]) * 1024
 
 
-def _number(file: Path, place: int = 0) -> int | None:
-    try:
-        return int(file.read_text().split()[place])
-    except (OSError, ValueError, IndexError):  # ``max`` is not a number
-        return None
-
-
 def _quota() -> float | None:
     found = []
     for folder in control_chain("cpu"):
         for quota, period in (
-            (_number(folder / "cpu.max"), _number(folder / "cpu.max", 1)),
-            (_number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")),
+            (number_in(folder / "cpu.max"), number_in(folder / "cpu.max", 1)),
+            (number_in(folder / "cpu.cfs_quota_us"), number_in(folder / "cpu.cfs_period_us")),
         ):
             if quota is not None and period and quota > 0:
                 found.append(quota / period)
@@ -109,10 +103,10 @@ def _memory_limit() -> tuple[int | None, int]:
     tightest: tuple[int, int] | None = None
     for folder in control_chain("memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            most = _number(folder / limit)
+            most = number_in(folder / limit)
             if most is None or most >= _UNLIMITED:
                 continue
-            now = max(0, (_number(folder / used) or 0) - _cached(folder))
+            now = max(0, (number_in(folder / used) or 0) - _cached(folder))
             if tightest is None or most - now < tightest[0] - tightest[1]:
                 tightest = most, now
     return tightest or (None, 0)
@@ -132,14 +126,5 @@ def _near_memory() -> bool:
         for line in (_PROC / "self/status").read_text().splitlines():
             if line.startswith("Mems_allowed_list:"):
                 allowed = machine.core_list(line.partition(":")[2])
-                return bool(allowed & _own_domains())
+                return bool(allowed & (machine.domains(machine.measure().cores).keys() or {0}))
     return True
-
-
-def _own_domains() -> set[int]:
-    cores = machine.measure().cores
-    found = set()
-    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
-        if machine.core_list(path.read_text()) & cores:
-            found.add(int(path.parent.name[4:]))
-    return found or {0}

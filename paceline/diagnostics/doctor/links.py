@@ -20,6 +20,7 @@ from pathlib import Path
 
 from paceline.coordinator.wire.authentication import AGENT, NotAuthenticated, admit, authenticate
 from paceline.diagnostics.doctor.reach import attempt
+from paceline.launchers.machine import number_in
 from paceline.system.secret import Secret
 
 _MESSAGES, _WINDOW, _MESSAGE = 400, 16, 64
@@ -183,10 +184,7 @@ def _receive(connection: socket.socket) -> tuple[int, float, float]:
 
 def _starved() -> float:
     """Return the seconds for which this thread was ready to run but waited for a processor."""
-    try:
-        return int(_STARVED.read_text().split()[1]) * 1e-9
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    return (number_in(_STARVED, 1) or 0) * 1e-9
 
 
 def _read(connection: socket.socket, count: int) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.coordinator.machines import interface_of
 from paceline.diagnostics.doctor.finding import Finding, ok
 from paceline.environments import env
+from paceline.launchers.machine import number_in
 
 _NET = Path("/sys/class/net")
 
@@ -26,15 +27,8 @@ class Interface:
 def interface_at(address: str) -> Interface | None:
     if (name := interface_of(address)) is None:
         return None
-    speed = _number(name, "speed")
-    return Interface(name, _number(name, "mtu") or 0, speed if speed and speed > 0 else None)
-
-
-def _number(name: str, what: str) -> int | None:
-    try:
-        return int((_NET / name / what).read_text())
-    except (OSError, ValueError):
-        return None
+    speed = number_in(_NET / name / "speed")
+    return Interface(name, number_in(_NET / name / "mtu") or 0, speed if speed and speed > 0 else None)
 
 
 def resolve(name: str) -> str | None:
