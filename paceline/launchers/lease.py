@@ -6,12 +6,14 @@ launcher ends for any reason. File systems without locks are not protected.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.errors import ConfigError
@@ -20,31 +22,25 @@ FILE = "lock"
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
-class Lease:
-    """Exclusive right to write a run directory, held until ``close``."""
-
-    def __init__(self, run: Path) -> None:
-        self._file = (run / FILE).open("a+")
+@contextlib.contextmanager
+def lease(run: Path) -> Iterator[None]:
+    """Hold the exclusive right to write a run directory during the ``with`` block."""
+    with (run / FILE).open("a+") as file:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _read_holder(run)
-            if error.errno not in _WITHOUT_LOCKS:
-                self._file.close()
             if isinstance(error, BlockingIOError | PermissionError):
                 raise ConfigError(
-                    f"The run {run} is in use by another launcher{holder}. Wait until that has ended, or end it, or "
-                    f"choose another --name."
+                    f"The run {run} is in use by another launcher{_read_holder(run)}. Wait until that has ended, or "
+                    f"end it, or choose another --name."
                 ) from None
             if error.errno not in _WITHOUT_LOCKS:
                 raise
         mine = {"host": platform.node(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self._file.truncate(0)
-        self._file.write(json.dumps(mine) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        file.truncate(0)
+        file.write(json.dumps(mine) + "\n")
+        file.flush()
+        yield
 
 
 def _read_holder(run: Path) -> str:

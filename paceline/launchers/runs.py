@@ -27,7 +27,7 @@ from pathlib import Path
 from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launchers.base import Launch, Machine, Request
-from paceline.launchers.lease import Lease
+from paceline.launchers.lease import lease
 from paceline.system.masking import mask
 from paceline.system.regular_files import read_text
 
@@ -83,14 +83,12 @@ def claim(request: Request) -> Iterator[Path]:
             continue
         except OSError as error:
             raise _unwritable(run, error) from None
-    if request.first:  # the first machine holds the lock
-        yield run
-        return
-    try:
-        lease = Lease(run)
-    except OSError as error:
-        raise _unwritable(run, error) from None
-    with contextlib.closing(lease):
+    with contextlib.ExitStack() as held:
+        if not request.first:  # the first machine holds the lock
+            try:
+                held.enter_context(lease(run))
+            except OSError as error:
+                raise _unwritable(run, error) from None
         yield run
 
 

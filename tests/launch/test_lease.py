@@ -16,7 +16,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.launchers import runs
 from paceline.launchers.base import Request
-from paceline.launchers.lease import Lease
+from paceline.launchers.lease import lease
 
 HOLD = """
 import sys
@@ -136,8 +136,8 @@ def test_a_folder_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    Lease(tmp_path).close()
-    Lease(tmp_path).close()
+    with lease(tmp_path), lease(tmp_path):
+        pass
 
 
 def test_another_machine_of_the_run_needs_no_lease(start: Start, tmp_path: Path) -> None:
