@@ -16,7 +16,6 @@ runs/<name>/
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -28,6 +27,7 @@ from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launchers.base import Launch, Machine, Request
 from paceline.launchers.lease import lease
+from paceline.system.installed import version
 from paceline.system.masking import mask
 from paceline.system.regular_files import read_text
 
@@ -239,11 +239,3 @@ def _facts(launch: Launch, request: Request, machine: Machine) -> dict[str, obje
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("paceline", "torch", "numpy")},
     }
-
-
-def version(package: str) -> str | None:
-    """Return the version of an installed package without importing it, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

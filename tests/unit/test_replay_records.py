@@ -11,7 +11,7 @@ from event_files import mark
 from paceline.diagnostics.replay.parting import first_of, first_recorded
 from paceline.diagnostics.replay.recorded import load
 from paceline.errors import ConfigError, InputError
-from paceline.launchers.runs import version
+from paceline.system.installed import version
 
 LOSSES = (0.9, 0.8, 0.7, 0.6, 0.5)
 

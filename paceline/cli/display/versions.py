@@ -7,7 +7,7 @@ import platform
 import re
 
 import paceline
-from paceline.launchers.runs import version
+from paceline.system.installed import version
 
 _REQUIREMENT = re.compile(r"([\w.-]+).*;.*extra == [\"']([\w.-]+)[\"']")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 
 from paceline.errors import DisagreementError
 from paceline.system import user_code
+from paceline.system.installed import file_hash, version
 
 _CURES = {
     "code": "Give every worker the same files.",
@@ -34,20 +32,14 @@ _CURES = {
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch, NumPy and Paceline, which affect numerical results."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "numpy", "paceline")}
+    return {"python": platform.python_version()} | {
+        name: version(name) or "not installed" for name in ("torch", "numpy", "paceline")
+    }
 
 
-@functools.cache
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def code_hashes() -> dict[str, str]:
+def code_hashes() -> dict[str, str | None]:
     """Return the first 16 hex digits of the SHA-256 of the script and each module from its folder, by relative path."""
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in user_code.script_files().items()}
+    return {name: file_hash(path) for name, path in user_code.script_files().items()}
 
 
 def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:

@@ -16,6 +16,7 @@ from paceline.diagnostics.doctor.finding import Finding, to_json
 from paceline.diagnostics.doctor.links import Listener, measure
 from paceline.environments import env
 from paceline.launchers.base import Examination
+from paceline.system.installed import file_hash
 from paceline.system.secret import Secret
 
 Answer = dict[str, Any]
@@ -89,7 +90,7 @@ class Examiner:
             "torch": loaded,
             "processor": identity.processor(),
             "driver": gpus[0]["driver_version"] if gpus else None,
-            "script": _described(wanted.given.script, lambda path: {"hash": identity.script_hash(path)}),
+            "script": _described(wanted.given.script, lambda path: {"hash": file_hash(path)}),
             "data": _described(wanted.given.data, identity.data_facts),
             "interface": asdict(self._interface) if self._interface else None,
             "memory": min(limit.memory, limit.memory_limit or limit.memory),

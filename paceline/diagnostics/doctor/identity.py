@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.environments import env
-from paceline.launchers.runs import version
-from paceline.system.regular_files import open_regular
+from paceline.system.installed import version
 
 _TORCH_SECONDS = 120.0
 _INSTRUCTIONS = ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "neon", "asimd", "sve", "bf16")
@@ -65,15 +64,6 @@ def processor() -> dict[str, str]:
     flags = (rows.get("flags") or rows.get("Features") or "").split()
     model = rows.get("model name") or platform.machine()
     return {"model": model, "instructions": " ".join(one for one in _INSTRUCTIONS if one in flags)}
-
-
-def script_hash(script: Path) -> str | None:
-    """Return the first 16 hex digits of a script's SHA-256, or None if the script cannot be read."""
-    try:
-        with open_regular(script) as file:
-            return hashlib.sha256(file.read()).hexdigest()[:16]
-    except OSError:
-        return None
 
 
 def data_facts(path: Path) -> dict[str, Any]:

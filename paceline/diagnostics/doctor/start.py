@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.coordinator.types import Message
-from paceline.diagnostics.doctor.identity import script_hash, versions
+from paceline.diagnostics.doctor.identity import versions
+from paceline.system.installed import file_hash
 
 _CLOCK_OFF = 5.0
 _LONGEST = 60
@@ -18,7 +19,7 @@ _LONGEST = 60
 
 def about(script: Path) -> Message:
     """Describe this machine without importing torch, in tens of milliseconds."""
-    return {**versions(), "CUDA": _cuda() or "none", "script": script_hash(script) or "none"}
+    return {**versions(), "CUDA": _cuda() or "none", "script": file_hash(script) or "none"}
 
 
 def _cuda() -> str | None:

@@ -6,7 +6,6 @@ as later steps follow from it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, InputError
-from paceline.launchers.runs import version
 from paceline.observe.records import Record, read
+from paceline.system.installed import file_hash, version
 from paceline.system.masking import MASK
-from paceline.system.regular_files import open_regular, read_text
+from paceline.system.regular_files import read_text
 
 _EVENTS = ("start", "step", "checkpoint", "resume", "recovered", "communication")
 _ASYNCHRONOUS = "Only strategies that compute the same function on any number of workers record digests of their steps"
@@ -123,7 +122,7 @@ class RecordedRun:
             raise ConfigError(f"--step {step}: {self.folder.name} has {self.range_of_steps()}.")
         for name, was in self.start_of(step).get("code", {}).items():
             path = self.script.parent / name
-            now = _hash(path)
+            now = file_hash(path)
             if now != was:
                 raise ConfigError(
                     f"{path} is not the file with which {self.folder.name} was trained: its hash was {was} and is "
@@ -217,11 +216,3 @@ def _checkpoints(folder: Path, records: list[Record]) -> Iterator[tuple[int, Pat
     for step, path in [*known, *own]:
         if step.isdecimal() and any(path.glob("**/manifest.json")):
             yield int(step), path
-
-
-def _hash(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return hashlib.sha256(file.read()).hexdigest()[:16]
-    except OSError:
-        return ""

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import StartError
-from paceline.launchers import runs
 from paceline.launchers.clusters.ssh import remote as ssh_remote
+from paceline.system.installed import version
 
 CONNECTION_FAILED = 255  # Exit code of ssh itself. Any other exit code is that of the remote command.
 _ANSWER_SECONDS = 60.0
@@ -151,15 +151,15 @@ def _lacks(host: str, facts: Facts, needs: Needs) -> str | None:
     if facts["missing"]:
         where = f" in {needs.directory}" if any(not name.startswith("/") for name in facts["missing"]) else ""
         return f"{host}: there is no {', '.join(facts['missing'])}{where}. Copy it there, or share the directory."
-    version = runs.version("paceline")
+    own = version("paceline")
     if facts["paceline"] is None:
         return (
-            f"{host}: {needs.python} cannot import paceline ({facts['why']}). Install paceline {version} "
+            f"{host}: {needs.python} cannot import paceline ({facts['why']}). Install paceline {own} "
             f"for this Python there."
         )
-    if facts["paceline"] != version:
+    if facts["paceline"] != own:
         return (
-            f"{host} has paceline {facts['paceline']}, and this machine has {version}. Install the same "
+            f"{host} has paceline {facts['paceline']}, and this machine has {own}. Install the same "
             f"version on all hosts."
         )
     return None
