@@ -19,6 +19,7 @@ from paceline.environments import env
 from paceline.errors import ConfigError, StartError, counted
 from paceline.launchers.base import Examination, Request
 from paceline.launchers.local.child import end_with_parent
+from paceline.observe.records import printable
 
 if TYPE_CHECKING:
     from paceline.diagnostics.doctor.diagnosis import Diagnosis
@@ -118,7 +119,7 @@ def _examine_here(request: Request) -> int:
     if env.text(env.USER_COMMAND) is None or found.first:
         _show(found, request)
     elif found.elsewhere is None:
-        say(_printable("\n".join(shown(found, request.examination.verbose))))
+        say(_text(found, request.examination))
     if file := env.path(env.EXIT_CODE_FILE):  # a nonzero code makes mpiexec end the others and print a lot
         with contextlib.suppress(OSError):  # the folder is on another machine
             if found.first:
@@ -132,7 +133,7 @@ def _show(found: Diagnosis, request: Request) -> None:
     if request.examination.as_json:
         print(to_json(found))
     else:
-        print(_printable("\n".join(shown(found, request.examination.verbose))))
+        print(_text(found, request.examination))
 
 
 def to_json(found: Diagnosis) -> str:
@@ -167,6 +168,6 @@ def _explained(one: Finding) -> list[str]:
     return [f"{one.status.upper()}{place} {one.check}: {one.values}", f"  why: {one.why}", f"  do:  {one.cure}", ""]
 
 
-def _printable(text: str) -> str:
-    """Replace control characters, which a terminal would obey, because some text comes from other machines."""
-    return "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
+def _text(found: Diagnosis, wanted: Examination) -> str:
+    """Return the findings as text. Some of it comes from other machines, so control characters are escaped."""
+    return "\n".join(map(printable, shown(found, wanted.verbose)))

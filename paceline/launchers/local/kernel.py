@@ -77,10 +77,9 @@ def _read(path: Path) -> int:
 def state_of(pid: int) -> str:
     """Return the state of a local process, such as ``sleeps`` or ``is stopped``. Empty if unknown."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return _STATES.get(_fields(pid)[0].decode(), "")
     except OSError:
         return ""
-    return _STATES.get(text.rpartition(") ")[2][:1], "")
 
 
 def is_ending(pid: int, started: int | None = None) -> bool:
