@@ -107,7 +107,7 @@ class TwoAgents(Place):
 
     def carry_out(self, placement: Placement, request: Request) -> int:
         clients = [Client(one.machine, one.command, one.environment) for one in placement.agents]
-        return follow(clients, env.inherited(), request.grace_seconds, lambda client, code: True)
+        return follow(clients, request.grace_seconds, lambda client, code: True)
 
 
 SCRIPT = """
@@ -146,7 +146,7 @@ def test_agents_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_one_that_cannot_be_started(capfd: pytest.CaptureFixture[str]) -> None:
-    assert follow([Client("m", ["/no/such/program"])], {}, 1.0, lambda client, code: False) == 127
+    assert follow([Client("m", ["/no/such/program"])], 1.0, lambda client, code: False) == 127
     assert "/no/such/program cannot be started" in capfd.readouterr().err
 
 
@@ -161,7 +161,7 @@ def test_the_end_of_one_may_end_all(tmp_path: Path, capfd: pytest.CaptureFixture
         seen.append((client.name, code))
         return False
 
-    assert follow([waits, fails], env.inherited(), 20.0, ended) == 7
+    assert follow([waits, fails], 20.0, ended) == 7
     assert seen[0] == ("second", 9)
     shown = capfd.readouterr()
     assert shown.out == "up\nstopped\n" and shown.err == "[second] no\n"
@@ -179,7 +179,7 @@ def test_a_signal_stops_all(by_signal: bool, tmp_path: Path, capfd: pytest.Captu
     first = Client("first", ["sh", "-c", both], first_input=lines)
     second = replace(first, name="second", command=["sh", "-c", f"{trap}; touch {up}; {wait}"])
     before = signal.getsignal(signal.SIGINT)
-    assert follow([first, second], env.inherited(), 20.0, lambda client, code: True) == 75
+    assert follow([first, second], 20.0, lambda client, code: True) == 75
     assert signal.getsignal(signal.SIGINT) is before
 
 

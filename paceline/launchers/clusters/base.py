@@ -200,11 +200,7 @@ def coordinated_here(request: Request, variables: Mapping[str, str], python: str
         python: interpreter on the other machines.
     """
     fewest, most = request.nodes or (1, 1)
-    request = replace(
-        request.absolute(),
-        least=request.least or request.workers * fewest,
-        most=request.most or request.workers * most,
-    )
+    request = replace(request.absolute(), least=request.smallest, most=request.largest)
     machines = (fewest, most) if request.examination is None else (fewest + 1, most + 1)  # plus this machine
     here = agent_command(replace(request, standby=0), 0, 0, machines, MEETING)
     there = tuple(agent_command(request, request.workers, 0, machines, MEETING, python))
@@ -233,6 +229,8 @@ def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
 
 def listed_hosts(options: Options, slots: int) -> list[tuple[str, int]] | None:
     """Return the hosts of ``-H`` or ``--hostfile`` with their numbers of workers. None if neither is given."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise ConfigError("-H and --hostfile both name the hosts; give one of them.")
     if options.hosts is not None:
         return parse_hosts(options.hosts, slots)
     return None if options.hostfile is None else read_hostfile(options.hostfile, slots)

@@ -55,7 +55,6 @@ More = Callable[[], Sequence[Client]]
 
 def follow(
     clients: Sequence[Client],
-    inherited: Mapping[str, str],
     grace_seconds: float,
     ended: Ended,
     again: Again = lambda client, code: None,
@@ -74,7 +73,7 @@ def follow(
         StartError: a client could not be started. Clients that were started before are ended.
     """
     with stop_signals() as received:
-        started = _Started(list(clients), inherited, grace_seconds, ended, again, more)
+        started = _Started(list(clients), grace_seconds, ended, again, more)
         try:
             started.start()
             while started.running and len(received) < 2 and time.monotonic() < started.deadline:
@@ -91,7 +90,7 @@ def follow(
 def follow_agent(agent: Agent, grace_seconds: float) -> int:
     """Run an agent on this machine until it ends, as :func:`follow` does. Return its exit code."""
     client = Client(agent.machine, agent.command, agent.environment)
-    return follow([client], env.inherited(), grace_seconds, lambda client, code: False)
+    return follow([client], grace_seconds, lambda client, code: False)
 
 
 @dataclass
@@ -99,7 +98,6 @@ class _Started:
     """Running processes of clients, by their places in the list of clients. The arguments are those of ``follow``."""
 
     clients: list[Client]
-    inherited: Mapping[str, str]
     grace_seconds: float
     ended: Ended
     again: Again
@@ -117,7 +115,7 @@ class _Started:
 
     def _start(self, place: int) -> None:
         client = self.clients[place]
-        self.running[place] = process = _start(client, self.inherited)
+        self.running[place] = process = _start(client)
         self.relays += _relay(process, f"[{client.name}] " if place else "")
         _write(process, client.first_input or b"")
 
@@ -193,11 +191,11 @@ def _close_input(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-def _start(client: Client, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(client: Client) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             command_of(frozenset(), tuple(client.command)),
-            env={**inherited, **client.environment},
+            env={**env.inherited(), **client.environment},
             stdin=subprocess.DEVNULL if client.first_input is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -217,8 +215,18 @@ def _relay(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thre
 
 
 def _copy(pipe: IO[bytes], to: IO[str], prefix: str) -> None:
+    """Forward a pipe until its end, in complete lines."""
+    lines = Lines()
     with pipe:
-        copy(pipe.fileno(), to, prefix)
+        while data := os.read(pipe.fileno(), 1 << 16):
+            _print(lines.take(data), to, prefix)
+    _print(lines.rest(), to, prefix)
+
+
+def _print(lines: list[str], to: IO[str], prefix: str) -> None:
+    if lines:
+        to.write("".join(f"{prefix}{line}\n" for line in lines))
+        to.flush()
 
 
 def run_here(command: Sequence[str], environment: Mapping[str, str], folder: str | Path) -> tuple[int, str]:
@@ -254,17 +262,3 @@ def say_end(machine: str, code: int, last: str, over: threading.Event) -> None:
     if code not in (0, PREEMPTED) and not over.wait(_SAY_SECONDS):
         for line in last.splitlines():
             say(f"[{machine}] {line}")
-
-
-def copy(source: int, to: IO[str], prefix: str) -> None:
-    """Forward the data of a file descriptor until its end, in complete lines."""
-    lines = Lines()
-    while data := os.read(source, 1 << 16):
-        _print(lines.take(data), to, prefix)
-    _print(lines.rest(), to, prefix)
-
-
-def _print(lines: list[str], to: IO[str], prefix: str) -> None:
-    if lines:
-        to.write("".join(f"{prefix}{line}\n" for line in lines))
-        to.flush()

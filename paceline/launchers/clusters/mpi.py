@@ -67,7 +67,7 @@ class Mpi(Place):
             environment = {**placement.agents[0].environment, env.EXIT_CODE_FILE: str(kept)}
             command = shlex.split(placement.text)
             client = Client("mpiexec", command, environment, stop=signal.SIGUSR1)  # SIGTERM leaves no time to save
-            code = follow([client], env.inherited(), request.grace_seconds, lambda client, code: True)
+            code = follow([client], request.grace_seconds, lambda client, code: True)
             if code == 0 and kept.exists():  # Hydra returns 0 for agents that end long after a signal
                 code = int(kept.read_text() or 0)
             return code
@@ -101,8 +101,6 @@ def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Age
 
 
 def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
-    if options.hosts is not None and options.hostfile is not None:
-        raise ConfigError("-H and --hostfile both name the hosts; give one of them.")
     if (found := listed_hosts(options, request.workers)) is not None:
         return found
     if request.nodes is not None and request.nodes != (1, 1):

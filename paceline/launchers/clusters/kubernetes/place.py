@@ -61,8 +61,8 @@ class Kubernetes(Place):
             request,
             name=run,
             runs=runs,
-            least=request.least or request.workers * least,
-            most=request.most or request.workers * most,
+            least=request.smallest,
+            most=request.largest,
             settings={"resume": "auto", **request.settings},
         )
         command = agent_command(

@@ -110,7 +110,7 @@ def batch_script(request: Request, options: Options, run: Path) -> str:
     }
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in directives.items() if value is not None]
     lines.append("#SBATCH --requeue" if resumes else "#SBATCH --no-requeue")
-    if (request.least or request.workers * fewest) < (request.most or request.workers * most):
+    if request.smallest < request.largest:
         lines.append("#SBATCH --no-kill")
     named = replace(request, name=run.name, settings={"resume": "auto", **request.settings})
     command = [sys.executable, "-m", "paceline", "run", "--on", "slurm", *given_options(named)]

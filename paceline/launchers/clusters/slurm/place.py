@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.launchers import runs
 from paceline.launchers.base import Request
@@ -122,5 +121,5 @@ def _run_steps(placement: Placement, request: Request) -> int:
         return False
 
     clients = [Client(one.machine, one.command, one.environment, stop=signal.SIGUSR1) for one in placement.agents]
-    code = follow(clients, env.inherited(), request.grace_seconds, ended)
+    code = follow(clients, request.grace_seconds, ended)
     return refused[0] if refused else code

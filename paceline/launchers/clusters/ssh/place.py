@@ -88,7 +88,7 @@ class Ssh(Place):
         ends = _Ends(clients[0], request.examination is not None, growth)
         more: More = tuple if growth is None else growth.take
         try:
-            code = follow(clients, env.inherited(), request.grace_seconds, ends.ended, ends.again, more)
+            code = follow(clients, request.grace_seconds, ends.ended, ends.again, more)
         finally:
             if growth is not None:
                 growth.over.set()
@@ -203,8 +203,8 @@ def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
     if request.discovery is not None:
         return _first_hosts(ask(request.discovery), request.most or 0)
     found = listed_hosts(options, request.workers)
-    if found is None or (options.hosts is not None and options.hostfile is not None):
-        raise ConfigError("--on ssh: give the hosts by -H host1:4,host2:2 or by --hostfile FILE, one of the two.")
+    if found is None:
+        raise ConfigError("--on ssh: give the hosts by -H host1:4,host2:2 or by --hostfile FILE.")
     if request.nodes is not None:
         raise ConfigError(
             "--nodes has no effect with --on ssh, which uses all hosts: leave it out, and say with --elastic how few "
