@@ -80,8 +80,8 @@ def join_all(seconds: float = threading.TIMEOUT_MAX) -> None:
 
 
 def _at_exit(call: Callable[[], None]) -> None:
-    """Register a call for the end of the script, while threads can still be started as clients of object stores need.
+    """Register a call that runs when the script ends, while clients of object stores can still start threads.
 
-    ``atexit`` is too late for that. ``concurrent.futures`` uses the same hook.
+    ``atexit`` runs too late for that. ``concurrent.futures`` uses the same hook.
     """
     getattr(threading, "_register_atexit", atexit.register)(call)

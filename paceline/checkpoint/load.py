@@ -1,4 +1,4 @@
-"""Reading of a checkpoint by any number of workers, of which each gets all of it or a share.
+"""Checkpoint reads by any number of workers. Each worker gets the whole checkpoint or a share.
 
 ::
 
@@ -6,7 +6,7 @@
     worker 1   reads b       c, d    ...      and sends the elements that other workers need
                round 1       round 2
 
-A round reads at most ``CHUNK_BYTES`` on each worker, so no worker has more than its share and the chunks of a round.
+A round reads at most ``CHUNK_BYTES`` on each worker, so a worker holds at most its share and the chunks of one round.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from paceline.comm.world import World
 from paceline.errors import CheckpointError
 from paceline.schedule.slices import slice_name
 
-CHUNK_BYTES = 1 << 23  # maximum bytes that a worker reads in a round, if a single block of a tensor is not larger
+CHUNK_BYTES = 1 << 23  # maximum bytes that a worker reads in a round, unless a single block of a tensor is larger
 _BLOCK = 64
 _TAG = (1 << 26) - 2
 
 
 class MissingError(CheckpointError):
-    """Raised if a file of a checkpoint does not exist: it is not visible yet, or was removed."""
+    """Raised if a file of a checkpoint does not exist, because it is not visible yet or was removed."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,12 @@ class Shares(Protocol):
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Load this worker's parts by name (``schedule.slices``), or whole tensors, and remove them from ``tensors``.
 
-        All workers call this together. After :meth:`move` it needs no tensors of parameters and of the optimizer's
-        state, and no worker waits for another one.
+        All workers call this together. After :meth:`move`, ``tensors`` need not hold parameters or optimizer state,
+        and no worker waits for another one.
         """
 
     def move(self, owned: frozenset[str] | None, what: str) -> None:
-        """Give each worker its new share, for :meth:`load`. What this worker holds stays as it is.
+        """Send each worker its new share, which :meth:`load` then loads. This worker keeps its present values.
 
         All workers call this together.
 
@@ -182,7 +182,7 @@ class SharedRead:
         self._digests = digests
 
     def exchange(self, number: int) -> None:
-        """Send the chunks of this round to the workers that need elements of them, and receive others.
+        """Exchange the chunks of this round with the workers that need elements of them.
 
         Raises:
             WorkerLost: a worker was lost.
@@ -220,7 +220,7 @@ class SharedRead:
         self._chunks = {}
 
     def check_files(self) -> None:
-        """Check the bytes of the files outside of tensors, of every n-th file on each worker. Raises DamagedError."""
+        """Check the bytes outside of tensors. Each worker checks its share of the files. Raises DamagedError."""
         for name in sorted(self._manifest.files)[self._world.rank :: self._world.size]:
             files.check_rest(self._open, self._manifest, name)
 
@@ -228,7 +228,7 @@ class SharedRead:
         return self._plan[reader][number] if number < len(self._plan[reader]) else []
 
     def _needed(self, reader: int, number: int) -> list[tuple[Chunk, slice, torch.Tensor]]:
-        """Return the chunks from which this worker needs elements, with the part to which these belong."""
+        """Return the chunks that hold elements for this worker, each with the part they belong to and its memory."""
         return [
             (chunk, part, target)
             for chunk in self._chunks_of(reader, number)
@@ -291,19 +291,19 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None], re
 
 
 def read_checked(location: Path | str, check: Callable[[Path | str, Manifest], None]) -> Manifest:
-    """Read the manifest of a checkpoint, and check it. Raises as :func:`read` does."""
+    """Read and check the manifest of a checkpoint. Raises as :func:`read` does."""
     manifest = read_manifest(location)
     check(location, manifest)
     return manifest
 
 
 def read_shares(world: World, location: Path | str, manifest: Manifest, shares: Shares) -> SharedRead:
-    """Return the read of a checkpoint of which each worker needs a share."""
+    """Return a read of a checkpoint in which each worker gets its share."""
     return SharedRead(world, manifest, _open_in(location), shares)
 
 
 def read_part(location: Path | str, reading: SharedRead, number: int | None) -> None:
-    """Read this worker's part of a round, or with None check the files. Raises as :func:`read` does."""
+    """Read this worker's chunks of a round, or check the files if ``number`` is None. Raises as :func:`read` does."""
     with _explained(location):
         if number is None:
             reading.check_files()
@@ -374,7 +374,7 @@ def _quoted(name: str) -> str:
 
 
 def described(rest: dict[str, Any]) -> dict[str, object]:
-    """Return the values of an update that must match a checkpoint, as text for messages."""
+    """Return the parts of an optimizer step's saved state that must match on resume, as text for messages."""
     if any("params" in group or not all(isinstance(key, str) for key in group) for group in rest["groups"]):
         raise encoding.EncodingError("its parameter groups are not those of an optimizer")
     if not isinstance(rest["run"], str) or not isinstance(rest["strategy_state"], dict):

@@ -73,7 +73,7 @@ def _of_setting(given: list[str]) -> str:
     for option in options:
         key, _, value = option[2:].replace("-", "_").partition("=")
         if key in config.flat_keys() and key != "resume":
-            return f"{key} is a setting, and no option: write --set {key}={value or '...'}."
+            return f"{key} is a setting, not an option: write --set {key}={value or '...'}."
     return ""
 
 
@@ -105,7 +105,7 @@ def _application(given: list[str]) -> typer.Typer:
 
 
 def _nothing() -> None:
-    """Do nothing, in place of a command whose module is not imported."""
+    """Stand in for a command whose module is not imported."""
 
 
 def _version(wanted: bool) -> None:

@@ -100,14 +100,14 @@ class MachineOptions:
         return Options(**given)
 
     def machines(self, local: bool) -> tuple[int, int] | None:
-        """Return the minimum and maximum number of machines, or None if the options do not name it."""
+        """Return the minimum and maximum number of machines, or None if ``--nodes`` is not given."""
         if self.secret_file is not None and self.rendezvous is None and local:
             raise ConfigError("--secret-file is for several machines: give --rendezvous and --nodes, too.")
         return node_range(self.nodes, self.rendezvous, local)
 
 
 def takes(options: type[_Given]) -> Callable[[Callable[[_Given], None]], Callable[..., None]]:
-    """Return a decorator by which typer passes the options of a command as one object."""
+    """Return a decorator that collects a command's typer options into one ``options`` object."""
     hints = get_type_hints(options, include_extras=True)
     parameters = [one.replace(annotation=hints[one.name]) for one in signature(options).parameters.values()]
 
@@ -134,7 +134,7 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
             say(f"--on {place}: {reason}")
     place = place or registry.LOCAL
     if place == registry.LOCAL and options.given():
-        raise ConfigError(f"--{options.given()[0]} says something about a place; name that with --on.")
+        raise ConfigError(f"--{options.given()[0]} is an option of a place: name the place with --on.")
     if place != registry.LOCAL:
         base.check_options(place, registry.place_named(place), options)
     return place
@@ -154,15 +154,15 @@ def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: st
 
 
 def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
-    """Parse ``--nodes`` to the minimum and maximum number of machines. None if the option is not given."""
+    """Parse ``--nodes`` into the minimum and maximum number of machines. None if the option is not given."""
     from paceline.config import quoted
 
     if rendezvous is not None and not local:
         raise ConfigError(
-            "--rendezvous is for machines on which you start paceline run yourself: leave it or --on out."
+            "--rendezvous is for machines on which you start paceline run yourself: leave out either it or --on."
         )
     if local and (nodes is None) != (rendezvous is None):
-        raise ConfigError("--nodes and --rendezvous belong together: how many machines, and where they meet.")
+        raise ConfigError("--nodes and --rendezvous belong together: the number of machines, and where they meet.")
     if nodes is None:
         return None
     first, _, last = nodes.rpartition(":")
@@ -190,12 +190,12 @@ def parsed_settings(settings: Mapping[str, Any] | None) -> dict[str, str]:
 
 def misplaced(request: Request) -> str:
     """Return a hint if the number of workers follows the script, so that the script receives it, otherwise ""."""
-    place = next((place for place, word in enumerate(request.arguments) if word in ("-n", "-np", "--workers")), None)
-    if place is None or request.workers != 1:
+    index = next((index for index, word in enumerate(request.arguments) if word in ("-n", "-np", "--workers")), None)
+    if index is None or request.workers != 1:
         return ""
-    words = shlex.join(request.arguments[place : place + 2])
+    words = shlex.join(request.arguments[index : index + 2])
     return (
-        f"note: {words} stands behind {request.script.name}, so the script gets it, and one worker starts. For more: "
+        f"note: {words} comes after {request.script.name}, so the script gets it, and one worker starts. For more: "
         f"paceline run -n 2 {request.script.name}"
     )
 

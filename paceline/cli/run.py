@@ -201,7 +201,7 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
 
 
 def _for_horovod(quiet: bool) -> dict[str, str]:
-    """Return variables by which workers find Paceline's ``horovod``, or an empty dict if Horovod is installed."""
+    """Return variables with which workers import Paceline's ``horovod``, or an empty dict if Horovod is installed."""
     from paceline.horovod.unchanged import FOLDER, is_installed
 
     if not is_installed():
@@ -212,7 +212,7 @@ def _for_horovod(quiet: bool) -> dict[str, str]:
 
 
 def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:
-    """Parse ``--elastic MIN:MAX``. With only standbys, on one machine, both bounds are the number of workers."""
+    """Parse ``--elastic MIN:MAX``. With ``--standby`` alone, on one machine, both bounds are the number of workers."""
     from paceline.config import quoted
 
     if standby < 0:
@@ -224,7 +224,7 @@ def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tu
         raise ConfigError(f"--elastic {quoted(elastic)}: give the fewest and the most workers, as in --elastic 2:8.")
     least, most = found
     if workers > most or (workers < least and not several):
-        raise ConfigError(f"--elastic {elastic}: the number of workers to start with, {workers}, is not in between.")
+        raise ConfigError(f"--elastic {elastic}: the number of workers to start with, {workers}, is out of range.")
     return least, most
 
 
@@ -301,7 +301,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
 
 
 def _discovery(script: Path | None, coordinator: Coordinator) -> SlotsHere | None:
-    """Return the source of this machine's number of workers that asks the discovery script, or None without one."""
+    """Return the discovery script as the source of this machine's number of workers, or None without a script."""
     from paceline.launchers.clusters.discovery import SlotsHere
 
     return None if script is None else SlotsHere(script, lambda: coordinator.over is not None)

@@ -30,13 +30,13 @@ _WITHIN = ("start", "step", "audit")
 class World(Waiting):
     """Messages between this worker and the others of its membership, over a transport or through shared memory.
 
-    ``training.recovery.formation`` forms memberships. Any :class:`Transport` carries a world, such as that between
+    ``training.recovery.formation`` forms memberships. A world runs over any :class:`Transport`, such as the one between
     threads (``paceline.testing.threads``).
 
     Attributes:
-        host_memory: memory shared by this machine's workers. None if any worker of the run is on a GPU or cannot share.
+        host_memory: memory of this machine's workers. None if any worker of the run is on a GPU or cannot share memory.
         latency: seconds until a small message reaches all workers. None before it is measured, and if memory is shared.
-        link_shares: share of a reduction that each machine adds up by its link. None before the links are measured.
+        link_shares: share of a reduction that each machine adds up, by the speed of its link. None until measured.
         recorder: recorder of the script's calls of ``torch.distributed``. None in a single process.
         end_servers: stops this worker's parameter servers, which others read until the next membership has formed.
     """
@@ -63,9 +63,9 @@ class World(Waiting):
         self._rings: dict[int, Rings] = {}
 
     def enter(self, membership: Membership, transport: Transport, host_memory: SharedMemory | None = None) -> None:
-        """Replace the membership and what connects its workers. Waits for earlier workers are over."""
+        """Replace the membership and its transports. Ends waits for workers of the earlier membership."""
         self.waits_for(())
-        self.take_waits()  # ranks of an earlier membership
+        self.take_waits()  # recorded waits have the ranks of the earlier membership
         self.membership, self.transport, self.host_memory = membership, transport, host_memory
         self.recorder, self.latency, self.link_shares, self._rings = None, None, None, {}
 
@@ -123,18 +123,18 @@ class World(Waiting):
         """Gather a value of each worker in rank order. ``values`` defines the types that can be sent."""
         if self.size == 1:
             return [value]
-        met = self.recorder and what not in _WITHIN
-        made = self.recorder.barrier(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
+        is_recorded = self.recorder and what not in _WITHIN
+        calls = self.recorder.barrier(f"session.{what}", what) if self.recorder and is_recorded else (0.0, 0.0)
         with self.awaiting(f"in a gather of all workers ({what})"):
-            values = self._read(self._exchange(encode_call(what, value, made)))
+            values = self._read(self._exchange(encode_call(what, value, calls)))
         if any(call != what for call, *_ in values):
             places = ", ".join(f"rank {rank} in {call}" for rank, (call, *_) in enumerate(values))
             raise DisagreementError(
                 f"The workers are at different places: {places}. All must call the same methods in the same order; "
                 f"look for code that only some ranks run."
             )
-        if self.recorder and met:
-            self.recorder.check_agreement([made for *_, made in values])
+        if self.recorder and is_recorded:
+            self.recorder.check_agreement([calls for *_, calls in values])
         return [value for _, value, _ in values]
 
     def _read(self, messages: list[bytes]) -> list[Any]:
@@ -170,7 +170,7 @@ class World(Waiting):
         if self.mark is None:
             return [Transfer(self, work, peers, where) for work, peers in started]
         sizes = [("receive", one.tensor.nbytes) for one in receives] + [("send", one.tensor.nbytes) for one in sends]
-        if len(started) != len(sizes):  # one work for all of them
+        if len(started) != len(sizes):  # the transport has one handle for all messages
             sizes = [("exchange", sum(size for _, size in sizes))]
         pairs = zip(started, sizes, strict=True)
         return [RecordedTransfer(self, work, peers, where, *size) for (work, peers), size in pairs]
@@ -203,7 +203,7 @@ class World(Waiting):
             return
         with self.waiting_in_group(self.others, [], self.purpose):
             self.transport.synchronize(self._check_peers)
-            self.check()  # an abort ends the waits of the device without data
+            self.check()  # an abort ends the device's waits although no data came
 
     def _check_peers(self, waited: float) -> None:
         self.check()

@@ -86,5 +86,5 @@ def _waits(one: WorkerStatus) -> bool:
 
 
 def _long_silence(seconds: float) -> float:
-    """Return the silence from which on a worker counts as not responding, for an activity of so many seconds."""
+    """Return after how many seconds of silence a worker counts as not responding, ``seconds`` into its activity."""
     return max(5.0, seconds / 2)

@@ -104,7 +104,7 @@ class RunMonitor:
             self.late_workers, self._next_alert = numbers, now + limit
 
     def clear_late(self) -> None:
-        """Reset the hang report, because no worker is late any more."""
+        """Reset the hang report, because no worker is late now."""
         self.late_workers, self.hang_report = (), ""
 
     def check_absent(self, membership: MembershipProtocol, now: float) -> tuple[tuple[int, ...], str] | None:

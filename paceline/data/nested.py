@@ -18,7 +18,7 @@ from paceline.system.torch_internals import collate, default_collate_fn_map, tre
 
 
 def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """Map the leaves of nested values."""
+    """Apply a function to each leaf of nested values. Returns the results in the same containers."""
     return function(values) if isinstance(values, torch.Tensor) else tree_map(partial(_visit, function), values)
 
 
@@ -39,7 +39,7 @@ def _visit(function: Callable[[Any], Any], leaf: Any) -> Any:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
-    """Map the tensors in nested values. Other leaves stay unchanged."""
+    """Apply a function to each tensor in nested values. Other leaves stay unchanged."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, values)
 
 
@@ -124,7 +124,7 @@ def default_collate(items: list[Any]) -> Any:
 
 
 class CollatedSizes:
-    """Check that a collate function which drops or adds samples does not change their weights in the mean.
+    """Consistency check of a collate function that drops or adds samples: their weights in the mean must not change.
 
     A microbatch is weighted by the number of samples requested. The weight is right if collating returns that number,
     or the same multiple of it, for every microbatch.

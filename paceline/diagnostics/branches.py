@@ -1,4 +1,4 @@
-"""Branch of ``paceline tune`` in a worker: other learning rates, and an end after some steps or at a divergence."""
+"""Branch of ``paceline tune`` in a worker: it varies the learning rate, and ends after its steps or at divergence."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.errors import ConfigError, NonFiniteLoss
 from paceline.step.context import StepResult, TrainingContext
 from paceline.strategies.registry import capabilities
 
-_DIVERGED = 3.0  # the branch ends at a loss above the first one by this many times the first one, or the largest fall
+_DIVERGED = 3.0  # a branch diverges if its loss exceeds the first loss by this many times that loss or the largest fall
 
 
 class RunningBranch:
-    """Branch that this run is.
+    """Branch that this process trains.
 
     Raises:
         ConfigError: the learning rate of the script cannot be varied, or the loss is not of the whole batch.

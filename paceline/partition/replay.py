@@ -90,7 +90,7 @@ class Replay(Watch):
         self._operations = 0
 
     def receive(self, values: Iterable[torch.Tensor]) -> Any:
-        """Take the tensors that the previous stage sent. Returns the input for the model."""
+        """Store the tensors that the previous stage sent. Returns the input for the model."""
         for number, tensor in zip(self._section.received, values, strict=True):
             value = self._record.values[number]
             if self._record.mutated.get(value.storage, -1) >= self._section.begin:
@@ -99,7 +99,7 @@ class Replay(Watch):
         return map_leaves(self._rebuild, self._record.inputs)
 
     def accept(self, example: Any) -> None:
-        """Take the input of the model."""
+        """Store the tensors in the model's input that this stage or the next one needs."""
         self._note(example, self._record.inputs)
 
     def run(self, values: Any) -> Any:
@@ -115,18 +115,18 @@ class Replay(Watch):
         return output
 
     def on_layer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        place = self._calls
-        expected = self._record.calls[place].name if place < len(self._record.calls) else "none"
+        index = self._calls
+        expected = self._record.calls[index].name if index < len(self._record.calls) else "none"
         if name != expected:
             self._refuse(f"calls layer {name!r} where it called {expected!r}")
-        if place == self._section.end:
+        if index == self._section.end:
             raise Reached
         self._calls += 1
-        result = self._record.calls[place].result
-        if place == self._section.begin:
+        result = self._record.calls[index].result
+        if index == self._section.begin:
             for module, key, buffer in self._buffers:  # code before the stage may have assigned other buffers
                 own_buffers(module)[key] = buffer
-        if place < self._section.begin:
+        if index < self._section.begin:
             given = tree_leaves((args, kwargs))
             return map_leaves(lambda leaf: given[leaf] if isinstance(leaf, Argument) else self._rebuild(leaf), result)
         output = call(*args, **kwargs)
@@ -136,9 +136,9 @@ class Replay(Watch):
     def on_operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self._use_values((args, kwargs)) and function not in self._record.draws:
             return call(*args, **kwargs)
-        place = self._operations
+        index = self._operations
         self._operations += 1
-        known = self._record.operations[place] if place < len(self._record.operations) else None
+        known = self._record.operations[index] if index < len(self._record.operations) else None
         is_last = self._section.end == len(self._record.calls)
         skipped = self._calls <= self._section.begin and self._section.begin > 0
         if known is None or known.function != function or known.calls != self._calls:

@@ -1,4 +1,4 @@
-"""Trials of a script on this machine: what its layers cost, and how long a few of its steps take."""
+"""Trials of a script on this machine: the costs of its layers, and the duration and memory of a few steps."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from paceline.planning.simulate import Machine
 STEPS, WARM = 20, 4
 _WHOLE = {"strategy": "allreduce", "compile": "false"}
 REACHED = 0.95
-"""Part of the bandwidth of a link that TCP reaches, as gloo does with large messages."""
+"""Fraction of a link's bandwidth that gloo reaches over TCP with large messages."""
 
 Start = Callable[[Request], object]
 """Runs a request to its end, and raises if it fails."""
 
 
 class Trial(NamedTuple):
-    """What some steps of a script took."""
+    """Duration and memory of some steps of a script."""
 
-    seconds: list[float]  # of each step
+    seconds: list[float]  # duration of each step
     fused: bool  # whether microbatches were fused
-    memory_bytes: int | None  # the most of any worker's process; None if unknown
-    first_bytes: int = 0  # the most after the first step
+    memory_bytes: int | None  # peak memory of the largest worker process. None if unknown.
+    first_bytes: int = 0  # the same after the first step
 
 
 def measure(
@@ -72,10 +72,10 @@ def layout_of(
     Args:
         cores: cores of this machine.
         most: largest number of workers.
-        link: bandwidth of the link of all machines, or of each, in Mbit/s. Empty: all workers are on this machine.
+        link: bandwidth of each machine's link in Mbit/s, or one for all. Empty if all workers are on this machine.
         latency: milliseconds that a message takes on that link.
-        memory: memory of a worker in GB. None: unlimited.
-        speeds: speed of all machines, or of each, relative to this one. Defaults to equal machines.
+        memory: memory of a worker in GB. None if it is unlimited.
+        speeds: speed of each machine relative to this one, or one for all. Defaults to equal machines.
     """
     limit = math.inf if memory is None else memory * 1e9
     if not link:
@@ -90,7 +90,7 @@ def layout_of(
 
 
 def steps_of(base: Request, workers: int, settings: Mapping[str, str], start: Start, steps: int = STEPS) -> Trial:
-    """Run some steps of a script."""
+    """Run some steps of a script, and measure them. Raises InputError if the script takes too few steps."""
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as directory:
         request = replace(
             base,
@@ -129,8 +129,8 @@ def _profile(base: Request, workers: int, start: Start) -> Profile:
 def _fitted(profile: Profile, trial: Trial, workers: int, cores: int) -> Measured:
     """Return the costs with which the simulation takes as long, and as much memory, as the measured steps.
 
-    What the simulation does not explain is the overhead of a step. If it takes longer than the step, all
-    measured costs are scaled.
+    Time that the simulation does not explain becomes the overhead of a step. If the simulated step is the longer one,
+    all measured costs are scaled down.
     """
     took = median(trial.seconds)
     quarters = quantiles(trial.seconds, n=4)

@@ -49,7 +49,7 @@ class SpeedShares:
         return [median(measured) if measured else 0.0 for measured in self._measured]
 
     def shares(self, total: int) -> tuple[range, ...]:
-        """Return contiguous shares in rank order. Those of a short step are proportional, or even if any is empty."""
+        """Return contiguous shares in rank order, for a short step proportional ones, or even ones if any is empty."""
         if total == self._total:
             return contiguous(self.counts)
         if not all(self.counts):
@@ -58,7 +58,7 @@ class SpeedShares:
 
 
 def fit_counts(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Return the number of microbatches for each worker with which the last worker finishes as early as possible.
+    """Return the number of microbatches per worker that lets the last worker finish as early as possible.
 
     >>> fit_counts(12, [1.0, 1.0, 2.0, 2.0])
     (4, 4, 2, 2)

@@ -35,7 +35,7 @@ from paceline.system.torch_internals import foreach_norm, version_of
 
 @dataclass(frozen=True)
 class Scaling:
-    """Factor of the scaled learning rate to the script's, and the number of warm-up steps until it applies in full.
+    """Factor on the script's learning rate, and the number of warm-up steps until it applies in full.
 
     ``linear``: in proportion to the batch, with a warm-up (Goyal et al. 2017, arXiv 1706.02677). ``sqrt``: with the
     square root of the batch (Krizhevsky 2014, arXiv 1404.5997).
@@ -56,8 +56,8 @@ def scaling_of(settings: Settings, workers: int) -> Scaling:
     if settings.scale_lr is None:
         if settings.warmup_steps:
             raise ConfigError(
-                f"warmup_steps = {settings.warmup_steps} needs scale_lr ('linear' or 'sqrt'): it is the way from the "
-                f"base learning rate up to the scaled one. For another warm-up give a schedule."
+                f"warmup_steps = {settings.warmup_steps} needs scale_lr ('linear' or 'sqrt'): it raises the learning "
+                f"rate from the base value to the scaled one. For another warm-up give a schedule."
             )
         return Scaling()
     if settings.batch_per_worker is None:
@@ -110,7 +110,7 @@ class OptimizerStep:
         # whether the first update on this worker drew random numbers. None before the first update.
         self.drew: bool | None = None
         self._own_checked = False
-        self._seconds = 0.0  # duration of the updates since they were last taken
+        self._seconds = 0.0  # duration of the updates since the last call of take_seconds
         # loss scale if the forward pass is in float16. It skips an update if gradients overflow.
         self.loss_scale: LossScale | None = None
         self._clip_norm = clip_norm
@@ -119,7 +119,7 @@ class OptimizerStep:
             raise InputError("No parameter of the model requires a gradient: there is nothing to train.")
         check_elements(self.parameters)
         self.optimizer = make_optimizer(optimizer, model)
-        self._take_owned(model)
+        self._train_owned(model)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scaling.factor
         self.closure_users = closure_users(self.optimizer)  # class names of the optimizers that need a closure
@@ -130,7 +130,7 @@ class OptimizerStep:
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)  # averages of the weights over the steps
         self.divided_by = ""  # name of the strategy if copies of the optimizer make updates. Empty otherwise.
-        # ratio of the learning rate of a step to the initial one, in place of scaling and schedule. None to use these.
+        # factor on the initial learning rate at a step, in place of scaling and schedule. None to use these.
         self.ramp: Callable[[int], float] | None = None
         # called with a message before an update if parameters or buffers were added or removed
         self.on_other_names: Callable[[str], None] = lambda text: None
@@ -156,7 +156,7 @@ class OptimizerStep:
         held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
         return [name for name, value in self.parameters.items() if id(value) not in held]
 
-    def _take_owned(self, model: nn.Module) -> None:
+    def _train_owned(self, model: nn.Module) -> None:
         """Train the optimizer's frozen parameters too, because they may be unfrozen later."""
         owned = {value for group in self.optimizer.param_groups for value in group["params"]}
         named = dict(model.named_parameters())
@@ -275,7 +275,7 @@ class OptimizerStep:
 
     @contextmanager
     def _scaled(self, step: int, factor: float = 1.0) -> Iterator[float]:
-        """Return a context with the learning rates of a step in the groups, as the rate of the first group."""
+        """Return a context in which the groups have the learning rates of a step. It yields the first group's rate."""
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]
         if self.ramp is None:
@@ -307,10 +307,10 @@ class OptimizerStep:
             if not sparse:
                 raise
             raise InputError(
-                f"{self.kind} cannot make the update, in which the parameter {sparse[0]!r} has a "
-                f"sparse gradient: {error}. Of torch's optimizers SGD and Adagrad take sparse gradients and dense "
-                f"ones, SparseAdam only sparse ones: give a dictionary of several optimizers, or use "
-                f"torch.nn.Embedding with sparse=False."
+                f"{self.kind} cannot make the update, because the parameter {sparse[0]!r} has a sparse gradient: "
+                f"{error}. Of torch's optimizers, SGD and Adagrad take sparse gradients and dense ones, SparseAdam "
+                f"only sparse ones: give a dictionary of several optimizers, or use torch.nn.Embedding with "
+                f"sparse=False."
             ) from error
         self._seconds += time.perf_counter() - begin
         if before is not None:
@@ -338,8 +338,8 @@ class OptimizerStep:
         measured, self._measured = self._measured, {}
         given = [
             value.grad
-            for place, value in enumerate(self.parameters.values())
-            if value.grad is not None and place not in without
+            for index, value in enumerate(self.parameters.values())
+            if value.grad is not None and index not in without
         ]
         if not given:
             return torch.zeros((), device=next(iter(self.parameters.values())).device)

@@ -21,13 +21,13 @@ from paceline.system.wires import ADAPTIVE, OUTER, PARTIAL_WIRES, Wire
 
 WIRES: tuple[str, ...] = get_args(Wire)
 WHOLE_WIRES = tuple(one for one in WIRES if one not in (ADAPTIVE, OUTER, *PARTIAL_WIRES))
-"""Formats that send the whole gradient of a step, so that no worker keeps a part, with the same bits in all steps."""
+"""Formats that send the whole gradient of a step, in the same bits in all steps. No worker keeps a part of it."""
 
 
 class LossPlace(NamedTuple):
-    """Workers that compute the loss over the whole batch of a model that is cut."""
+    """Workers that compute the loss over the whole batch if the model is cut into stages."""
 
-    workers: Sequence[int]  # their ranks
+    workers: Sequence[int]  # ranks of these workers
     tensors: Collection[str]  # names of the parameters and buffers that the loss may use, because no layer uses them
 
 
@@ -35,22 +35,22 @@ class Strategy(ABC):
     """Decision about which worker computes which microbatch, when, and how gradients are combined.
 
     Built from a :class:`~paceline.step.context.TrainingContext` for one membership. After a membership change it is
-    closed, and built anew. Put state that must outlive it into ``context.strategy_state``, and messages for the user
-    into ``context.warnings``.
+    closed, and a new one is built. Put state that must outlive it into ``context.strategy_state``, and messages for the
+    user into ``context.warnings``.
     """
 
     @abstractmethod
     def groups(self, step: int) -> list[range]:
         """Return the microbatches of a step to load on this worker, grouped as it computes them in one pass each.
 
-        After the first step of this strategy, called ahead of time while earlier steps are computed. Returns an empty
+        From the second step on, the loader calls this ahead of time, while earlier steps are computed. Returns an empty
         list if the groups are known only inside the step; :meth:`step` then loads the data itself.
         """
 
     def encodes(self, step: int) -> list[range]:
         """Return the microbatches that this worker computes in the first pass of a loss over the whole batch.
 
-        Defaults to :meth:`groups`. With the other workers' microbatches they are all of the batch.
+        Defaults to :meth:`groups`. All workers together must cover the batch.
         """
         return self.groups(step)
 
@@ -63,7 +63,7 @@ class Strategy(ABC):
 
     @property
     def loss_place(self) -> LossPlace | None:
-        """Workers that compute the loss over the whole batch. None if all do, because all have the whole model."""
+        """Workers that compute the loss over the whole batch. None if all do, because each has the whole model."""
         return None
 
     @abstractmethod
@@ -81,12 +81,12 @@ class Strategy(ABC):
         self.synchronize(steps)
 
     def hand_on(self, steps: int) -> None:
-        """Give the others what only workers hold that are about to leave. All workers call this together."""
+        """Pass on state that only leaving workers hold. All workers call this together."""
         self.unite(steps)
 
     @property
     def divided(self) -> DividedOptimizerState | None:
-        """Optimizer state that the workers have in shares. None if each worker has all of it when synchronized."""
+        """Optimizer state that is divided among the workers. None if each worker has all of it when synchronized."""
         return None
 
     @property
@@ -95,10 +95,10 @@ class Strategy(ABC):
         return None
 
     def point(self, steps: int) -> Mapping[str, torch.Tensor] | None:
-        """Return the tensors of this worker's replicas if the workers can go back to the state after ``steps`` steps.
+        """Return the tensors of this worker's replicas if ``steps`` steps is a state to which the workers can return.
 
-        The workers keep that state in memory, and these tensors a second time. Returns None after other steps, and if
-        a loss costs no steps.
+        The workers keep that state in memory, with a copy of these tensors. Returns None after other steps, and if the
+        loss of a worker costs no steps.
         """
         return None
 
@@ -108,25 +108,27 @@ class Strategy(ABC):
         return ""
 
     def settle(self) -> None:  # noqa: B027 - most steps end when all weights are known
-        """Raise WorkerLost if a worker was lost when the last step was done, but not all weights were exchanged."""
+        """Raise WorkerLost if a worker was lost after the last step, before all weights were exchanged."""
 
     @property
     def undecided(self) -> bool:
-        """Whether a loss has interrupted a step that others may have done. Call :meth:`decide` after :meth:`close`."""
+        """Whether the loss of a worker has interrupted a step that other workers may have completed.
+
+        Call :meth:`decide` after :meth:`close`.
+        """
         return False
 
     def decide(self, norm: torch.Tensor | float | None) -> frozenset[str] | None:
-        """Make the interrupted update with the norm of the gradients, as others have; None if nobody has.
+        """Make the interrupted update with the norm of the gradients that others used, or drop it if ``norm`` is None.
 
-        Returns:
-            as :meth:`close`.
+        Returns as :meth:`close` does.
         """
         raise NotImplementedError
 
     def renew(self, context: TrainingContext) -> Strategy:
-        """Return the strategy that goes on with other formats and buckets. All workers call this between two steps.
+        """Return a strategy that continues with other formats and buckets. All workers call this between two steps.
 
-        Only strategies with the capability ``communication`` have it.
+        Only strategies with the capability ``communication`` implement it.
         """
         raise NotImplementedError
 
@@ -140,7 +142,7 @@ class Strategy(ABC):
 
 
 class Delegating(Strategy):
-    """Strategy that adds something to the steps of another one, which does all the rest."""
+    """Base of strategies that add something to the steps of an inner strategy."""
 
     _inner: Strategy
 
@@ -186,21 +188,19 @@ class Capabilities:
     """Capabilities of a strategy with given settings and a given number of workers."""
 
     exact: bool = True  # whether ``exact`` gives the same bits as one process
-    fixed_point: bool = False  # whether ``exact="fixed-point"`` is supported, too
+    fixed_point: bool = False  # whether ``exact="fixed-point"`` is supported
     wires: tuple[str, ...] = ("float32",)  # formats of gradients on the wire (setting ``wire``) that are supported
     exact_with: str = ""  # settings with which the strategy is exact if the current ones are not, for the error message
     replicated: bool = True  # whether all workers hold the same state after each step, not only after ``synchronize``
     cuts_model: bool = False  # whether the model is cut, so that its output and the loss are computed separately
     sparse_gradients: Sparse = "none"  # which gradients may be sparse with several workers
     divides_update: bool = False  # whether different workers update different parameters
-    replicas: int = (
-        0  # replicas of the model that workers hold between synchronizations. 0 if the model is the only one
-    )
+    replicas: int = 0  # replicas of the model that workers hold between synchronizations. 0 if there is only the model
     # whether a batch may have several losses in turn, each for the parameters of its own optimizer
     phases: bool = False
     # whether all microbatches of a batch may be computed before the step, for a loss over all of them
     batch_losses: bool = False
-    closures: bool = False  # whether a step can be computed again, for an optimizer that needs a closure
+    closures: bool = False  # whether a step can be repeated, for an optimizer that needs a closure
     communication: bool = False  # whether ``communication`` may change buckets and formats between two steps
     scales_loss: bool = False  # whether the loss may be scaled, with gradients that stay scaled until they are reduced
     # whether a worker that updates a parameter sees every update of it, which an average of weights needs
@@ -213,8 +213,8 @@ class Capabilities:
     audits: bool = True
     # whether weights that the script changes between two steps are the ones that the next step trains
     loop_weights: bool = True
-    # what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients, too, 3 weights, too
-    # (and below, whether they compute even shares of a batch), by which the memory of a worker is predicted
+    # For predictions of a worker's memory: the stage of ZeRO (1: the workers divide the optimizer's state, 2: also the
+    # gradients, 3: also the weights), and whether all workers compute even shares of a batch.
     divides_state: int = 0
     even_shares: bool = False
     # whether the workers of a machine may share one copy of the weights, which the strategy fills with initial values
@@ -224,7 +224,7 @@ class Capabilities:
 
 
 def sparse_if_plain(settings: Settings) -> Sparse:
-    """Return ``modules``, or ``none`` if gradients have a format, because rows are added up as they are."""
+    """Return ``modules``, or ``none`` if gradients are encoded, because rows are added up without a format."""
     coded = settings.fixed_point or settings.wire != "float32" or settings.communication != "fixed"
     return "none" if coded else "modules"
 

@@ -1,4 +1,4 @@
-"""Construction of the training context, and of the run spec on which all workers agree, from arguments of ``start``."""
+"""Construction of the training context, and of the run spec that all workers agree on, from arguments of ``start``."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def check(
 def _runner(
     given: Components, settings: Settings, order: BatchOrder, largest: int, device: torch.device
 ) -> ForwardRunner:
-    """Return the forward runner, with the state that it carries or its loss over the whole batch."""
+    """Return the forward runner, with its carried state or its loss over the whole batch if the script has one."""
     forward = _forward(given)
     compute = ForwardRunner(given.model, forward, settings.seed, settings.autocast, largest, order.samples_of)
     if takes_state(given.forward):
@@ -222,8 +222,8 @@ def _checked_model(model: Any) -> nn.Module:
         if wrapper := _WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__):
             what = f"{name!r} of the model" if name else "model"
             raise InputError(
-                f"{what} is wrapped in {min(wrapper)}, which brings gradients or weights together itself: give start "
-                f"the model that is inside of it, such as model.module."
+                f"{what} is wrapped in {min(wrapper)}, which reduces gradients or gathers weights itself: give start "
+                f"the model inside it, such as model.module."
             )
         if isinstance(module, nn.SyncBatchNorm) and not torch.cuda.is_available():
             raise InputError(
@@ -374,7 +374,7 @@ def phase_of(context: TrainingContext, optimizer: str | None) -> str:
             f"session.step got optimizer={optimizer!r}, but this session has one forward, whose gradients are for all "
             f"optimizers: leave optimizer= out, or give start a forward for each optimizer, by name."
         )
-    what = "which optimizer is not said" if optimizer is None else f"there is no optimizer {optimizer!r}"
+    what = "no optimizer is named" if optimizer is None else f"there is no optimizer {optimizer!r}"
     raise ConfigError(
         f"session.step takes one phase of a batch, and {what}: call session.step(batch, optimizer=...) with one of "
         f"{names}, one after the other."
@@ -390,7 +390,7 @@ def _run_spec(
     run_spec.update(order.agreed())
     run_spec["optimizer class"] = update.kind
     run_spec.update({f"optimizer {key}": value for key, value in options_of(update.optimizer).items()})
-    groups = {value: place for place, group in enumerate(update.optimizer.param_groups) for value in group["params"]}
+    groups = {value: index for index, group in enumerate(update.optimizer.param_groups) for value in group["params"]}
     run_spec.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
     run_spec.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:

@@ -42,7 +42,7 @@ class SavedSettings:
 
 
 def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
-    """Return the default checkpoint directory, used unless ``checkpoint.directory`` is set; None to save nothing.
+    """Return the directory for checkpoints if ``checkpoint.directory`` is not set, or None to save nothing.
 
     Args:
         run: run directory, if there is one. Otherwise the default is checkpoints/<script>.

@@ -79,7 +79,7 @@ class ScriptState:
             self._kept = before
 
     def is_ahead(self, steps: int) -> bool:
-        """Return whether the values are not as of these steps, which the run repeats, so that no state is kept."""
+        """Return whether the values belong to a later step, because the run repeats steps that it has completed."""
         return bool(self.values) and self._progress is not None and steps < self._progress.repeat_until
 
     def saved(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _content(value: Any) -> Any:
 
 
 def _restored(name: str, value: Any, content: Any) -> Any:
-    """Return the value with its saved content. Containers are filled in place, as the script may reference them."""
+    """Return the value with its saved content. Fills containers in place, because the script may reference them."""
     if _is_object(value):
         value.load_state_dict(content)
         return value

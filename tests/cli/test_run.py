@@ -53,8 +53,8 @@ def test_the_number_of_workers_behind_the_script(paceline: Paceline, script: Scr
     path = script("print('hello', sys.argv[1:])")
     result = paceline("run", path, "-n", 2)
     assert result.code == 0 and result.out == "[rank 0] hello ['-n', '2']\n"
-    assert "note: -n 2 stands behind train.py, so the script gets it, and one worker starts." in result.err
-    assert "stands behind" not in paceline("run", "-n", 2, path, "-n", 2).err
+    assert "note: -n 2 comes after train.py, so the script gets it, and one worker starts." in result.err
+    assert "comes after" not in paceline("run", "-n", 2, path, "-n", 2).err
 
 
 def test_alerts(paceline: Paceline, script: Script, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_fewest_workers_may_be_on_several_machines() -> None:
     assert bounds("2:3", 1, 0, several=True) == (2, 3)
     assert bounds(None, 4, 1, several=True) == (None, None)  # 4 are those of one machine
     assert bounds(None, 4, 1, several=False) == (4, 4)
-    with pytest.raises(ConfigError, match="number of workers to start with, 1, is not in between"):
+    with pytest.raises(ConfigError, match="number of workers to start with, 1, is out of range"):
         bounds("2:3", 1, 0, several=False)
 
 
@@ -83,10 +83,10 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     script.write_text("")
     known = registry.place_named
     monkeypatch.setattr(registry, "place_named", lambda name: TwoAgents if name == "here" else known(name))
-    assert "--image says something about a place" in refusal(["--image", "x", str(script)], capsys)
+    assert "--image is an option of a place" in refusal(["--image", "x", str(script)], capsys)
     assert "--image has no effect with --on here" in refusal(["--on", "here", "--image", "x", str(script)], capsys)
     both = ["--on", "here", "--nodes", "2", "--rendezvous", "h:1", str(script)]
-    assert "leave it or --on out" in refusal(both, capsys)
+    assert "leave out either it or --on" in refusal(both, capsys)
 
 
 def test_a_place_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

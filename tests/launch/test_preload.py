@@ -275,12 +275,12 @@ def test_modules_that_a_new_python_would_import_instead(tmp_path: Path) -> None:
     check(tmp_path, Path("/nowhere"))
     check(own, modules=("paceline.errors", "paceline"))
     (tmp_path / "queue.py").touch()
-    with pytest.raises(unsafe.Unsafe, match=r"queue\.py stands before the module queue"):
+    with pytest.raises(unsafe.Unsafe, match=r"queue\.py hides the module queue"):
         check(tmp_path)
     check(Path(os.__file__).parent, tmp_path)  # found in the first one, where it has come from
     (tmp_path / "queue.py").unlink()
     (tmp_path / "queue" / "__init__.py").touch()
-    with pytest.raises(unsafe.Unsafe, match="stands before the module queue"):
+    with pytest.raises(unsafe.Unsafe, match="hides the module queue"):
         check(tmp_path)
 
 
@@ -529,7 +529,7 @@ def test_a_folder_that_hides_a_module(run_elastic: Callable[..., Any], tmp_path:
     process = run_elastic(script="import queue\nprint('own', queue.OWN)\nif False: import torch")
     _, err = process.communicate(timeout=240)
     assert (process.returncode, "own 1") == (0, (tmp_path / "it" / "output" / "rank-1.log").read_text().strip())
-    assert f"note: each worker imports torch itself, which takes longer: {tmp_path}/queue.py stands before" in err
+    assert f"note: each worker imports torch itself, which takes longer: {tmp_path}/queue.py hides" in err
 
 
 @pytest.mark.slow

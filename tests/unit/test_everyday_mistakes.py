@@ -186,7 +186,7 @@ def test_a_script_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             ["-n", "2", "--batch", "16", "train.py"],
-            "paceline: batch is a setting, and no option: write --set batch=....",
+            "paceline: batch is a setting, not an option: write --set batch=....",
         ),
         (["--checkpoint.every=5", "train.py"], "write --set checkpoint.every=5."),
         (["-n", "two", "--set", "batch=16", "train.py", "--batch", "16"], ""),

@@ -108,7 +108,7 @@ def test_a_silent_worker_is_named(server: RpcServer, client_of: Any) -> None:
     client = client_of()
     client.ask("echo")  # it is connected, however long that took
     client.seconds = 0.3
-    with pytest.raises(WorkerSilent, match="waited 0 s for an answer of rank 1"):
+    with pytest.raises(WorkerSilent, match="waited 0 s for an answer from rank 1"):
         client.ask("wait")
     busy.set()
 

@@ -32,7 +32,7 @@ def test_a_written_table_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     data = make(frame, tmp_path / "whole", transform=lambda row: tuple(map(int, row)), memory_gigabytes=0.5)
     assert [data[sample] for sample in range(5)] == [(10 + sample, sample) for sample in range(5)]
     rows = 6
-    with pytest.raises(InputError, match=f"{engine} has written 6 rows to .*, and here are 5 of them"):
+    with pytest.raises(InputError, match=f"{engine} has written 6 rows to .*, but this process sees 5 of them"):
         make(frame, tmp_path / "part")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from paceline.adapters.keras.kinds import is_keras
@@ -13,8 +12,7 @@ def adapted(loss: Any) -> Any:
     if not is_keras(loss, "Loss"):
         return loss
 
-    def called(output: Any, target: Any) -> Any:
+    def swapped(output: Any, target: Any) -> Any:
         return loss(target, output)
 
-    swapped: Callable[[Any, Any], Any] = called
     return swapped

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Values:
-    """Values of one step."""
+    """Values to record for one step."""
 
     step: int  # number of the step, from 0
     time: float  # time in seconds since 1970
@@ -45,7 +45,7 @@ class Tracker:
         raise NotImplementedError
 
     def files(self) -> Sequence[Path]:
-        """Return the growing files, which are truncated to their last known sizes after a process was killed."""
+        """Return the files that this tracker appends to. After a kill they are truncated to their last known sizes."""
         return ()
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ _log = logging.getLogger("paceline")
 
 
 class Tracking:
-    """Interface of a session to its trackers. Raises ConfigError if the package of a tracker is not installed."""
+    """Interface between a session and its trackers. Raises ConfigError if a tracker's package is not installed."""
 
     def __init__(
         self, settings: Settings, sources: Mapping[str, str], events: EventLog, run: Path | None, number: int
@@ -81,7 +81,7 @@ class Tracking:
                 self._warn(f"session.log could not write to {self._media}: {error}")
         self._events.mark("metrics", step=step, metrics=logged.scalars, **paths)
         if paths:
-            self._events.flush()  # unlike numbers, these are not kept by other workers in case of a kill
+            self._events.flush()  # other workers record numbers in case rank 0 is killed, but no files
 
     def evaluated(self, metric: object, value: float | Mapping[str, float], step: int) -> None:
         """Record the result of an evaluation under the name of its metric. None stands for the loss."""

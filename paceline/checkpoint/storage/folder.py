@@ -25,8 +25,8 @@ class Folder(Storage):
     """Checkpoint storage in a folder. Requires that renaming a directory is atomic and fails if the target has files.
 
     A save writes to ``.partial-<step>-<writer>``, which becomes ``<step>/<writer>`` by one rename. Removal renames a
-    directory to ``.trash-...`` first, so a late writer finds all of its files or none. Ranks other than 0 write to the
-    directory ``parts`` in it. The save moves the shards that it needs out of ``parts`` and removes ``parts`` before the
+    directory to ``.trash-...`` first, so a late writer finds all of its files or none. Ranks other than 0 write to
+    ``.partial-.../parts``. The save moves the shards that it needs out of ``parts`` and removes ``parts`` before the
     checkpoint is complete, so a late rank adds no file to a complete checkpoint.
     """
 

@@ -118,7 +118,7 @@ class ObjectStore(Storage):
         return about["type"] == "file" and not about.get("islink")
 
     def _show(self, writer: Writer) -> None:
-        """Publish the name of a writer, and remove the names of earlier writers, which are not needed any more."""
+        """Publish the name of a writer, and remove the names of earlier writers, which are no longer needed."""
         self._files.makedirs(self._path(_WRITERS), exist_ok=True)
         known = self.writers()
         if writer not in known:
@@ -130,7 +130,7 @@ class ObjectStore(Storage):
     def _remove_unfinished(self, newest: str, writer: Writer) -> None:
         """Remove unfinished checkpoints of earlier steps.
 
-        For later steps a manifest may still be in flight, which cannot be excluded without a conditional put.
+        Later steps stay: their manifests may still be in flight, and only a conditional put could rule that out.
         """
         for step in self.steps():
             if step_of(step) >= step_of(newest):

@@ -95,14 +95,14 @@ def replayed(
         )
         say(
             f"replaying {known.folder.name} from {checkpoint.name if checkpoint else 'the start'} on "
-            f"{counted(workers, 'worker')}; {known.script.name} runs in {Path.cwd()}, and what it writes itself, it "
-            f"writes again"
+            f"{counted(workers, 'worker')}; {known.script.name} runs in {Path.cwd()}, and writes its own files there "
+            f"again"
         )
         code = _run(request, interactive=observe == "pdb")
     try:
         yield [*records.read(directory / known.folder.name, ["step", *_LINES], range(start, step + 1))], code
     finally:
-        if not code:  # else the report of the failure names files in it
+        if not code:  # otherwise the report of the failure names files in it
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -114,7 +114,7 @@ def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> 
         raise ConfigError(
             f"--step {step}: {known.folder.name} had {had} there and {counted(max(others), 'worker')} at an earlier "
             f"step after the nearest checkpoint. Its bits depend on the number of workers, because exact is not set, "
-            f"so no replay has them."
+            f"so no replay can repeat them."
         )
     workers = ranks or (1 if known.same_bits else recorded)
     if ranks is not None and ranks < 1:
@@ -131,7 +131,7 @@ def _workers(known: RecordedRun, step: int, ranks: int | None, observe: str) -> 
 
 @contextmanager
 def _working_in(launch: Any) -> Iterator[None]:
-    """Work in the directory from which the run was started, if it is there."""
+    """Return a context that works in the directory from which the run was started, if it still exists."""
     before = Path.cwd()
     if Path(str(launch.get("directory"))).is_dir():
         os.chdir(launch["directory"])
@@ -142,7 +142,7 @@ def _working_in(launch: Any) -> Iterator[None]:
 
 
 def _run(request: Request, interactive: bool) -> int:
-    """Run the script up to the step, and return the exit code, 0 if it did not fail."""
+    """Run the script up to the step and return its exit code."""
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
 

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from paceline.observe.tuning import Advice, Branch
 
 CONTEXT = BEFORE_SCRIPT
-MORE_HELP = """ It changes no run: the advice is yours to take.
+MORE_HELP = """ It only advises, and changes no run.
 
 Options go before the script; all that follows it is passed to the script.
 
 Exit code: 1 if the branches show no recommendation, 2 if the script cannot be tuned.
 """
 _EVENTS = ("branch", "step", "branch-end", "microbatch-norm")
-_AUDIT = "4"  # steps from one sample of the gradient noise scale to the next
+_AUDIT = "4"  # steps between samples of the gradient noise scale
 _MULTIPLES = (0.5, 1, 2, 4, 8)
 
 
@@ -67,7 +67,7 @@ def command(  # noqa: PLR0913 - each argument is an option
             raise ConfigError(f"--set {key}={settings[key]} has no meaning for paceline tune: {cure}.")
     lowest, highest = _span(span)
     folder = runs_dir / f"tune-{script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    start = _Starter(script, tuple(arguments or ()), workers, settings, plan, folder)
+    start = _BranchRunner(script, tuple(arguments or ()), workers, settings, plan, folder)
     found: dict[str, Advice] = {}
     tests = []
     if only != "batch":
@@ -109,8 +109,8 @@ def _span(text: str) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Starter:
-    """What all branches have in common."""
+class _BranchRunner:
+    """Runner of branches, with the arguments that all of them share."""
 
     script: Path
     arguments: tuple[str, ...]
@@ -122,7 +122,7 @@ class _Starter:
     def branch(
         self, name: str, seed: int, steps: int, first: float, last: float, settings: Mapping[str, str] | None = None
     ) -> tuple[Branch, list[Record]]:
-        """Run a branch, and return it with its records."""
+        """Run a branch whose learning-rate factor goes from ``first`` to ``last``. Return it with its records."""
         from paceline.observe import records
         from paceline.observe.tuning import branch_of
 
@@ -148,8 +148,8 @@ class _Starter:
         return branch, found
 
 
-def _batches(start: _Starter, count: int, samples: int | None) -> tuple[list[Branch], NoiseScale | None]:
-    """Run the branches of the batch test. Return them, and the gradient noise scale from the first one."""
+def _batches(start: _BranchRunner, count: int, samples: int | None) -> tuple[list[Branch], NoiseScale | None]:
+    """Run the branches of the batch test. Return them with the gradient noise scale of the first one."""
     from paceline.observe.noise import NoiseRecords
     from paceline.observe.tuning import factor_of
 

@@ -49,11 +49,11 @@ class Exchange(Protocol):
     def after(self) -> tuple[Phase, ...]: ...
 
     def open(self, buckets: list[Bucket]) -> None:
-        """Receive the buckets, once. All workers must call this method in the same order."""
+        """Set the buckets, once. All workers must call this method in the same order."""
         ...
 
     def begin(self, nodes: list[list[Node]]) -> None:
-        """Start a step in which each rank holds the sums of these nodes, and make room for them in the buckets."""
+        """Start a step in which each rank holds the sums of ``nodes[rank]``, and make room for these in the buckets."""
         ...
 
     def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:

@@ -30,7 +30,7 @@ def choose_gpu(visible: int, local_rank: int) -> int | None:
 
 
 def device_of(who: Identity) -> torch.device:
-    """Return this worker's device at its start. A GPU also becomes torch's current device.
+    """Return the device on which this worker starts. A GPU also becomes torch's current device.
 
     A spare worker uses the CPU until it joins, because :func:`agree` then chooses among the GPUs that are free.
     """

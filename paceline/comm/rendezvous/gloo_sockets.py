@@ -24,7 +24,7 @@ def gloo_sockets(own: Iterable[bytes], others: Iterable[bytes]) -> Iterator[sock
     """Yield a duplicate of each of gloo's sockets. The caller closes it."""
     here, there = {_published(value) for value in own} - {b""}, {_published(value) for value in others} - {b""}
     numbers = map(int, os.listdir(_SOCKETS)) if os.path.isdir(_SOCKETS) else ()
-    for number in [one for one in numbers if _is_gloo(one, here, there)]:  # before a duplicate has one of the numbers
+    for number in [one for one in numbers if _is_gloo(one, here, there)]:  # a list, because duplicates reuse numbers
         with contextlib.suppress(OSError):
             found = socket.socket(fileno=os.dup(number))
             if _is_gloo(found.fileno(), here, there):  # the descriptor may have been reused meanwhile
@@ -46,7 +46,7 @@ def _published(value: bytes) -> bytes:
     try:
         (host,) = _LENGTH.unpack_from(value)
         (address,) = _LENGTH.unpack_from(value, _LENGTH.size + host)
-    except (struct.error, OverflowError):  # the length is any number in a value that NCCL has written
+    except (struct.error, OverflowError):  # NCCL wrote the value, so the length is arbitrary
         return b""
     start = 2 * _LENGTH.size + host
     return _shortened(value[start:]) if 2 <= address <= len(value) - start else b""

@@ -35,11 +35,11 @@ from paceline.environments import env
 from paceline.errors import WorkerLost, WorkerSilent
 
 _FRAME = struct.Struct("<QQ")
-_LONGEST_WORDS = 1 << 26
+_LONGEST_MESSAGE = 1 << 26
 _PROOF_SECONDS = 10.0
 _MOST_UNPROVEN = 64  # maximum number of simultaneous connections that are not authenticated yet
-_PIECE = 1 << 20
-"""Bytes passed to the kernel in a call. A worker that must wait between calls checks that the others are alive."""
+_SEND_BYTES = 1 << 20
+"""Bytes passed to the kernel in one call. Between calls, a waiting worker checks that the others are alive."""
 _SLICE_SECONDS = 0.05  # interval at which a worker that waits for an answer checks that the others are alive
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
@@ -49,7 +49,7 @@ Handler = Callable[[int, Any, bytearray], Answer]
 
 
 class RpcServer:
-    """Server for the requests of other workers. ``most``: size of the largest request in bytes, without its message."""
+    """Server for other workers' requests, whose bytes beside the message are at most ``most``."""
 
     def __init__(self, host: str, key: bytes, most: int) -> None:
         self._handlers: dict[str, Handler] = {}
@@ -135,15 +135,15 @@ class RpcServer:
             self._await_handler(what)
             try:
                 answer, parts = self.handle(rank, what, words, data)
-                said = ("ok", answer)
+                reply = ("ok", answer)
             except Exception as error:  # noqa: BLE001 - the client raises it
-                said, parts = ("error", (type(error).__name__, str(error))), ()
-            _send(connection.send, said, parts)
+                reply, parts = ("error", (type(error).__name__, str(error))), ()
+            _send(connection.send, reply, parts)
 
     def _await_handler(self, what: str) -> None:
-        """Wait for a handler: another worker may ask while this one still prepares what it will give out.
+        """Wait until a handler is registered, because another worker may ask before this one is ready to answer.
 
-        The client has the timeout. The wait ends with the server at the latest.
+        The client has the timeout. The wait also ends when the server closes.
         """
         with self._registered:
             self._registered.wait_for(lambda: what in self._handlers or self._closed)
@@ -166,7 +166,7 @@ class RpcClient:
     def start(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> None:
         """Send a request. Call :meth:`finish` for its answer before the next request."""
         self.check()
-        if self._waits:  # after an error the caller never took the last answer, which would be taken for this request's
+        if self._waits:  # an error left the last answer unread, and it must not pass for the answer to this request
             self.close()
         with self._guarded():
             self._connect()
@@ -225,7 +225,7 @@ class RpcClient:
                 self.check()
                 if time.monotonic() - begin > self.seconds:
                     raise WorkerSilent(
-                        f"Rank {self._world.rank} waited {self.seconds:.0f} s for an answer of rank {self.rank} "
+                        f"Rank {self._world.rank} waited {self.seconds:.0f} s for an answer from rank {self.rank} "
                         f"(timeout_seconds). See the output of rank {self.rank}: it is stopped, or busy."
                     )
                 with contextlib.suppress(TimeoutError):
@@ -286,7 +286,7 @@ class RpcPeers:
         host = _own_address(world)
         self.server = RpcServer(host, self._key, most)
         self._addresses = [(str(one), int(port)) for one, port in world.gather((host, self.server.port), "step")]
-        world.end_servers()  # no worker reads from the previous servers any more
+        world.end_servers()  # no worker still reads from the previous servers
         world.end_servers = self._close
         self._clients: dict[int, RpcClient] = {}
         self._more: list[RpcClient] = []
@@ -309,7 +309,7 @@ class RpcPeers:
         return self._more[-1]
 
     def parting(self, rank: int, seconds: float) -> RpcClient:
-        """Return a client with a new connection that waits at most ``seconds`` and works after the loss of a worker."""
+        """Return a client with a new connection that waits at most ``seconds``, and works after a worker was lost."""
         client = self.client(rank)
         client.close()
         client.check, client.seconds = lambda: None, seconds
@@ -323,7 +323,7 @@ class RpcPeers:
 def holders(peers: RpcPeers, first: int, copies: int) -> list[int]:
     """Return the ranks that hold a copy: ``first``, then the next ranks on other machines, or else the next ranks."""
     size = peers.world.size
-    others = [(first + place) % size for place in range(1, size)]
+    others = [(first + offset) % size for offset in range(1, size)]
     far = [rank for rank in others if peers.machine_of(rank) != peers.machine_of(first)]
     return [first, *(far or others)[: copies - 1]]
 
@@ -344,7 +344,7 @@ def _send(write: Callable[[memoryview], int], words: Any, parts: Sequence[Bytes]
     head = _FRAME.pack(len(written), sum(map(len, views))) + written
     for view in (memoryview(head), *views):
         while view:
-            view = view[write(view[:_PIECE]) :]
+            view = view[write(view[:_SEND_BYTES]) :]
 
 
 def _receive(read: Callable[[memoryview], int], most: int) -> tuple[Any, bytearray]:
@@ -361,6 +361,6 @@ def _receive(read: Callable[[memoryview], int], most: int) -> tuple[Any, bytearr
         return data
 
     length, rest = _FRAME.unpack(take(_FRAME.size))
-    if length > _LONGEST_WORDS or rest > most:
+    if length > _LONGEST_MESSAGE or rest > most:
         raise ValueError(f"a message of {length} and {rest} bytes")
     return decode(bytes(take(length))), take(rest)

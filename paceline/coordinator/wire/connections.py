@@ -109,7 +109,7 @@ class Connections:
         self._lock = lock
         self._refusals = Refusals(record)
         self._strangers: dict[Peer, None] = {}  # the oldest first
-        self._touched: set[Peer] = set()  # with traffic since the last call of _settle
+        self._touched: set[Peer] = set()  # peers with traffic since the last call of _settle
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._closed = False

@@ -31,8 +31,8 @@ _OWN_GRADIENT = (
 class OutsideParameters:
     """Detector of optimizer steps with a gradient that ``session.step`` has left outside of the model.
 
-    A loop that computes the gradients itself, or sums them over the workers, trains all workers alike and is right. A
-    loop that changes the gradient in place, as ``clip_grad_norm_`` does, is taken for one.
+    A loop that computes the gradients itself, or sums them over the workers, trains all workers alike and is correct. A
+    loop that changes the gradient in place, as ``clip_grad_norm_`` does, passes for such a loop.
 
     Args:
         held: values that the model, the loss and the data hold.
@@ -64,7 +64,7 @@ class OutsideParameters:
                 self._left[name] = ref(one.grad), version_of(one.grad)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        """Tell if an optimizer without a closure is about to use a gradient that a step has left."""
+        """Send the message if an optimizer without a closure is about to use a gradient that a step has left."""
         if not self._left or len(args) > 1 or kwargs.get("closure") is not None:
             return
         trained = {id(one) for group in optimizer.param_groups for one in group["params"]}
@@ -76,13 +76,13 @@ class OutsideParameters:
                 return
 
     def text(self, name: str) -> str:
-        """Return what is the matter with a parameter that the loop trains, and the cure."""
+        """Return the message about a parameter that the loop trains."""
         short = re.sub(r"\.(\d+)$", r"[\1]", name.removeprefix("__main__."))  # an entry of a list
         key = short.partition("[")[0].rpartition(".")[2]
         return _OWN_GRADIENT.format(name=short, key=key if key.isidentifier() else "value")
 
     def end(self) -> None:
-        """Check no optimizer step from now on."""
+        """Stop checking optimizer steps."""
         self._left = {}
         if self._hook is not None:
             self._hook.remove()

@@ -6,7 +6,7 @@
     row groups          [0      ) [1        ) [0      )
     samples             0 ... 999 1000 ... 2k 2k ...
 
-The number of a sample is its position in all files in order, so it depends only on what was written.
+The number of a sample is its position in all files in order, so it depends only on the files' content.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class ParquetDataset(Dataset[Any]):
         data = cls(folder, columns, *more)
         if len(data) != rows:
             raise InputError(
-                f"{by} has written {rows} rows to {folder}, and here are {len(data)} of them: its machines see another "
-                f"folder of that name. Name one that all machines share."
+                f"{by} has written {rows} rows to {folder}, but this process sees {len(data)} of them: the other "
+                f"machines have another folder of that name. Name one that all machines share."
             )
         return data
 
@@ -148,10 +148,10 @@ class ParquetDataset(Dataset[Any]):
         return row if self._transform is None else self._transform(row)
 
     def __getitems__(self, samples: Sequence[int]) -> list[Any]:
-        """Read samples, each row group only once."""
+        """Read samples. Each row group is read only once."""
         items: list[Any] = [None] * len(samples)
-        for place in sorted(range(len(samples)), key=samples.__getitem__):
-            items[place] = self[samples[place]]
+        for index in sorted(range(len(samples)), key=samples.__getitem__):
+            items[index] = self[samples[index]]
         return items
 
 

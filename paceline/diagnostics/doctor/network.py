@@ -1,4 +1,4 @@
-"""Checks of the network as this machine sees it: names, interfaces, and the port of the rendezvous."""
+"""Checks of this machine's network: names, interfaces, and the port of the rendezvous."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def rendezvous_name(text: str, name: str, address: str, machines: int) -> Findin
         check,
         "failure",
         f"wrong name resolution: {name} resolves to {address} on {socket.gethostname()}",
-        "That is this machine alone (Debian writes 127.0.1.1 for a machine's own name into /etc/hosts): the first "
-        "machine would listen where nobody else can connect, and any other one would take itself for the first.",
+        "No other machine can reach that address (Debian writes 127.0.1.1 for a machine's own name into /etc/hosts): "
+        "the first machine would listen where none can connect, and each other one would take itself for the first.",
         f"in /etc/hosts, give {name} the address of the network, or write the address into --rendezvous {text}",
     )
 
@@ -77,7 +77,7 @@ def same_address(name: str, found: Mapping[str, str | None]) -> Finding:
         check,
         "warning",
         "wrong name resolution: " + ", ".join(f"{name} is {address} on {where}" for where, address in known.items()),
-        "Machines that look at different addresses do not meet, or do over another network than the rest.",
+        "Machines that use different addresses do not meet, or meet over a different network from the rest.",
         "give the name one address: the same /etc/hosts or DNS on all machines",
     )
 
@@ -145,6 +145,6 @@ def port_in_use(port: int, error: str) -> Finding:
         "rendezvous port",
         "failure",
         f"port {port} is in use here: {error}",
-        "The run cannot listen there; the others would speak to that program.",
+        "The run cannot listen there, and the other machines would talk to that program.",
         "end that program (`ss -ltnp` names it), or choose another port in --rendezvous",
     )

@@ -1,4 +1,4 @@
-"""Quick comparison at every start of several machines, of properties that cost nothing to read."""
+"""Quick comparison of machines at every start. Reads only properties that cost no time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cuda() -> str | None:
 
 
 def differences(own: Message, host: str, theirs: Mapping[str, object]) -> list[str]:
-    """Return a line for each difference of this machine to one that has just joined, whose clock has ``time``."""
+    """Return a line for each difference from a machine that has just joined. ``theirs`` holds its clock as ``time``."""
     lines = []
     for name, here in own.items():
         there = theirs.get(name)

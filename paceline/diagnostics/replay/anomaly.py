@@ -1,10 +1,10 @@
-"""Search for the first value of a microbatch that is NaN or infinite: in which sample, and in which layer it arises.
+"""Search for the sample and the layer in which a microbatch's first NaN or infinite value arises.
 
 ::
 
-    forward     a ─ b ─ c ✗       c: the first module whose output is not finite, inner ones before outer ones.
-                a ─ b ✗ (log) ─ c  If it is the input of a module, the module around it has computed it.
-    backward    a ✗ b ─ c          b: the innermost module from whose input a gradient comes that is not finite.
+    forward     a ─ b ─ c ✗        c: the first module whose output is not finite, inner modules before outer ones.
+                a ─ b ✗ (log) ─ c  Not finite before c: the module around b and c has computed the value.
+    backward    a ✗ b ─ c          b: the innermost module whose input gets a gradient that is not finite.
 
 torch's anomaly mode then names the operation of the backward pass.
 """
@@ -33,7 +33,7 @@ def single(group: MicrobatchGroup, at: int) -> MicrobatchGroup:
 
 
 def find_anomaly(context: TrainingContext, step: int, group: MicrobatchGroup) -> list[Finding]:
-    """Return where the first value that is not finite arises in a microbatch. Empty if there is none."""
+    """Return the layer and samples in which a value is not finite first. Empty if all values are finite."""
     (microbatch,) = group.microbatches
     numbers = context.order.microbatches_of(step)[microbatch]
     watch = _watched(context, step, group)
@@ -56,7 +56,7 @@ def find_anomaly(context: TrainingContext, step: int, group: MicrobatchGroup) ->
 
 
 def _watched(context: TrainingContext, step: int, group: MicrobatchGroup) -> _Watch:
-    """Compute a microbatch, and return what was seen."""
+    """Compute a microbatch with hooks on all modules, and return them."""
     model = context.compute.model
     watch = _Watch(model)
     for name, parameter in model.named_parameters():
@@ -87,13 +87,13 @@ def _is_bad_alone(context: TrainingContext, step: int, sample: MicrobatchGroup) 
 
 def _operation(context: TrainingContext, step: int, group: MicrobatchGroup) -> str:
     """Return the error of anomaly mode, and the line of the forward pass. Empty if the gradients are only infinite."""
-    with warnings.catch_warnings(record=True) as said, without_trace(context):
+    with warnings.catch_warnings(record=True) as caught, without_trace(context):
         warnings.simplefilter("always")
         try:
             with torch.autograd.set_detect_anomaly(True):
                 _compute(context, step, group)
         except RuntimeError as error:
-            lines = [line.strip() for one in said for line in str(one.message).splitlines() if 'File "' in line]
+            lines = [line.strip() for one in caught for line in str(one.message).splitlines() if 'File "' in line]
             own = [line for line in lines if "/torch/" not in line and "/paceline/" not in line]
             return " ".join([str(error), *own[-1:]])
     return ""
@@ -104,7 +104,7 @@ def _is_finite(value: torch.Tensor) -> bool:
 
 
 def _rows_of(value: torch.Tensor | None, samples: int) -> list[int]:
-    """Return the samples in which a value is not finite, if its first dimension is that of the samples."""
+    """Return the samples in which a value is not finite. Empty if its first dimension is not the sample dimension."""
     if value is None or value.ndim == 0 or value.shape[0] != samples:
         return []
     bad = ~value.isfinite().reshape(samples, -1).all(dim=1)
@@ -115,7 +115,7 @@ class _Watch:
     """Hooks on all modules, which remember the first value that is not finite.
 
     Attributes:
-        layer: module that has computed the value, or that gets the data first. None before any was seen.
+        layer: module that has computed the value, or that gets the data first. None while all values are finite.
         phase: parameters, data, forward or backward.
     """
 
@@ -155,7 +155,7 @@ class _Watch:
         name = self._names[module]
         around = self._shown(name.rpartition(".")[0]) if name else "the forward function"
         gets_data = self.phase == "data" and not all(map(_is_finite, tensors_in((given, named))))
-        if gets_data and not self._reached:  # goes on to the first module without others inside
+        if gets_data and not self._reached:  # each inner module replaces the outer one, down to one without children
             self.layer, self._reached = self._shown(name), not list(module.children())
         for value in tensors_in((given, named)):
             self.see("forward", f"{around}, before {self._shown(name)}", value)

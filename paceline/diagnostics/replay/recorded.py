@@ -1,7 +1,7 @@
-"""What a run directory tells of a run: how it was started, its steps with their digests, and its checkpoints. No torch.
+"""Records of a run that a replay needs: its start, its steps with their digests, and its checkpoints. No torch.
 
 A step may be recorded several times: by each worker, and again after a return to a checkpoint. The last record counts,
-as later steps follow from it.
+because later steps follow from it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.system.regular_files import read_text
 _EVENTS = ("start", "step", "checkpoint", "resume", "recovered", "communication")
 _ASYNCHRONOUS = "Only strategies that compute the same function on any number of workers record digests of their steps"
 _SECRET = (
-    "An argument or setting of {run} was a secret, which is not in its record: pass secrets to the script in "
-    "environment variables or files, then its runs can be replayed."
+    "An argument or setting of {run} was a secret, which is not recorded: pass secrets to the script in environment "
+    "variables or files, so that its runs can be replayed."
 )
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Records of a step, of the last time that it was taken."""
+    """Last record of a step."""
 
     time: float
     generation: int
-    loss: str  # in hexadecimal digits, as NaN is not equal to itself
+    loss: str  # in hexadecimal digits, because NaN is not equal to itself
     norm: str
     chain: str
     digests: Mapping[str, str] = field(default_factory=dict)  # by parameter
@@ -56,7 +56,7 @@ class RecordedStep:
 
 
 def _shown(value: str) -> str:
-    """Return a number that is in hexadecimal digits in decimal digits, and a digest as it is."""
+    """Return a hexadecimal number in decimal digits. Return a digest unchanged."""
     return repr(float.fromhex(value)) if "x" in value or value in ("nan", "inf", "-inf") else value
 
 
@@ -68,9 +68,9 @@ class RecordedRun:
     launch: Mapping[str, Any]  # as in launch.json
     starts: tuple[Record, ...]
     steps: Mapping[int, RecordedStep]
-    sizes: tuple[tuple[float, int], ...]  # times from which on there were so many workers
-    checkpoints: Mapping[int, Path]  # those that are still there, by their number of steps
-    formats: tuple[tuple[float, str], ...] = ()  # times from which on the run has chosen these formats of gradients
+    sizes: tuple[tuple[float, int], ...]  # times at which the number of workers changed, with the new number
+    checkpoints: Mapping[int, Path]  # checkpoints that still exist, by their number of steps
+    formats: tuple[tuple[float, str], ...] = ()  # times at which the run chose formats of gradients, with the formats
 
     @property
     def script(self) -> Path:
@@ -87,7 +87,7 @@ class RecordedRun:
         return next((one for one in reversed(self.starts) if one["time"] <= until), self.starts[0])
 
     def settings_of(self, step: int) -> dict[str, str]:
-        """Return the settings of a step that the script has not set itself, and the formats that the run has chosen."""
+        """Return the settings at a step that come from outside of the script, with the formats that the run chose."""
         settings = dict(self.start_of(step).get("settings", {}))
         if any(MASK in value for value in settings.values()):
             raise ConfigError(_SECRET.format(run=self.folder.name))
@@ -97,18 +97,18 @@ class RecordedRun:
         return settings
 
     def workers_at(self, step: int) -> int:
-        """Return the number of workers that took a step, or the last step before it that is recorded."""
+        """Return the number of workers at a step."""
         until = self.steps[step].time if step in self.steps else math.inf
         return next((count for time, count in reversed(self.sizes) if time <= until), self.sizes[0][1])
 
     def checkpoint_before(self, step: int) -> tuple[int, Path | None]:
-        """Return the nearest checkpoint from which a step can be replayed, and its step; 0 and None from the start."""
+        """Return the step and path of the nearest checkpoint before a step, or 0 and None to replay from the start."""
         if found := [one for one in self.checkpoints if one <= step]:
             return max(found), self.checkpoints[max(found)]
         if self.steps and min(self.steps) > 0:
             raise InputError(
-                f"{self.folder.name} began at step {min(self.steps)}, from a checkpoint that is not there any more, "
-                f"and has no other one before step {step}. Replay a later step."
+                f"{self.folder.name} began at step {min(self.steps)}, from a checkpoint that no longer exists, and has "
+                f"no other checkpoint before step {step}. Replay a later step."
             )
         return 0, None
 
@@ -126,7 +126,7 @@ class RecordedRun:
             if now != was:
                 raise ConfigError(
                     f"{path} is not the file with which {self.folder.name} was trained: its hash was {was} and is "
-                    f"{now or 'none, as it is missing'}. Check out the version of then."
+                    f"{now or 'none, as it is missing'}. Check out the version that was trained."
                 )
 
 
@@ -149,7 +149,7 @@ def load(folder: Path) -> RecordedRun:
         strategy = starts[-1].get("strategy")
         raise InputError(
             f"The steps of {folder.name} have no digests, so they cannot be replayed: its strategy is {strategy!r}. "
-            f"{_ASYNCHRONOUS}, and versions of Paceline from this one on."
+            f"{_ASYNCHRONOUS}, and only since this version of Paceline."
         )
     found = dict(_checkpoints(folder, [*records["checkpoint"], *records["resume"]]))
     sizes = [(one["time"], int(one.get("workers", 1))) for one in starts]

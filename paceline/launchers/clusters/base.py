@@ -63,7 +63,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Agent:
-    """Launcher on one machine."""
+    """Command that starts the workers of one machine."""
 
     machine: str  # name of the machine, as the engine or the user calls it
     command: tuple[str, ...]  # command line of the agent
@@ -71,16 +71,16 @@ class Agent:
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def meeting_at(self, rendezvous: str) -> Agent:
-        """Return the agent with another ``host:port`` of the first machine."""
-        place = self.command.index("--rendezvous") + 1
-        return replace(self, command=(*self.command[:place], rendezvous, *self.command[place + 1 :]))
+        """Return the agent with ``host:port`` of the first machine replaced."""
+        index = self.command.index("--rendezvous") + 1
+        return replace(self, command=(*self.command[:index], rendezvous, *self.command[index + 1 :]))
 
 
 @dataclass(frozen=True)
 class Placement:
     """Launch plan for a cluster."""
 
-    place: str  # name of the cluster. For Spark the master's URL.
+    place: str  # name of the cluster, or the master's URL for Spark
     agents: tuple[Agent, ...]  # one agent per machine. The agent with the coordinator is first.
     text: str  # readable form of what is submitted or executed, for ``--dry-run``. Contains no secret.
 
@@ -93,7 +93,7 @@ class Place(ABC):
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> str | None:
-        """Return the evidence that this process runs in such a cluster, as text for the user. None if it does not."""
+        """Return how this cluster was recognized, as text for the user, or None if this process does not run in it."""
         return None
 
     @abstractmethod
@@ -249,7 +249,7 @@ def read_hostfile(path: Path, slots: int) -> list[tuple[str, int]]:
             continue
         host, colon, count = name.partition(":")
         if not host or host.startswith("-"):
-            raise ConfigError(f"{path}, line {number}: {quoted(line)} begins with no name of a host.")
+            raise ConfigError(f"{path}, line {number}: {quoted(line)} does not begin with the name of a host.")
         given = [word.partition("=")[2] for word in words if word.startswith("slots=")]
         count = count if colon else given[0] if given else str(slots)
         if not (count.isdecimal() and 0 < int(count) < 10_000):

@@ -34,7 +34,7 @@ _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 
 class Unsafe(Exception):
-    """A fork could differ from a new Python. The message gives the reason."""
+    """Raised if a fork could differ from a new Python. The message gives the reason."""
 
 
 def needs_libraries(path: str) -> bool:
@@ -115,7 +115,7 @@ def check_folders(folders: Sequence[str], modules: Mapping[str, ModuleType], alw
                 continue
             seen.add(name)
             if not _same(modules.get(name), path):
-                raise Unsafe(f"{path} stands before the module {name} that torch or Paceline has imported")
+                raise Unsafe(f"{path} hides the module {name} that torch or Paceline has imported")
 
 
 def _importable(folder: str) -> Iterator[tuple[str, str]]:

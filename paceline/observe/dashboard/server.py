@@ -7,8 +7,8 @@
     http://127.0.0.1:PORT/TOKEN/runs/0/heat?what=  data of a view of the first run
     http://127.0.0.1:PORT/TOKEN/metrics            state of all runs
 
-Whoever knows the token can read the runs, and nobody else: the address of a page elsewhere cannot contain it. A request
-that names another host is refused, as it may come from a page that has changed its address (DNS rebinding).
+Only a client that knows the token can read the runs: a page on another site cannot know the address. A request that
+names another host is refused, because it may come from a page that has changed its address (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _QUIET_SECONDS = 30.0  # time after which a connection without a request is clos
 
 
 class Run:
-    """Run of which the dashboard shows the records. Its index is opened when it is first shown."""
+    """Run on the dashboard. Its index of records is opened when the run is first shown."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,9 +90,9 @@ class Run:
 
     @contextmanager
     def _used(self) -> Iterator[RecordIndex]:
-        """Return a context with the index for this thread alone.
+        """Return a context in which only this thread uses the index.
 
-        It has all records but those of the last second, as the page asks for many views at once.
+        The index may lack the records of the last second, because the page asks for many views together.
         """
         with self._lock:
             if time.monotonic() - self._at >= _FRESH_SECONDS:
@@ -110,7 +110,7 @@ class Dashboard(ThreadingHTTPServer):
     Args:
         runs: directories of the runs, in the order in which the page lists them.
         address: host and port to listen on. Port 0 takes a free one.
-        token: part of each address without which nothing is answered.
+        token: first part of each address. A request without it is refused.
 
     Raises:
         OSError: the address is in use.
@@ -125,9 +125,9 @@ class Dashboard(ThreadingHTTPServer):
         self._host = address[0]
 
     def knows(self, host: str) -> bool:
-        """Return whether a request is for this server. Only one for this machine can tell: others may have any name.
+        """Return whether a request is for this server. True for any name if the server listens for other machines.
 
-        The port may be that of a tunnel.
+        The port is not compared, because a tunnel may have another one.
         """
         return self._host not in _LOCAL or host.rpartition(":")[0] in _LOCAL or host in _LOCAL
 
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        """Print nothing: the addresses contain the token."""
+        """Print nothing, because the addresses contain the token."""
 
 
 def _is_alone(run: Run, runs: Sequence[Run]) -> bool:
@@ -196,7 +196,7 @@ def _is_alone(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def _search(options: dict[str, str]) -> Search:
-    """Return the search that the options of a request ask for.
+    """Parse the options of a request into a search. Raises ConfigError if a number cannot be read.
 
     >>> _search({"rank": "1", "steps": "3:5", "slower": "0.5"})
     Search(ranks=('1',), events=(), steps=range(3, 5), slower_than=0.5, text='')

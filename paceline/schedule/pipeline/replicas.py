@@ -7,10 +7,10 @@ two workers; four microbatches::
     1  F2--- F3---             B2---------       B3---------
     2        F0 B0--- F2 B2--- F1 B1--- F3 B3---
 
-Stage 1 takes the microbatches as they arrive: 0, 2, 1, 3. In increasing order all replicas but one would wait. Within a
-run, which has the same worker in every stage, microbatches are taken in order. The order is found by a simulation of
-the step, in which a forward pass of a stage with r workers takes r units, and a backward pass 2 r. A free worker begins
-the next pass that is ready. In 1F1B it prefers a backward pass.
+Stage 1 takes the microbatches as they arrive: 0, 2, 1, 3. In increasing order all replicas but one would wait. A *run*
+is a range of microbatches that have the same worker in every stage, which takes them in order. A simulation of the step
+gives the order of the passes: a forward pass of a stage with r workers takes r units of time, a backward pass 2 r. A
+free worker begins the next pass that is ready. In 1F1B it prefers a backward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != stages:
         raise ConfigError(
-            f"replicas {counts} are those of {len(counts)} stages, not of {stages}: give one for each stage"
+            f"replicas {counts} are for {len(counts)} stages, but there are {stages}: give one for each stage"
         )
     check_at_least(1, replicas=min(counts))
     return counts
@@ -54,7 +54,7 @@ def forwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
 def backwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
     """Return the order of each worker in 1F1B, with the fewest microbatches in flight that do not prolong the step.
 
-    The limit is at least the number of workers from a worker's stage on, divided by the replicas of the stage.
+    A worker may have in flight at least the number of workers of its stage and later ones, divided by its replicas.
     """
     least = [-(-sum(counts[stage:]) // counts[stage]) for stage in range(len(counts))]
     units = _Simulation(counts, microbatches, [microbatches] * len(counts)).units
@@ -84,8 +84,8 @@ class _Worker:
         """Begin the next pass of a run."""
         self.order.append(Operation(kind, self.stage, microbatch))
         self.free = end
-        for place, run in enumerate(self.runs):
-            self.done[kind][place] += microbatch in run
+        for index, run in enumerate(self.runs):
+            self.done[kind][index] += microbatch in run
 
 
 class _Simulation:
@@ -93,7 +93,7 @@ class _Simulation:
 
     Args:
         counts: number of workers of each stage.
-        most: most microbatches in flight in a worker of each stage. None: all forward passes before backward passes.
+        most: maximum number of microbatches in flight per worker of each stage. None to run all forward passes first.
     """
 
     def __init__(self, counts: Sequence[int], microbatches: int, most: Sequence[int] | None) -> None:

@@ -20,7 +20,7 @@ Four stages; a backward pass is drawn as long as a forward pass::
     2        F0 F1    B0 F2 B1 F3 B2    B3
     3           F0 B0 F1 B1 F2 B2 F3 B3
 
-GPipe and 1F1B take the same time. With P stages and V microbatches, workers are idle for (P - 1) / (V + P - 1) of it.
+GPipe and 1F1B take equally long. With P stages and V microbatches, workers idle for (P - 1) / (V + P - 1) of that time.
 Stage s keeps the activations of V microbatches in GPipe and of min(V, P - s) in 1F1B.
 """
 
@@ -94,7 +94,7 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
 
 
 def _forwards_and_backwards(stage: int, share: range, lead: int) -> Order:
-    """Return both passes of each microbatch, with forward passes ``lead`` microbatches ahead."""
+    """Return both passes of each microbatch, with forward passes ``lead`` microbatches ahead of backward passes."""
     forwards = chain(share, repeat(None))
     backwards = chain(repeat(None, min(lead, len(share))), share)
     order = []

@@ -2,14 +2,14 @@
 
 ::
 
-    first pass     microbatch 0   1   2   3      the outputs; each graph is dropped
+    first pass     microbatch 0   1   2   3      outputs only; each graph is dropped
                               │   │   │   │
                    loss(  [ rows 0 | 1 | 2 | 3 ], sums 0+1+2+3  ), and its gradient for the outputs
                               │   │   │   │
     second pass    microbatch 0   1   2   3      outputs again; loss of a microbatch: sum(outputs * gradient)
 
-The losses of the second pass have the gradients of the loss over the batch, and are added up by the strategy like any
-others. Both passes draw the same random numbers and begin with the same buffers. Parameters that the loss itself uses
+The losses of the second pass have the gradients of the loss over the batch, so the strategy adds them up like any other
+losses. Both passes draw the same random numbers and begin with the same buffers. Parameters that the loss itself uses
 get their gradient with microbatch 0.
 """
 
@@ -61,17 +61,17 @@ _OUTSIDE = (
     "it. Register it in the model, as self.value = torch.nn.Parameter(...), and use it from there."
 )
 
-_CHUNK = 1 << 16  # number of values of which a digest is computed at once, so that it needs little memory
+_CHUNK = 1 << 16  # values per pass of a digest, so that it needs little memory
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of the bits of a value, by its size in bytes."""
+"""Integer type that holds the bits of a value, by its size in bytes."""
 
 
 class Plan(NamedTuple):
     """Values that the second pass of a step needs.
 
-    ``rows``: rows of each microbatch in the outputs. ``gradients``: those of the outputs, times ``scale``.
+    ``rows``: rows of each microbatch in the outputs. ``gradients``: gradients of the outputs, times ``scale``.
     ``parameters``: parameters that the loss itself uses, with their gradients. ``pair``: as in :class:`ForwardResult`,
-    for microbatch 0. ``marks``: for each microbatch, the digests of its outputs, which are not kept.
+    for microbatch 0. ``marks``: digests of the outputs of each microbatch, in place of the outputs.
     """
 
     step: int
@@ -109,7 +109,7 @@ class BatchLoss:
 
     @contextmanager
     def first_pass(self, collect: Callable[[int, Outputs], None]) -> Iterator[None]:
-        """Pass the outputs of each microbatch that is computed in this context to a function, and give it no loss."""
+        """Return a context in which microbatches have no loss, and ``collect`` gets their numbers and outputs."""
         self._collect = collect
         try:
             yield
@@ -121,7 +121,7 @@ class BatchLoss:
         return {name: self._mark(value.detach()) for name, value in outputs.tensors.items()}
 
     def _mark(self, value: torch.Tensor) -> list[int | float]:
-        """Return a digest that depends on the place of each value, or norm and projection if values may be rounded."""
+        """Return a digest that depends on the order of values, or norm and projection if values may be rounded."""
         value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
         flat = value.resolve_neg().contiguous().view(-1)
         odd, wave = _weights(flat.device)
@@ -181,7 +181,7 @@ class BatchLoss:
                 raise InputError(_NOT_AGAIN.format(what=spelled(name), microbatch=where, step=plan.step, how=how))
 
     def plan(self, compute: ForwardRunner, outputs: Outputs, batch: Batch, *, twice: bool) -> Plan:
-        """Compute the loss over the outputs of the whole batch, and its gradient. The same on every worker.
+        """Compute the loss over the outputs of the whole batch, and its gradient. Every worker gets the same result.
 
         Args:
             outputs: outputs of all microbatches, with ``requires_grad`` for those that have a gradient.
@@ -259,13 +259,13 @@ class BatchLoss:
 
 @cache
 def _weights(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights of values by their places, in a digest of their bits and in a projection."""
-    place = torch.arange(_CHUNK, device=device)
-    return 2 * place + 1, place.double().cos()
+    """Return the weights of values by index: odd integers for a digest of bits, and cosines for a projection."""
+    index = torch.arange(_CHUNK, device=device)
+    return 2 * index + 1, index.double().cos()
 
 
 def _are_alike(known: list[int | float], found: list[int | float]) -> bool:
-    """Return whether two digests are equal, or norms and projections near. Other checks report NaN and infinity."""
+    """Return whether digests are equal, or norms and projections close. Other checks report NaN and infinity."""
     if len(known) == 1 or not all(map(math.isfinite, known + found)):
         return len(known) > 1 or known == found
     return all(abs(one - other) <= TOLERANCE * known[0] for one, other in zip(known, found, strict=True))
@@ -293,7 +293,7 @@ def _some_loss(outputs: Outputs) -> torch.Tensor:
         for value in outputs.tensors.values()
         if value.requires_grad
     ]
-    return sum(terms, torch.zeros((), dtype=torch.float64))  # of several devices, if forward moves outputs
+    return sum(terms, torch.zeros((), dtype=torch.float64))  # on the CPU, as outputs may be on several devices
 
 
 def _product(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@
     contrastive        x        >   (a + b) / 2      fewer samples to compare with in each half
     weighted mean      x       !=   (a + b) / 2      the halves have other weights
 
-A batch is computed in microbatches, so only the first kind equals the script's loss on the whole batch. Batch norm is
-left out: it uses its running statistics in the probe.
+A batch is computed in microbatches, so only the first kind equals the script's loss on the whole batch. The probe does
+not report batch norm, which uses its running statistics meanwhile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_HALF = 1e-2
 _TEXT = (
-    "The loss looks at several samples at once: that of {samples} samples is {whole:.5g}, and of two parts of "
-    "them {halves:.5g} on average. With {microbatches} microbatches it is not that of the whole batch, on any number "
+    "The loss looks at several samples at once: for {samples} samples it is {whole:.5g}, and for two parts of them "
+    "{halves:.5g} on average. So with {microbatches} microbatches it is not the loss of the whole batch, on any number "
     "of workers. If it is a weighted mean, as with class weights or ignore_index, return the pair (sum, count). If it "
     "compares samples, as contrastive losses do, give it as batch_loss=, which gets the outputs of the whole batch."
 )
@@ -66,7 +66,7 @@ def check_coupling(context: TrainingContext, groups: Sequence[MicrobatchGroup], 
 
 
 def _broadcast(context: TrainingContext, data: Any) -> str:
-    """Explain that output and target broadcast to all pairs of samples. Empty if they do not, or if it is not known."""
+    """Explain that output and target broadcast to all pairs of samples. Empty if they do not, or if that is unknown."""
     if not is_of_loss(context.compute.forward):
         return ""
     try:
@@ -80,13 +80,13 @@ def _broadcast(context: TrainingContext, data: Any) -> str:
         return ""
     return (
         f" The usual cause: the output has the shape {list(output.shape)} and the target {list(target.shape)}, so "
-        f"their difference has the shape {list(whole)}, each sample with each other one. Give both the same shape, "
-        f"as by output.squeeze(1)."
+        f"their difference has the shape {list(whole)}: it pairs each sample with every other. Give both the same "
+        f"shape, for example by output.squeeze(1)."
     )
 
 
 def _probe(context: TrainingContext, data: Any, samples: int, cuts: Sequence[int], step: int) -> str:
-    """Return a message if the loss of the samples is not the mean over the two parts that one of the cuts makes."""
+    """Return a message if, for one of the cuts, the loss of the samples is not the mean over the two parts."""
     draws = RecordedDraws()
     eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
     with without_trace(context) as probe, eager, _learned_statistics(context):

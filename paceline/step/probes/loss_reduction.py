@@ -1,15 +1,15 @@
-"""Probe of the loss: whether it is a mean over the samples, or a sum with its divisor, as its form implies.
+"""Probe of the loss: whether a scalar is a mean over the samples, and a pair a sum with its divisor.
 
 ::
 
                          a third of a microbatch  twice the same    three times
     mean                                     x                 x              x
     sum and count                         s, n            2s, 2n         3s, 3n
-    reduction="sum"                          s                2s             3s     taken for a mean
-    loss, accuracy                        x, a              x, a           x, a     taken for a sum and a count
+    reduction="sum"                          s                2s             3s     wrong: read as a mean
+    loss, accuracy                        x, a              x, a           x, a     wrong: read as sum and count
 
-A loss over pairs of samples, such as a contrastive loss, matches no row and is accepted. Repeated samples get the same
-random numbers of torch as the first time, in dropout and elsewhere.
+A loss over pairs of samples, such as a contrastive loss, matches no row and is accepted. Repeated samples get the
+random numbers of their first pass, in dropout and elsewhere.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OTHERS = 3
 _SUM = (
     "The loss grows with the number of samples, as with reduction='sum': {values} for the same samples once, twice and "
     "three times. A scalar is taken for the mean over its samples, so gradients would be {parts} times too small for "
-    "a sum over the batch, and too large for a mean. Return a mean, or the pair (sum, count)."
+    "a sum over the batch, and also too large for a mean. Return a mean, or the pair (sum, count)."
 )
 _MEAN = (
     "The forward pass returns the pair (loss, count), whose first value must be a sum, but it stays {values} when the "
@@ -42,15 +42,15 @@ _MEAN = (
     "its count."
 )
 _NO_COUNT = (
-    "The forward pass returns a pair of scalars, which is taken for (sum, count), but the second value is no count: "
+    "The forward pass returns a pair of scalars, which means (sum, count), but the second value is not a count: "
     "{values} for the same samples once, twice and three times{more}. The loss would be divided by it. Return a metric "
     "beside the loss by its name, as in (loss, {{'accuracy': value}})."
 )
 _QUEUE = (
     "The forward pass puts samples into the buffer {name!r}, as into a queue. A batch is computed in {microbatches} "
-    "microbatches, each from the buffers at the start of the step, and a buffer becomes the mean of what they make of "
-    "it, which is no queue. Keep the queue outside of the model, filled in the loop; or set microbatches=1, for one "
-    "worker."
+    "microbatches, each from the buffers at the start of the step, and a buffer becomes the mean of its values after "
+    "them, which is not a queue. Keep the queue outside of the model and fill it in the loop; or set microbatches=1, "
+    "for one worker."
 )
 _NOT_TRIED = (
     "The loss could not be checked: the forward pass raised {error} when it was given some samples of a microbatch "
@@ -120,7 +120,7 @@ def _probe(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: in
 
 
 def _grown_twice(context: TrainingContext, data: Any, step: int) -> dict[str, torch.Tensor]:
-    """Return by how much buffers grow in two consecutive passes over the same samples."""
+    """Return the growth of the buffers in two consecutive passes over the same samples."""
     _computed(context, data, step)
     _computed(context, data, step, goes_on=True)
     return context.compute.buffers.grown()
@@ -134,7 +134,7 @@ def _check_buffers(
     Args:
         context: training context.
         grown: growth of the buffers with samples given once, twice and three times.
-        after: growth in two consecutive passes. For an average that begins with zero, it is less than twice the first.
+        after: growth in two consecutive passes, which is less than twice the first for an average that begins at zero.
     """
     once, twice, thrice = grown
     for name, grown_once in once.items():
@@ -148,9 +148,9 @@ def _check_buffers(
 
 
 def _computed(context: TrainingContext, data: Any, step: int, goes_on: bool = False) -> tuple[float, float, bool]:
-    """Return the loss as it was returned, a count, and whether the forward pass returned a count.
+    """Return the loss as ``forward`` gave it, a count, and whether ``forward`` gave the count.
 
-    ``goes_on``: start from the current buffers, not from those at the start of the step.
+    ``goes_on``: start from the current buffers instead of the buffers at the start of the step.
     """
     compute = context.compute
     if not goes_on:
@@ -182,7 +182,7 @@ def _of_uncounted(
 ) -> tuple[str, bool]:
     """Check a pair whose second value does not grow with the samples. ``others``: second values for other samples.
 
-    Valid are (mean, 1), a mean over microbatches, and a count of the classes that occur, which is a whole number.
+    Such a pair may be (mean, 1), a mean over microbatches, or have the number of classes that occur as its count.
     """
     if counts == [0.0] * 3 and not any(others):
         stays = totals[0] != 0 and bool(_closeness(context, totals, grows=False))

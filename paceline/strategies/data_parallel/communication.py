@@ -1,15 +1,15 @@
-"""Choice of buckets and formats by measured times, for ``communication="auto"``, and the same choices once more.
+"""Choice of buckets and formats by measured times, for ``communication="auto"``, and replay of recorded choices.
 
 ::
 
-    steps  0 ...  8   float32, default buckets      a step takes 1.0 s; measure the link, price the other ways
+    steps  0 ...  8   float32, default buckets      a step takes 1.0 s: measure the link, predict the other ways
     steps  9 ... 17   int8                          predicted 0.42 s, takes 0.43 s
     steps 18 ... 26   float32, buckets of 1 MB      predicted 0.97 s, takes 0.98 s
-    steps 27 ...      int8                          the fastest. Watched: if the exchange takes another time, look again
+    steps 27 ...      int8                          the fastest. If the duration of the exchange changes, start again
 
-Rank 0 decides before a step, and all workers get its decision. Decisions are part of the strategy's state, so a run
-that resumes and workers that join go on with them. The formats of a run, and the steps from which on it has them,
-determine its bits with ``exact``: ``communication="0=float32,9=int8"`` gives the same on any number of workers.
+A way is a format with a bucket size. Rank 0 decides before a step, and all workers get its decision. Decisions are part
+of the strategy's state, so resumed runs and joining workers keep them. With ``exact``, the formats and their first
+steps determine the bits of a run: ``communication="0=float32,9=int8"`` repeats them on any number of workers.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from paceline.system.wires import ADAPTIVE, formats_in, spelled
 _log = logging.getLogger("paceline")
 STATE = "communication"
 WARM, TRIAL, WATCH = 3, 6, 20
-"""Number of steps with a new way that are not measured, of measured steps in a trial, and of a later window."""
+"""Numbers of steps: unmeasured after a change of way, measured in a trial, and measured in each later window."""
 _SIZES = (None, 1.0, 5.0, 25.0)
 _MOST_BUCKETS = 1 << 12
-"""Most buckets of a way that is tried. Each takes tags of messages and flags in shared memory, which are limited."""
-_DRIFT = 0.25  # look again if a step waits for the exchange longer, or shorter, by this fraction of a step
+"""Maximum number of buckets. Each needs message tags and flags in shared memory, which are limited."""
+_DRIFT = 0.25  # choose again if the wait for the exchange changes by this fraction of a step
 _FORMATS: dict[str, tuple[str, ...]] = {
     "bits": (),
     "rounding": ("float32", "bfloat16", "fp8-e4m3", "int8"),
     "convergent": ("float32", "bfloat16", "fp8-e4m3", "int8", "fp8-e5m2", ADAPTIVE),
 }
 """Formats of each tolerance, from the finest to the coarsest. float16 has the bytes of bfloat16 and takes longer."""
-_MOST_OF_E4M3 = 128  # number of microbatches from which on fp8-e4m3 is not within 1 % of float32
+_MOST_OF_E4M3 = 128  # maximum number of microbatches with which fp8-e4m3 is within 1 % of float32
 _BUSY, _SHARE = 0.25, 0.05
-"""Share of a step that the exchange takes, from which on local training is mentioned, and its share with that."""
+"""Shares of a step spent on the exchange: the one above which to advise local training, and its aim with that."""
 
 sendable(Way)
 
@@ -64,8 +64,8 @@ sendable(Way)
 class Decision(NamedTuple):
     """Decision of rank 0 between two steps.
 
-    ``reached``: seconds of a step with this way, and those of them that are spent waiting for the exchange. None before
-    all ways have been tried.
+    ``reached``: seconds of a step with this way, and how many of them it waits for the exchange. None before all ways
+    have been tried.
     """
 
     way: Way
@@ -111,13 +111,13 @@ class ChosenCommunication(Delegating):
         self._measures = chooses and self._world.size > 1 and self._has_choice()
         self._tried: dict[Way, tuple[float, float]] = {}  # as in :meth:`_window`
         self._prices: dict[Way, float] = {}
-        self._left: list[Way] | None = None  # ways that are still to be tried. None before a look
+        self._left: list[Way] | None = None  # ways still to be tried. None before they are predicted
         self._patience, self._windows, self._exchange = 1, 0, 0.0
         self._begin_window()
         self._record(None, Decision(self._way))
 
     def _has_choice(self) -> bool:
-        """Return whether another way might be faster, and say so if not."""
+        """Return whether another way might be faster. Log the reason if not."""
         if self._world.shared_memory is not None:
             why = "the workers share memory"
         elif len(self._ways()) == 1:
@@ -151,7 +151,7 @@ class ChosenCommunication(Delegating):
 
     def _decide(self, step: int) -> None:
         if self._bits != (bits := self._context.strategy_state.get(BITS, {})):
-            text = _told({name: wire for name, wire in bits.items() if wire != self._bits.get(name)})
+            text = _widening({name: wire for name, wire in bits.items() if wire != self._bits.get(name)})
             self._follow(step, Decision(self._way, text, reached=self._state["reached"]), dict(bits))
         if self._given:
             wire = next(wire for first, wire in reversed(self._given.items()) if first <= step)
@@ -164,16 +164,16 @@ class ChosenCommunication(Delegating):
         if not self._measures or len(self._seconds) < WARM + (WATCH if settled else TRIAL):
             return
         first = self._world.rank == 0
-        decision = self._world.gather(self._judged(step) if first else None, "step")[0]
+        decision = self._world.gather(self._evaluate_window(step) if first else None, "step")[0]
         if decision.looks:
             if settled:
                 self._world.link_shares = None
             measured = self._measured(step)
-            decision = self._world.gather(self._priced(step, *measured) if first else None, "step")[0]
+            decision = self._world.gather(self._predict(step, *measured) if first else None, "step")[0]
         self._follow(step, decision)
 
     def _follow(self, step: int, decision: Decision, bits: Mapping[str, str] | None = None) -> None:
-        """Carry out a decision of rank 0, or take over ``bits``, formats of parameters that all workers have alike."""
+        """Apply a decision of rank 0, or ``bits``: formats of parameters, which are the same on all workers."""
         way, renews = decision.way, decision.way != self._way or bits is not None
         if way.wire != self._way.wire and not self._given:
             self._state["formats"] = self._state["formats"] | {step: way.wire}
@@ -181,9 +181,9 @@ class ChosenCommunication(Delegating):
         self._keep()
         if renews:
             self._bits = dict(self._bits if bits is None else bits)
-            said = len(self._context.warnings)
+            warned = len(self._context.warnings)
             self._way, self._inner = way, self._inner.renew(self._context_of(way))
-            del self._context.warnings[said:]
+            del self._context.warnings[warned:]
         if decision.text:
             self._record(step, decision)
         self._begin_window()
@@ -208,12 +208,12 @@ class ChosenCommunication(Delegating):
     # On rank 0.
 
     def _window(self, step: int) -> tuple[float, float]:
-        """Return the seconds of a step in this window, and those of them that are spent waiting for the exchange."""
+        """Return the seconds of a step in this window, and how many of them it waits for the exchange."""
         seconds = median(self._seconds[WARM:])
         return seconds, seconds - sum(computing(median(self._computing[WARM:]), self._microbatches(step)))
 
-    def _judged(self, step: int) -> Decision:
-        """Return what follows from the window that has just ended."""
+    def _evaluate_window(self, step: int) -> Decision:
+        """Return the decision after the window that has just ended."""
         seconds, waits = self._window(step)
         if self._state["reached"] is not None:
             usual, waited = self._state["reached"]
@@ -241,7 +241,7 @@ class ChosenCommunication(Delegating):
         return Decision(way, text + self._advice(seconds, waits), self._prices[way], (seconds, waits))
 
     def _advice(self, seconds: float, waits: float) -> str:
-        """Return what local training would save, if the user tolerates it."""
+        """Return advice on local training if it would save time and ``tolerance`` allows it."""
         if self._context.settings.tolerance != "convergent" or waits <= _BUSY * seconds:
             return ""
         every = 2 ** math.ceil(math.log2(max(2.0, self._exchange / (_SHARE * (seconds - waits)))))
@@ -293,7 +293,7 @@ class ChosenCommunication(Delegating):
 
     @property
     def _all_reduce(self) -> AllReduce:
-        found = getattr(self._inner, "all_reduce", self._inner)  # of sharded, up to the means
+        found = getattr(self._inner, "all_reduce", self._inner)  # sharded strategies reduce to the means by another one
         assert isinstance(found, AllReduce)
         return found
 
@@ -306,7 +306,7 @@ class ChosenCommunication(Delegating):
         return max(1, len(self._inner.groups(step)))
 
     def _measured(self, step: int) -> tuple[float, float, dict[str, tuple[float, float, float]]]:
-        """Measure the exchange, the time of a small message, and the formats. All workers call this together."""
+        """Measure the exchange, a small message and the coding of each format. All workers call this together."""
         alone = min(self._all_reduce.exchange_alone(step) for _ in range(2))
         small = []
         for _ in range(3):
@@ -320,10 +320,10 @@ class ChosenCommunication(Delegating):
         }
         return alone, min(small), slowest
 
-    def _priced(
+    def _predict(
         self, step: int, alone: float, small: float, coding: Mapping[str, tuple[float, float, float]]
     ) -> Decision:
-        """Return the first way to try, by the prices of all ways."""
+        """Predict the duration of a step with each way. Return the first way to try."""
         ways, count = self._ways(), self._microbatches(step)
         nbytes = sum(value.numel() * 4 for value in self._context.update.parameters.values())
         link = link_of(ways[self._way], alone, small)
@@ -341,10 +341,10 @@ class ChosenCommunication(Delegating):
         return self._next()
 
 
-def _told(raised: Mapping[str, str]) -> str:
-    """Return a text about the parameters that have more bits from now on.
+def _widening(raised: Mapping[str, str]) -> str:
+    """Return a text about parameters whose format gets more bits.
 
-    >>> _told({"0.weight": "int8", "2.weight": "int8", "4.weight": "float32"})
+    >>> _widening({"0.weight": "int8", "2.weight": "int8", "4.weight": "float32"})
     'int8 for 0.weight, 2.weight; float32 for 4.weight, because rounding adds noise of more than 58 % of a norm'
     """
     names: dict[str, list[str]] = defaultdict(list)

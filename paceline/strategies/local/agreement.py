@@ -6,12 +6,12 @@ from paceline.errors import DisagreementError
 
 
 def check_trained(everyone: list[list[int]]) -> None:
-    """Raise if the workers have not trained on the same batches; ``everyone`` has the steps of each rank."""
+    """Raise DisagreementError if the workers trained on different batches. ``everyone`` has the steps of each rank."""
     steps = set().union(*everyone)
     for rank, trained in enumerate(everyone):
         if missing := steps - set(trained):
             raise DisagreementError(
-                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
+                f"Rank {rank} has skipped the batch of step {min(missing)}, which others have trained on. Every "
                 f"worker must take the same batches from session.batches; look for a loop that leaves or skips early "
                 f"on some ranks only."
             )

@@ -22,7 +22,7 @@ _OTHER_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Shared:
-    """Objects that the loop and its server both use."""
+    """Objects that both the training loop and its server use."""
 
     context: TrainingContext
     claims: Claims
@@ -73,7 +73,7 @@ def connect_servers(context: TrainingContext) -> RpcPeers:
             f"strategy {context.settings.strategy!r} needs workers on CPUs, and this one is on {context.world.device}: "
             f"use 'allreduce' or 'local-sgd', or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
-    context.world.await_process_group()  # on one machine it forms in the background, and addresses go by its store
+    context.world.await_process_group()  # it may form in the background, and its store carries the addresses
     held = [*context.update.parameters.values(), *context.compute.model.buffers()]
     return RpcPeers(context.world, (_STATES + 2) * sum(value.nbytes for value in held) + _OTHER_BYTES)
 

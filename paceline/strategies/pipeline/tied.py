@@ -70,7 +70,7 @@ class TiedWeights:
 
     @contextmanager
     def during(self, operation: Operation) -> Iterator[None]:
-        """Note the running operation: uses are recorded in forward passes, not when activations are recomputed."""
+        """Return a context for an operation. Uses are recorded in forward passes, but not during recomputation."""
         self._forward = operation if operation.kind is Kind.FORWARD else None
         try:
             yield
@@ -97,7 +97,7 @@ class TiedWeights:
         return outputs
 
     def _use_gradients(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the gradients of the uses in a stage, last use first; only their sum for the last stage with a use."""
+        """Return the gradients of the uses in a stage, last use first, or only their sum for the last stage."""
         uses = self._uses.pop((name, stage, microbatch), None)
         if uses is not None and microbatch == self._checked[name, stage]:
             uses.check_complete(sum_)
@@ -190,7 +190,7 @@ class TiedWeights:
     def _pairs(self, stage: int, first: int) -> list[tuple[int, int]]:
         """Return each worker of a stage with the worker of the owning stage that it exchanges with."""
         owners = self._workers_of[first]
-        return [(rank, owners[place % len(owners)]) for place, rank in enumerate(self._workers_of[stage])]
+        return [(rank, owners[index % len(owners)]) for index, rank in enumerate(self._workers_of[stage])]
 
     def _sender(self, name: str, stage: int, rank: int) -> VariableLengthSender:
         key = name, stage, rank

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_LEAST = 32 << 20  # number of freed bytes that justify a call of ``malloc_trim``, which takes about a millisecond
+_LEAST = 32 << 20  # freed bytes that justify a call to ``malloc_trim``, which takes about a millisecond
 
 
 class FreedMemory:
-    """Counter that returns freed bytes to the operating system once there are many.
+    """Counter of freed bytes that trims the heap each time the count reaches 32 MiB.
 
     glibc keeps freed tensors of up to 32 MiB in its heap. A new tensor rarely fits into a gap, because it is aligned.
     Without trimming, parameters that are allocated and freed in turn need as much memory as if all were kept.

@@ -112,7 +112,7 @@ def _answer(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         if converted is same or isinstance(converted, str):
             return first if converted is same else converted
     if name == "data" and accessor == "__set__" and args[1] is first:
-        return None  # Module.to, if nothing is converted
+        return None  # Module.to does this when it converts nothing
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     used = [found for found in map(deferred_in, leaves) if found is not None]
     if used and all(one.on_demand for one in used):

@@ -46,7 +46,7 @@ def same(check: str, values: Mapping[str, object], why: str, cure: str, label: s
 
 
 def alike(check: str, values: Mapping[str, str], label: str, why: str, cure: str, unknown: str = "") -> Finding:
-    """Check that machines are of one kind, which they should be but need not be."""
+    """Compare values that should be equal on all machines but need not be. A difference is a warning."""
     if len(set(values.values())) < 2:
         return ok(check, next(iter(values.values()), unknown))
     return Finding(check, "warning", f"{label}: {who(values)}", why, cure)
@@ -93,7 +93,7 @@ def cuda(loaded: Machines, drivers: Mapping[str, object]) -> list[Finding]:
         same(
             f"{library} version",
             {name: facts["torch"].get(library) for name, facts in loaded.items()},
-            "NCCL of two versions cannot speak to each other, and kernels of two versions compute other bits.",
+            "Two versions of NCCL cannot talk to each other, and two versions of a kernel compute different bits.",
             "install the same build of torch everywhere",
         )
         for library in ("CUDA", "cuDNN", "NCCL")
@@ -234,6 +234,6 @@ def memory(machines: Machines) -> Finding:
         check,
         "warning",
         f"memory differs: {who({name: size(value) for name, value in values.items()})}",
-        "The same worker that fits on one machine is killed on the other.",
+        "A worker that fits into one machine is killed on the other.",
         "give the machines the same memory limit, or start fewer workers where there is less",
     )
