@@ -61,7 +61,7 @@ def test_alerts(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     path = script("sys.exit(3)")
     url = "http://127.0.0.1:1/f00"
     refused = paceline("run", "--alert", "stalled", path)
-    assert refused.code == 2 and "--alert 'stalled' is no condition" in refused.err
+    assert refused.code == 2 and "--alert 'stalled' is not a condition" in refused.err
     assert paceline("run", "--alert", "run failed", "--notify", "./missing.sh", path).code == 2
     assert not (tmp_path / "runs").exists()
     result = paceline("run", "--quiet", "--alert", "run failed", "--notify", url, path)

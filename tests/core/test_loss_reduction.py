@@ -78,8 +78,8 @@ RIGHT: dict[str, Loss] = {
 WRONG: dict[str, tuple[Loss, str]] = {
     "sum": (SUMMED, "reduction='sum'"),
     "sum and metrics": (lambda output, target: (SUMMED(output, target), {"one": 1.0}), "reduction='sum'"),
-    "accuracy": (lambda output, target: (cross_entropy(output, target), accuracy(output, target)), "is no count"),
-    "sum, accuracy": (lambda output, target: (SUMMED(output, target), accuracy(output, target)), "is no count"),
+    "accuracy": (lambda output, target: (cross_entropy(output, target), accuracy(output, target)), "is not a count"),
+    "sum, accuracy": (lambda output, target: (SUMMED(output, target), accuracy(output, target)), "is not a count"),
     "mean and count": (lambda output, target: (cross_entropy(output, target), len(target)), "must be a sum"),
 }
 

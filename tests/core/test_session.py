@@ -126,7 +126,7 @@ except (LookupError, paceline.InputError) as error:
 """
 
 
-@pytest.mark.promise("docs/train.md", "What must be done once is done by rank 0", "The result goes to all")
+@pytest.mark.promise("docs/train.md", "Let rank 0 do work that must be done only once", "The result goes to all")
 @pytest.mark.promise("paceline/session.py", "the function raised (rank 0 raises the error itself)")
 def test_loops(printed: Printed, tmp_path: Path) -> None:
     runs = [printed(HEAD + LOOPS, workers, tmp_path) for workers in (1, 3)]

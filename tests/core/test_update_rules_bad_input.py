@@ -193,7 +193,7 @@ print("done")
 """
     for one in ranks(HEAD + body, 2, tmp_path, deadline=60):
         assert one.code == 3
-        assert "Rank 0 has left out the batch of step 1" in message(one, "DisagreementError")
+        assert "Rank 0 has skipped the batch of step 1" in message(one, "DisagreementError")
 
 
 @pytest.mark.sampled(1)

@@ -207,7 +207,7 @@ def test_agents_of_another_thread(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_hostfile_with_what_ssh_would_take_for_an_option(tmp_path: Path) -> None:
     for line in ("-oProxyCommand=true slots=1", ":4"):
         (tmp_path / "hosts").write_text(f"h1\n{line}\n")
-        with pytest.raises(ConfigError, match=r"line 2: .* begins with no name of a host"):
+        with pytest.raises(ConfigError, match=r"line 2: .* does not begin with the name of a host"):
             read_hostfile(tmp_path / "hosts", 1)
 
 

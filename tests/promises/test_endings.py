@@ -181,7 +181,7 @@ scripted.end(session)
 @pytest.mark.promise(
     "docs/guarantees.md",
     "**A joiner fits.** It must have the script, settings, versions and data of the others",
-    "One that does not is refused, and the others go on.",
+    "One that does not is refused, and the others continue.",
 )
 def test_a_joiner_that_does_not_fit(launched: Any, undisturbed: Any) -> None:
     ran = launched(NO_JOINER, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=1, step=2))

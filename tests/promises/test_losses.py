@@ -147,7 +147,7 @@ def test_two_of_three_are_killed_at_once(launched: Any, wanted: Any) -> None:
 
 
 @pytest.mark.promise(
-    "README.md", "the others keep their processes and their state, divide the step anew, and repeat it."
+    "README.md", "the others keep their processes and their state, divide the step again, and repeat it."
 )
 def test_a_kill_in_a_forward_pass(launched: Any, wanted: Any) -> None:
     ran = check(launched(THREE, *ELASTIC, **given({"forward": [0, 5]})), wanted)
@@ -188,8 +188,8 @@ def test_kills_in_an_evaluation_and_inside_a_save(launched: Any, wanted: Any) ->
 @pytest.mark.promise("docs/guarantees.md", "**With `exact=True` the result has the same bits**", "and whoever joined.")
 @pytest.mark.promise(
     "docs/survive.md",
-    "The others repeat the step without it. A standby takes its place at once; else a new process does, within a "
-    "second",
+    "The others repeat the step without it. A standby takes its place at once; without one, a new process "
+    "does within a second",
 )
 def test_a_kill_while_another_one_joins(launched: Any, wanted: Any) -> None:
     """The worker that leads the recovery is killed in it."""
@@ -206,7 +206,7 @@ def test_a_kill_while_the_state_is_sent(launched: Any, wanted: Any) -> None:
     assert len(ran.launcher("lost")) == 2 and 3 in ran.memberships()[-1], ran.report()
 
 
-@pytest.mark.promise("docs/checkpoints.md", "Workers that join get them, too.")
+@pytest.mark.promise("docs/checkpoints.md", "Joining workers get them, too.")
 def test_a_standby_takes_the_place(launched: Any, wanted: Any) -> None:
     """The standby has the registered values of the others."""
     words = "-n", 2, "--elastic", "2:2", "--standby", 1
@@ -215,7 +215,7 @@ def test_a_standby_takes_the_place(launched: Any, wanted: Any) -> None:
     assert ran.memberships()[:2] == [[0, 1], [0, 2]], ran.report()
 
 
-@pytest.mark.promise("docs/survive.md", "it finishes its step and leaves, with exit code 75; the others go on.")
+@pytest.mark.promise("docs/survive.md", "it finishes its step and leaves, with exit code 75; the others continue.")
 def test_sigterm_to_a_worker(launched: Any, wanted: Any) -> None:
     ran = check(launched(THREE, *ELASTIC, **given({"leave": [1, 4]})), wanted)
     assert ran.memberships() == [[0, 1, 2], [0, 2]] and not ran.launcher("lost"), ran.report()
@@ -245,14 +245,17 @@ def hung(launched: Any) -> Ran:
     return launched(SCRIPT, *ELASTIC, faults=faults.stop(rank=1, step=3), **how)
 
 
-@pytest.mark.promise("docs/survive.md", "It is named, and dropped. The others go on. When it comes back, it joins anew")
+@pytest.mark.promise(
+    "docs/survive.md",
+    "It is named, and dropped. The others continue. When it comes back, it joins again",
+)
 def test_a_worker_that_hangs(hung: Ran) -> None:
     (lost,) = hung.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"], hung.report()
     assert [sorted(members) for members in hung.memberships()] == [[0, 1, 2], [0, 2], [0, 1, 2]], hung.report()
 
 
-@pytest.mark.promise("docs/survive.md", "joins anew, with the state of the others, at its place in the script.")
+@pytest.mark.promise("docs/survive.md", "joins again, with the state of the others, at its place in the script.")
 def test_a_worker_that_comes_back(hung: Ran, wanted: Any) -> None:
     check_bits(hung, wanted, 3)
     assert hung.steps("rank-1")[:3] == [0, 1, 2] and hung.steps("rank-1")[-1] == STEPS - 1, hung.report()
@@ -268,8 +271,8 @@ def test_a_report_of_a_worker_that_hangs(hung: Ran) -> None:
     assert re.search(said, hung.said), hung.report()
 
 
-@pytest.mark.promise("docs/guarantees.md", "If all of them are lost at once, training goes on from a checkpoint.")
-@pytest.mark.promise("docs/survive.md", "the new processes then go on from the newest one.")
+@pytest.mark.promise("docs/guarantees.md", "If all of them are lost at once, training continues from a checkpoint.")
+@pytest.mark.promise("docs/survive.md", "the new processes then continue from the newest one.")
 def test_all_are_killed_at_once(launched: Any, wanted: Any) -> None:
     ran = launched(SCRIPT, *ELASTIC, **given({"kill": [6, [0, 1, 2]]}))
     assert ran.code == 0, ran.report()

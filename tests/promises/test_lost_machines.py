@@ -122,7 +122,7 @@ def machines(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
     return start
 
 
-@pytest.mark.promise("docs/several-machines.md", "its workers are lost; the others go on")
+@pytest.mark.promise("docs/several-machines.md", "its workers are lost; the others continue")
 def test_a_machine_is_lost(machines: Any, undisturbed: Any) -> None:
     """Its launcher is killed, and with it the worker."""
     ran = machines(3, "--nodes", "1:3", DIES="[1, 6]")
@@ -141,8 +141,8 @@ def returned(machines: Any) -> Several:
 
 @pytest.mark.promise(
     "docs/several-machines.md",
-    "Start the same command there again, with `--name` of the run and `--resume auto`: everything goes on by itself "
-    "from the last checkpoint",
+    "Start the same command there again, with `--name` of the run and `--resume auto`: the run continues "
+    "by itself from the last checkpoint",
 )
 def test_the_machine_of_the_coordinator_comes_back(returned: Several, undisturbed: Any) -> None:
     assert returned.codes == [-9, 0, 0], returned.report()
@@ -150,7 +150,7 @@ def test_the_machine_of_the_coordinator_comes_back(returned: Several, undisturbe
     assert {one["step"] for one in returned.events() if one["event"] == "resume"} == {4}, returned.report()
 
 
-@pytest.mark.promise("docs/several-machines.md", "the waiting machines come back without anybody's help")
+@pytest.mark.promise("docs/several-machines.md", "the waiting machines come back without help")
 def test_the_others_wait_for_the_coordinator(returned: Several) -> None:
     assert "waiting for it to come back" in (returned.folder / "1.err").read_text(), returned.report()
     assert len(returned.printed()) == 2, returned.report()

@@ -102,7 +102,7 @@ def test_a_dedicated_server_of_the_network_is_killed(launched: Any) -> None:
 
 @pytest.mark.promise(
     "docs/asynchronous.md",
-    "Every worker's loop comes to every step and takes the lowest one that nobody computes yet",
+    "Every worker's loop comes to every step and takes the lowest one that no worker computes yet",
     "each sample is used exactly once, and a slow worker computes fewer steps.",
 )
 def test_two_of_four_are_killed_in_bounded_mode(launched: Any) -> None:
@@ -178,8 +178,8 @@ def check_epochs(ran: Ran) -> None:
 
 @pytest.mark.promise(
     "docs/backup.md",
-    "A worker may be lost, come back or be replaced, and a run may go on from a checkpoint with other workers: each "
-    "sample is still used once.",
+    "A worker may be lost, come back or be replaced, and a run may continue from a checkpoint with other "
+    "workers: each sample is still used once.",
 )
 def test_backup_and_a_kill_between_exchange_and_update(launched: Any) -> None:
     plan = faults.kill(rank=1, step=6, point="between reduction and update")

@@ -179,7 +179,7 @@ def test_evaluations_of_a_resumed_run(after: Any, before: Any) -> None:
     assert [one["rest"][1]["values"] for one in after] == [before[0]["whole"]["values"][1:]] * 3
 
 
-@pytest.mark.promise("docs/checkpoints.md", "`checkpoint.keep` newest checkpoints stay (2); older ones are removed.")
+@pytest.mark.promise("docs/checkpoints.md", "The `checkpoint.keep` newest checkpoints stay (2).")
 def test_old_checkpoints_are_removed(before: Any) -> None:
     assert [one["kept"] for one in before] == [["latest", "step-000004", "step-000006"]] * 2
 
@@ -192,7 +192,7 @@ def test_the_checkpoint_resumes_at_its_position(after: Any, before: Any) -> None
     assert before[0]["parts"]["history"] == before[0]["whole"]["history"][:6]
 
 
-@pytest.mark.promise("docs/exact.md", "and a run that goes on in the other way is refused.")
+@pytest.mark.promise("docs/exact.md", "and a run that continues in the other way is refused.")
 def test_another_kind_of_sums(after: Any) -> None:
     check(after, "sums", "step-000006")
 

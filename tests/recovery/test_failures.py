@@ -60,8 +60,8 @@ LOST = "ranks 0, 2 stopped because they lost rank 1; what they report follows fr
 @pytest.mark.promise("docs/errors.md", "`failure.txt` holds the message, `failure.json` the same as data.")
 @pytest.mark.promise(
     "docs/survive.md",
-    "Without them a lost worker ends the run: the others save a checkpoint first, and `paceline run` prints the "
-    "command that goes on from it.",
+    "Without them a lost worker ends the run: the others save a checkpoint first, and `paceline run` "
+    "prints the command that resumes from it.",
 )
 @pytest.mark.promise(
     "docs/errors.md", "ranks 0, 2 stopped because they lost rank 1; what they report follows from that"

@@ -49,7 +49,7 @@ def test_what_was_last_heard_may_have_ended_since() -> None:
     assert late_workers([replace(WAITS, since=1.5), silent], 1.0) == [silent]
 
 
-@pytest.mark.promise("docs/survive.md", "Who is saving a checkpoint is not late.")
+@pytest.mark.promise("docs/survive.md", "Workers that are saving a checkpoint do not count as late.")
 def test_who_saves_may_take_long() -> None:
     assert late_workers([WAITS, replace(BUSY, busy=True)], 30.0) == []
 

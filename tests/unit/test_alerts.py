@@ -115,7 +115,7 @@ def test_the_forms_that_the_message_names(form: str) -> None:
     ],
 )
 def test_what_is_no_condition(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no condition"):
+    with pytest.raises(ConfigError, match="is not a condition"):
         check([text], None)
 
 

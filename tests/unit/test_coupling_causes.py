@@ -73,7 +73,7 @@ def test_each_of_two_cuts_is_tried(caplog: pytest.LogCaptureFixture, sizes: tupl
         return nn.functional.cross_entropy(output, target) + 0.1 * (len(target) in sizes)
 
     (text,) = warnings_of(caplog, loss=loss)
-    assert text.startswith("The loss looks at several samples at once: that of 8 samples")
+    assert text.startswith("The loss looks at several samples at once: for 8 samples it is")
 
 
 def test_numbers_that_only_a_later_pass_draws_are_unknown() -> None:

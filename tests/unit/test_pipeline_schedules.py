@@ -304,7 +304,7 @@ def test_a_step_drawn() -> None:
         ("layerwise", (-1, 4), "stages of at least 1, not -1"),
         ("1f1b", (2, 0), "microbatches of at least 1, not 0"),
         ("1f1b", (2, 1, 2), "microbatches of at least 2, not 1"),
-        ("1f1b", (2, 4, (2, 1, 1)), "are those of 3 stages, not of 2"),
+        ("1f1b", (2, 4, (2, 1, 1)), "are for 3 stages, but there are 2"),
         ("gpipe", (2, 4, (2, 0)), "replicas of at least 1, not 0"),
         ("gpipe", (2, 4, 0), "replicas of at least 1, not 0"),
         ("layerwise", (2, 4, 0), "replicas of at least 1, not 0"),

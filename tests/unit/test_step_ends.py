@@ -98,7 +98,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_its_microbatch() -> N
 
 @pytest.mark.promise(
     "docs/losses.md",
-    'With `nonfinite="skip"` the step makes no update, `report.applied` is false, and training goes on.',
+    'With `nonfinite="skip"` the step makes no update, `report.applied` is false, and training continues.',
 )
 def test_such_a_step_may_be_left_out() -> None:
     scene = Scene(nonfinite="skip")
