@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -514,3 +515,35 @@ def test_an_ordered_transport_gets_messages_in_the_same_order_from_every_worker(
 
     first, second = run(2, act)
     assert [tags for tags in first if tags] == [tags for tags in second if tags]
+
+
+def test_an_owner_awaits_the_others_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the waits of a worker with a slow link are not all for the same sender."""
+
+    def act(world: ThreadWorld) -> list[int]:
+        copies: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        exchange = DirectExchange(world, TAGS, homes=[0, 1, 2], copies=copies)
+        reduction = Reduction(world, exchange, [torch.zeros(64) for _ in range(3)], Facts(), "pushes", 256)
+        peers, start, first = dict[int, int](), world.start_transfers, list[int]()
+
+        def recorded(sends: Any, receives: Any) -> Any:
+            transfers = start(sends, receives)
+            peers.update({id(one): wanted.peer for one, wanted in zip(transfers, receives, strict=False)})
+            return transfers
+
+        @contextmanager
+        def receiving() -> Iterator[None]:
+            first.extend(peers[id(one)] for one in reduction._buckets[world.rank].receives[:1])
+            yield
+
+        monkeypatch.setattr(world, "start_transfers", recorded)
+        monkeypatch.setattr(world, "receiving", receiving)
+        for _ in range(2):
+            reduction.begin([[Node(0, 0)], [Node(0, 1)], [Node(0, 2)]], 3.0)
+            for member in range(3):
+                reduction.slots(member)
+                reduction.written(member)
+            reduction.finish()
+        return first
+
+    assert [set(first) for first in run(3, act)] == [{1, 2}, {0, 2}, {0, 1}]

@@ -77,7 +77,7 @@ class Reduction:
         self._owner = exchange if isinstance(exchange, OwnerExchange) else None
         self._own_up_to = self._last(lambda bucket: bucket.home == world.rank)
         self._spread_up_to = self._last(lambda bucket: not exchange.layout.eager or self._receives(bucket))
-        self._turned = False  # whether the receives of the last bucket were awaited in reverse
+        self._begun = 0  # number of steps
         self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
         """None stands for :meth:`_reduce`. A bound method would be a reference cycle and delay freeing memory."""
 
@@ -110,6 +110,7 @@ class Reduction:
         """
         self._own, self._held = len(nodes[self._world.rank]), held
         self.divisor, self.needs_divisor = divisor, False
+        self._begun += 1
         self._done = [0] * len(self._phases)
         """Number of buckets that have started each phase."""
         self._expected = 0  # number of buckets whose parts can arrive
@@ -303,8 +304,7 @@ class Reduction:
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
         assert self.divisor is not None
-        self._turned = not self._turned
-        if self._turned:  # so that a worker with a slow link of its own does not always await the same sender
+        if (bucket.index + self._begun) % 2:  # so that a worker with a slow link does not always await the same sender
             bucket.receives.reverse()
         with self._world.receiving():
             _wait(bucket.receives)
