@@ -130,6 +130,10 @@ class Waiting:
         self._counted = now
         self.awaited = Awaited(left, before.since if left and set(left) <= set(before.ranks) else now)
 
+    def add_wait(self, seconds: float) -> None:
+        """Count a wait for the other workers in a call of ``torch.distributed`` that the script made."""
+        self._waited += seconds
+
     def begin_step(self) -> None:
         """Count the waits since the last :meth:`take_waits` as waits between two steps."""
         self._waited_between = self._waited

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.comm.desync import patch
 from paceline.comm.desync.board import line, parse
 from paceline.comm.desync.compare import Record, compare, swapped
 from paceline.errors import name_ranks
@@ -110,3 +115,15 @@ def test_records_survive_the_post() -> None:
 def test_of_many_ranks_the_first_are_named() -> None:
     assert name_ranks([3], most=8) == "rank 3"
     assert name_ranks(range(12), most=8) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+
+
+def test_a_call_that_meets_all_others_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[float]()
+    calls = SimpleNamespace(enter=lambda what, group, frame, waits: what)
+    monkeypatch.setattr(patch, "_current", lambda: calls)
+    monkeypatch.setattr(patch, "_waited", waits.append)
+    barrier = patch.recorder("barrier", lambda group=None, async_op=False: None)
+    barrier(async_op=True)
+    assert waits == []
+    barrier()
+    assert len(waits) == 1

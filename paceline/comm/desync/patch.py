@@ -14,6 +14,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from time import perf_counter
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -64,20 +65,26 @@ class Arguments:
         return args[place] if (place := self._places.get(name, len(args))) < len(args) else kwargs.get(name)
 
 
-def _nothing() -> None:
+def _nothing(seconds: float = 0.0) -> None:
     pass
 
 
 _current: weakref.ref[CallRecorder] | None = None
 _ready: Callable[[], None] = _nothing
+_waited: Callable[[float], None] = _nothing
 _replaced: list[tuple[ModuleType, str, Callable[..., Any], Callable[..., Any]]] = []
 _kinds: dict[object, What] = {}
 
 
-def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
-    """Record the script's calls in a recorder while it exists. ``ready`` waits for the group before each call."""
-    global _current, _ready
-    _ready = ready
+def record_in(calls: CallRecorder, ready: Callable[[], None], waited: Callable[[float], None]) -> None:
+    """Record the script's calls in a recorder while it exists.
+
+    Args:
+        ready: waits for the group before each call.
+        waited: gets the duration of each call that meets all other workers.
+    """
+    global _current, _ready, _waited
+    _ready, _waited = ready, waited
     _current = weakref.ref(calls)
     _groups.clear()
     if _replaced:
@@ -96,8 +103,8 @@ def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
 
 def stop() -> None:
     """Stop recording and restore torch's functions."""
-    global _current, _ready
-    _current, _ready = None, _nothing
+    global _current, _ready, _waited
+    _current, _ready, _waited = None, _nothing, _nothing
     for module, name, original, recorded in _replaced:
         if getattr(module, name, None) is recorded:
             setattr(module, name, original)
@@ -128,14 +135,18 @@ def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             what = _what(name, arguments.root, find)
         except (AttributeError, IndexError, TypeError, ValueError):  # invalid arguments: torch raises its own error
             return original(*args, **kwargs)
-        if (call := calls.enter(what, group, sys._getframe(1), waits=not find("async_op"))) is None:
+        waits, begin = not find("async_op"), perf_counter()
+        if (call := calls.enter(what, group, sys._getframe(1), waits=waits)) is None:
             return original(*args, **kwargs)
         try:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
         except RuntimeError as error:
             if (better := calls.failed(call, error)) is error:
                 raise
             raise better from error
+        if waits and what.meets and group is None:
+            _waited(perf_counter() - begin)
+        return result
 
     return recorded
 

@@ -153,5 +153,5 @@ class Formation:
         else:
             board = StoreBoard(default_store(), world.rank, world.size)
         recorder = CallRecorder(world.rank, board, weakref.WeakMethod(world.lost))
-        patch.record_in(recorder, world.await_process_group)
+        patch.record_in(recorder, world.await_process_group, world.add_wait)
         return recorder
