@@ -265,7 +265,7 @@ class OptimizerStep:
         return norm, used
 
     def take_seconds(self) -> float:
-        """Return the duration of the optimizer's updates on the host since the last call."""
+        """Return the duration of the updates and of the schedule's steps on the host since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -354,7 +354,9 @@ class OptimizerStep:
 
     def advance(self) -> None:
         if self.schedule is not None:
+            begin = time.perf_counter()
             self.schedule.step()
+            self._seconds += time.perf_counter() - begin
 
     def advance_after(self, updates: int) -> None:
         """Advance the schedule by the number of updates that other workers made."""
@@ -363,7 +365,7 @@ class OptimizerStep:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if this worker's own optimizer made no update
             for _ in range(updates):
-                self.schedule.step()
+                self.advance()
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,8 @@ def test_what_all_wait_for() -> None:
     assert (found.advice[0].set, found.advice[0].gain) == ("wire=bfloat16", pytest.approx(0.221, abs=1e-3))
     found = explain([step_of([usual(load=0.4)] * 3)] * STEPS)
     assert found.culprits[0].kind == "load" and found.advice[0].set == "workers_per_loader=2"
+    first = explain([step_of([usual(update=0.4)] * 3)] * STEPS).culprits[0]
+    assert (first.kind, first.rank, first.share) == ("update", None, pytest.approx(0.4 / 0.98, abs=1e-3))
     found = explain([step_of([usual(script=0.5)] * 3)] * STEPS, pauses={"checkpoint": 6.0, "evaluate": 4.0})
     length = 1.07 * STEPS
     assert {one.kind: one.share for one in found.culprits if one.rank is None} == {
@@ -396,6 +398,9 @@ def test_waits_are_summed_for_each_rank() -> None:
             now[0] += seconds
             waiting.waits_for([])
     assert waiting.take_waits() == (6.0, 3.0, 2, (1, 1.0)), "only some waits are for links, and some are between steps"
+    waiting.add_wait(2.0)
+    waiting.begin_step()
+    assert waiting.take_waits() == (2.0, 2.0, None, None), "in a call of the script"
 
 
 Link = dict[int, tuple[int, float]]
@@ -405,6 +410,8 @@ Link = dict[int, tuple[int, float]]
     ("links", "ends", "said"),
     [
         ({0: (1, 0.4), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
+        ({0: (1, 0.15), 1: (0, 0.01), 2: (1, 0.15)}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
+        ({0: (1, 0.1), 1: (0, 0.01), 2: (1, 0.1)}, (None, None, None), "all workers wait for the exchange of data"),
         ({0: (1, 0.01), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, 2), "rank 1 on host-1 sends slowly to rank 2"),
         ({0: (1, 0.01), 1: (-1, 0.4), 2: (1, 0.01)}, (1, None, 1), "rank 1 on host-1 receives slowly from the others"),
         ({0: (1, 0.4), 1: (2, 0.4), 2: (0, 0.4)}, (None, None, None), "all workers wait for the exchange of data"),
@@ -450,6 +457,20 @@ def test_a_late_sender_is_no_slow_link() -> None:
             wait = {"seconds": 1.0, "waited": 0.0, "awaited": awaited, "link": [0 if rank == 1 else 1, awaited - 0.3]}
             record = {"time": step + 1.0, "event": "step", "rank": rank, "generation": 0, "step": step}
             records.append(record | wait)
+    assert [(one.kind, one.rank) for one in find(records).culprits] == [("compute", 1), ("exchange", None)]
+
+
+def test_a_replica_that_is_late_at_an_outer_step_has_no_slow_link() -> None:
+    """Rank 1 computes for 0.4 s more in each step. The others wait for it, and all for 0.3 s, in every fourth step."""
+    records: list[Record] = []
+    for step, rank in ((step, rank) for step in range(40) for rank in range(3)):
+        own, late, outer = (0.9, 0.0, step % 4 == 3) if rank == 1 else (0.5, 1.6, step % 4 == 3)
+        awaited = outer * (late + 0.3)
+        times = {"seconds": own + awaited, "waited": 0.0, "awaited": awaited, "between": 0.0, "awaited_between": 0.0}
+        about = {"time": float(step), "rank": rank, "generation": 0, "step": step}
+        link = {"link": [0 if rank == 1 else 1, late]} if outer else {}
+        records.append({**about, "event": "step", "update": 0.0, **times, **link})
+        records += [{**about, "event": "outer-step"}] if outer else []
     assert [(one.kind, one.rank) for one in find(records).culprits] == [("compute", 1), ("exchange", None)]
 
 
@@ -528,17 +549,19 @@ session = paceline.start(
 )
 for batch in session.batches(steps=12):
     session.step(batch)
-    time.sleep(0.2 if kind == "script" and rank == 1 else 0.0)
+    time.sleep(0.2 if kind in ("script", "collective") and rank == 1 else 0.0)
+    if kind == "collective":
+        torch.distributed.all_reduce(torch.ones(1))
 tell(rank=session.rank)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["compute", "load", "script"])
+@pytest.mark.parametrize("kind", ["compute", "load", "script", "collective"])
 def test_a_worker_that_is_slow_is_named(printed: Printed, tmp_path: Path, kind: str) -> None:
     printed(SCRIPT, 3, tmp_path, environment={"KIND": kind, "PACELINE_RUN": str(tmp_path)})
     index = RecordIndex(tmp_path)
     index.update()
     first = findings_of(index).culprits[0]
     index.close()
-    assert (first.kind, first.rank) == (kind, 1)
+    assert (first.kind, first.rank) == ("script" if kind == "collective" else kind, 1)

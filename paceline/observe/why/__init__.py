@@ -29,6 +29,8 @@ _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by them
 LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
+_OF_LINK = 0.25
+"""Least share of the exchange in which workers wait for a slow link. Records tell of its first half, the sums, only."""
 _UPDATES_LAST = ("parameter-server", "sharded")  # strategies in which all workers wait for the update of each
 _PAUSES = {"checkpoint": "stall", **dict.fromkeys(("weights", "evaluate", "predict", "map", "extend"), "seconds")}
 """Pauses between steps by the event that tells of them, with the field of their duration."""
@@ -225,12 +227,16 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
         match record.get("link"):
             case [int(sender), wait] if (late := number(wait)) is not None:
                 waits[generation, step][rank] = sender, late
-    for key, ranks in waits.items():
-        own = {rank: times.own for rank, times in found[key].items()}
-        for rank, (sender, late) in ranks.items():  # a sender that computes for longer is no slow link
+    own: dict[int, float] = defaultdict(float)  # since the last exchange
+    for key, step in sorted(found.items()):
+        for rank, times in step.items():
+            own[rank] += times.own
+        for rank, (sender, late) in waits[key].items():  # a sender that computes for longer is no slow link
             late = max(0.0, late - max(0.0, own.get(sender, math.inf) - own[rank]))
             known = links[key[0]]
             known[sender, rank] = known.get((sender, rank), 0.0) + late
+        if waits[key]:
+            own.clear()
     return dict(sorted(found.items()))
 
 
@@ -273,6 +279,7 @@ def explain(
             usual = Times(*(median(column) for column in zip(*others, strict=True)))
             excess = phase[slowest].beyond(usual)
             lost[max(excess, key=excess.__getitem__), slowest] += max(0.0, phase[slowest].own - usual.own)
+            lost["update", None] += usual.update
             rest -= phase[slowest].own
         for other, times in step.items() if start.get("strategy") == "stealing" else ():  # the others compute for it
             for kind, seconds in times.beyond(usual).items():
@@ -288,7 +295,7 @@ def explain(
             lost["script", rank] -= part
             lost[event, None if event in _OF_RANK_0 and rank == 0 else rank] += part
     ends: dict[str, Any] = {}
-    if link is not None and link.seconds > lost["exchange", None] / 2:
+    if link is not None and link.seconds > _OF_LINK * lost["exchange", None]:
         lost["exchange", link.rank] = lost.pop(("exchange", None))
         ends = {"sender": link.sender, "receiver": link.receiver}
     culprits = [

@@ -25,6 +25,7 @@ _OF_ALL = {
     "start": "the first steps take longer than the others",
     "exchange": "all workers wait for the exchange of data",
     "load": "all workers wait for their data",
+    "update": "all workers update the weights",
     "checkpoint": "training waits for checkpoints",
     "evaluate": "the model is evaluated",
     "weights": "training waits while weights are copied or exported",
