@@ -70,6 +70,7 @@ CAUSES = {
         "update", (0,), workers=4, settings=("strategy=parameter-server", "server.dedicated=true")
     ),
     "slow-server": Cause("update", (0,), settings=("strategy=parameter-server",)),
+    "slow-updates": Cause("update", (None,)),
     "slow-first-step": Cause("start"),
     "small-loader": Cause("load", (None,)),
     "slow-data-of-a-rank": Cause("load", workers=8),
@@ -79,6 +80,7 @@ CAUSES = {
     "chatty-logging": Cause("script"),
     "slow-tracker": Cause("script", (0,), workers=4),
     "sleep-in-the-loop": Cause("script", (None,)),
+    "late-at-a-collective": Cause("script"),
     "slow-sender": Cause("exchange", workers=4),
     "slow-receiver": Cause("exchange"),
     "slow-links": Cause("exchange", (None,)),
@@ -86,8 +88,9 @@ CAUSES = {
     "costly-samples": Cause("load", (None, 0, 1, 2, 3), workers=4),
     "link-one-way": Cause("exchange", (1, 2), workers=4),
     "link-of-an-owner": Cause("exchange", settings=("strategy=sharded",)),
+    "link-to-an-owner": Cause("exchange", workers=4, settings=("strategy=sharded",)),
 }
-_SLOW_LINKS = "slow-sender", "slow-receiver", "slow-links", "link-of-an-owner"
+_SLOW_LINKS = "slow-sender", "slow-receiver", "slow-links", "link-of-an-owner", "link-to-an-owner"
 LINKS = dict.fromkeys(_SLOW_LINKS, (f"qdisc add dev {{}} root tbf rate {RATE} burst {BURST} latency 500ms",)) | {
     "link-one-way": (
         "qdisc add dev {} root handle 1: htb",
@@ -96,7 +99,7 @@ LINKS = dict.fromkeys(_SLOW_LINKS, (f"qdisc add dev {{}} root tbf rate {RATE} bu
     ),
 }
 """What ``tc`` does to the slow devices, by cause."""
-SLOW_UPDATES = {"slow-server": range(8), "slow-dedicated-server": (0,), "slow-owner": (SLOW,)}
+SLOW_UPDATES = {"slow-updates": range(8), "slow-server": range(8), "slow-dedicated-server": (0,), "slow-owner": (SLOW,)}
 """Ranks with slow updates, by cause."""
 
 
@@ -279,6 +282,9 @@ def between_steps(cause: str, session: Any, step: int) -> None:
         for line in range(4000):
             log.handle(logging.LogRecord("causes", logging.INFO, "", 0, "line %d", (line,), None))
         log.close()
+    if cause == "late-at-a-collective":
+        time.sleep(0.03 if session.rank == SLOW else 0.0)
+        torch.distributed.all_reduce(torch.ones(1))
     if cause == "sleep-in-the-loop" or (cause == "slow-tracker" and session.rank == 0):
         time.sleep(0.03)
 
@@ -297,7 +303,7 @@ def launched(cause: str, run: Path, more: tuple[str, ...] = ()) -> Iterator[None
         return
     with network(about.workers, None) as names, contextlib.ExitStack() as stack:
         ends = [(names[SLOW], "eth0")]
-        if cause == "slow-receiver":
+        if cause in ("slow-receiver", "link-to-an-owner"):
             ends = [(names[SLOW][: names[SLOW].rindex("m")], f"p{SLOW}")]
         if cause == "slow-links":
             ends = [(name, "eth0") for name in names]

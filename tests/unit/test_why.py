@@ -233,10 +233,17 @@ def test_too_few_cores_are_told() -> None:
         return [{**about, "time": 1.0 + at, "rank": rank, "step": at} for at in range(STEPS) for rank in range(2)]
 
     few, enough = find(records(0.45)), find(records(0.05))
+    assert [one.share for one in few.culprits] == pytest.approx([0.5 * 0.55, 0.1 * 0.55]), "loading and the exchange"
     assert few.delayed == 0.45 == few.data()["delayed"]
     assert few.advice == [], "loader processes would lack cores, too"
-    assert enough.advice == [Advice("workers_per_loader=2", pytest.approx(0.5, abs=1e-3))]
+    assert enough.advice == [Advice("workers_per_loader=2", pytest.approx(0.5 * 0.95, abs=1e-3))]
     assert "had no core for 45% of" in "\n".join(sentences(few)) and "cores" not in "\n".join(sentences(enough))
+
+
+def test_a_slow_rank_comes_before_what_all_take_longer_for_without_a_core() -> None:
+    steps = [step_of([usual(load=0.25), usual(load=0.25, compute=0.7), usual(load=0.25)])] * STEPS
+    assert [one.kind for one in explain(steps).culprits[:2]] == ["load", "compute"]
+    assert [one.kind for one in explain(steps, start={"delayed": 0.5}).culprits[:2]] == ["compute", "load"]
 
 
 def test_loader_processes_are_not_advised_if_the_data_change() -> None:

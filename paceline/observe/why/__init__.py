@@ -94,7 +94,7 @@ class Findings:
     culprits: list[Culprit] = field(default_factory=list)  # the largest share first, ranks of a kind together
     advice: list[Advice] = field(default_factory=list)  # the largest gain first
     noise: noise.NoiseScale | None = None  # gradient noise scale. None if too few steps were sampled
-    delayed: float = 0.0  # share of the time for which the median worker lacks a core. Culprits contain it, too
+    delayed: float = 0.0  # share of the time for which the median worker lacks a core
 
     def data(self) -> dict[str, Any]:
         """Return the culprits, the advice and the gradient noise scale as JSON values."""
@@ -147,7 +147,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
     link = _slow_link(links, taken)
     delayed = median([one.delayed for one in cores.values()] or [0.0])
     latency = min((number(one.get("seconds")) or 0.0 for one in few["latency"]), default=None)
-    start = {**start, "latency": latency, "crowded": delayed >= CROWDED}
+    start = {**start, "latency": latency, "crowded": delayed >= CROWDED, "delayed": delayed}
     rest = dict([*taken.items()][len(first) :])
     outer = {step for one in few["outer-step"] if type(step := one.get("step")) is int}
     starts = [*_starts(few["gathered"]), *first]
@@ -287,17 +287,13 @@ def explain(
         lost["exchange", None] += max(0.0, rest - _filling(step, about, slowest) / microbatches)
         lost["load", None] += usual.load
         lost["script", None] += usual.script
-    for event, seconds in pauses.items():
-        left = seconds
-        for rank in (None, *sorted(rank for kind, rank in lost if kind == "script" and rank is not None)):
-            part = min(left, lost["script", rank])
-            left -= part
-            lost["script", rank] -= part
-            lost[event, None if event in _OF_RANK_0 and rank == 0 else rank] += part
+    _take_pauses(lost, pauses)
     ends: dict[str, Any] = {}
     if link is not None and link.seconds > _OF_LINK * lost["exchange", None]:
         lost["exchange", link.rank] = lost.pop(("exchange", None))
         ends = {"sender": link.sender, "receiver": link.receiver}
+    for kind in ("load", "script", "update", "exchange"):  # a worker that lacks a core takes longer for all of them
+        lost[kind, None] *= 1 - start.get("delayed", 0.0)
     culprits = [
         Culprit(
             kind,
@@ -319,6 +315,16 @@ def explain(
     fixed = not pauses.get("map") and not pauses.get("extend")
     advice = advise(shares, start, computing, len(steps) / training, LEAST_SHARE, fixed)
     return Findings(len(steps), total, culprits, advice)
+
+
+def _take_pauses(lost: dict[tuple[str, int | None], float], pauses: Mapping[str, float]) -> None:
+    """Move the seconds of pauses from the script, first from that of all workers, to kinds of their own."""
+    for event, left in pauses.items():
+        for rank in (None, *sorted(rank for kind, rank in lost if kind == "script" and rank is not None)):
+            part = min(left, lost["script", rank])
+            left -= part
+            lost["script", rank] -= part
+            lost[event, None if event in _OF_RANK_0 and rank == 0 else rank] += part
 
 
 def _phases(step: Mapping[int, Times], start: Mapping[str, Any]) -> list[Mapping[int, Times]]:
