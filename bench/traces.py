@@ -83,8 +83,12 @@ def read(path: Path) -> Trace:
     names = list(kinds)
     first = numpy.stack([rows[name][:, 0, 0] for name in ("stage", "kind", "seq_id", "mc", "gmc", "mb_id")], 1).tolist()
     keys = [(stage, names[kind], number) for stage, kind, number, *_ in first]
-    by_key = (dict(zip(keys, values, strict=True)) for values in (begins, rows["duration"], [one[3:] for one in first]))
-    return Trace(*by_key, {key[0]: row[0].tolist() for key, row in zip(keys, rows["rank"], strict=True)})
+    return Trace(
+        begins=dict(zip(keys, begins, strict=True)),
+        durations=dict(zip(keys, rows["duration"], strict=True)),
+        parts={key: one[3:] for key, one in zip(keys, first, strict=True)},
+        ranks={key[0]: row[0].tolist() for key, row in zip(keys, rows["rank"], strict=True)},
+    )
 
 
 class Steps:
@@ -107,7 +111,7 @@ class Steps:
         for stage in stages:
             self._follow_stage(stage)
         self._follow_passes()
-        groups = {key: (key,) for key in keys}
+        groups: dict[Key, tuple[Key, ...]] = {key: (key,) for key in keys}
         for together in (
             self._of[stages[0], ENDS] + self._of[stages[-1], ENDS],
             [key for key in keys if key[1] == CLIP],
@@ -202,7 +206,7 @@ class Steps:
         whole = ends - numpy.minimum.reduce([self.trace.begins[key] for key in passes]).min(axis=1)
         found: list[dict[int, Times]] = [{} for _ in whole]
         for stage, ranks in self.trace.ranks.items():
-            computed = sum(self.own[key] for key in passes if key[0] == stage)
+            computed = numpy.sum([self.own[key] for key in passes if key[0] == stage], axis=0)
             for step, seconds in enumerate(computed):
                 for rank, own in zip(ranks, seconds.tolist(), strict=True):
                     found[step][rank] = Times(0.0, 0.0, own, float(whole[step]) - own)
@@ -229,8 +233,8 @@ def imported(path: Path) -> Mapping[str, Any]:
         "without any straggling": ideal,
         "stage": stage,
         "stage explains": stages[stage],
-        "workers": [trace.ranks[stage][one] for stage, one in slowest],
-        "workers explain": explained(slowest),
+        "worker": trace.ranks[slowest[0][0]][slowest[0][1]],
+        "worker explains": explained(slowest),
         "why names": [{"kind": one.kind, "rank": one.rank, "stage": one.stage, "share": one.share} for one in named],
         "steps": len(steps.times()),
         "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
