@@ -235,7 +235,7 @@ def imported(path: Path) -> Mapping[str, Any]:
         "stage explains": stages[stage],
         "worker": trace.ranks[slowest[0][0]][slowest[0][1]],
         "worker explains": explained(slowest),
-        "why names": [{"kind": one.kind, "rank": one.rank, "stage": one.stage, "share": one.share} for one in named],
+        "why names": {name: getattr(one, name) for one in named for name in ("kind", "rank", "stage", "share")},
         "steps": len(steps.times()),
         "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
