@@ -179,7 +179,9 @@ def candidates(
             parts = sizes.weights, sizes.optimizer, sizes.gradients
             weights, optimizer = of_replicas(_LOCAL, held, workers, False, *parts)  # only elastic runs keep points
             replicas = replace(sizes, weights=weights, optimizer=optimizer)
-            yield judge("diloco", given, program, _memory(replicas, work, workers=workers), period=_LOCAL.every)
+            # inner steps have gradients beside the buffers of outer gradients and of their means
+            tensors = _memory(replicas, work, workers=workers) + 2 * sizes.gradients
+            yield judge("diloco", given, program, tensors, period=_LOCAL.every)
 
 
 def _nearest(measured: Mapping[int, Measured], workers: int) -> Measured:
