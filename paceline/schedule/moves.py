@@ -74,6 +74,18 @@ def _ranks(parts: Iterable[Part], start: int, stop: int) -> list[int]:
     return sorted({one.rank for one in parts if one.start <= start and stop <= one.stop})
 
 
+def most_bytes(moves: Iterable[Move], item_bytes: Mapping[str, int]) -> int:
+    """Return the most bytes that a worker sends to others.
+
+    >>> most_bytes([Move("a", 0, 48, 0, (1, 2)), Move("a", 48, 64, 2, (2,))], {"a": 4})
+    192
+    """
+    sent = defaultdict[int, int](int)
+    for move in moves:
+        sent[move.sender] += 0 if move.is_local else (move.stop - move.start) * item_bytes[move.name]
+    return max(sent.values(), default=0)
+
+
 def rounds_of(moves: Iterable[Move], item_bytes: Mapping[str, int], room: int, line: int) -> list[list[Move]]:
     """Cut moves between workers into rounds in which no worker sends, or receives, more than ``room`` bytes.
 

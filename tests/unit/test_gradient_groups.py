@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.executor import Reduction
-from paceline.errors import InputError
+from paceline.errors import InputError, WorkerLost
 from paceline.events import EventLog
 from paceline.schedule.slices import Slice, even
 from paceline.schedule.tree import Node, total
@@ -152,6 +152,33 @@ def test_the_groups_of_cut_parameters() -> None:
     first, second = groups[1].cut(values)  # type: ignore[arg-type]
     assert first is not None and second is not None and torch.equal(torch.cat([first, second]), torch.arange(100.0))
     assert groups[1].cut([None]) == [None, None] and groups[0].cut(values) is values  # type: ignore[arg-type]
+
+
+def test_a_worker_gives_up_a_step_in_the_middle_of_a_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for it to form again. A backward pass of the script's own goes on."""
+
+    def act(world: Any) -> None:
+        named = parameters()
+        reducer = reducer_of(world, named, None, 1 << 20)
+        reducer.begin([[Node(0, 0)]], True, 0)
+        reducer.last(0, SimpleNamespace(count=lambda: 1.0))  # type: ignore[arg-type]
+        loss(named, 0).backward()
+        reducer.written()
+        came: list[int] = []
+        for place, value in enumerate(named.values()):
+            value.register_post_accumulate_grad_hook(lambda _, place=place: came.append(place))
+        monkeypatch.setattr(ThreadWorld, "alarmed", True)
+        loss(named, 0).backward()
+        assert sorted(came) == [0, 2, 3, 4]
+        came.clear()
+        reducer.begin([[Node(0, 0), Node(0, 1)]], True, 0)
+        with pytest.raises(WorkerLost):
+            loss(named, 0).backward()
+        assert not came
+        reducer.close()
+        loss(named, 0).backward()
+
+    run(1, act)
 
 
 ORDERS: dict[str, Callable[[list[nn.Parameter]], list[nn.Parameter]]] = {

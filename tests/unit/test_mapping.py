@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.comm.shm import mapping
-from paceline.comm.shm.mapping import drop_changes, drop_pages, map_pages, map_private, map_shared
+from paceline.comm.shm.mapping import drop_changes, drop_pages, free_pages, map_pages, map_private, map_shared
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -77,3 +77,14 @@ def test_only_what_was_written_is_dropped(monkeypatch: pytest.MonkeyPatch, told:
 def test_what_cannot_be_mapped() -> None:
     with pytest.raises(OSError, match=f"{PAGE} bytes of shared memory cannot be mapped: Bad file descriptor"):
         map_shared(-1, PAGE, 0)
+
+
+def test_freed_pages_take_no_memory() -> None:
+    file = os.memfd_create("freed")
+    os.ftruncate(file, 8 * PAGE)
+    block, other = map_shared(file, 8 * PAGE), map_shared(file, 8 * PAGE)
+    block[:] = b"x" * len(block)
+    free_pages(block[2 * PAGE : 6 * PAGE])
+    assert os.fstat(file).st_blocks * 512 == 4 * PAGE
+    assert other[PAGE] == ord("x") and other[2 * PAGE] == 0
+    os.close(file)

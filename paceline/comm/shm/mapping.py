@@ -54,6 +54,11 @@ def drop_pages(block: memoryview) -> None:
     _LIBC.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), block.nbytes, mmap.MADV_DONTNEED)
 
 
+def free_pages(block: memoryview) -> None:
+    """Free the memory of a block of :func:`map_shared`, whose content is lost to all processes."""
+    _LIBC.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(block)), block.nbytes, mmap.MADV_REMOVE)
+
+
 def drop_changes(block: memoryview) -> None:
     """Show the file again where this process has written to a block of :func:`map_private`.
 

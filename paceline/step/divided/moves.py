@@ -5,7 +5,8 @@
     shared memory   round k    senders: fill window k mod 2      receivers: copy from there into their new shares
     network         round k    a message for each pair of workers
 
-A worker needs memory for its old share, its new share, and the rounds under way.
+A worker needs memory for its old share, its new share, and the rounds under way. Workers that share memory, and often
+processors, wait for each other in each round, so they have few large rounds, and free the windows afterwards.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.mapping import free_pages
 from paceline.comm.shm.tensors import CACHE_LINE, Kinds, aligned, kinds_of
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
-from paceline.schedule.moves import Move, Part, plan_moves, rounds_of
+from paceline.schedule.moves import Move, Part, most_bytes, plan_moves, rounds_of
 from paceline.schedule.slices import slice_name, split_name
 from paceline.system import fault_points
 
 ROUND_BYTES = 1 << 22  # bytes that a worker sends, or receives, in a round
+_LARGEST_ROUND_BYTES, _ROUNDS = 1 << 24, 8
+"""Bytes of a window, and the number of rounds above which the rounds in shared memory grow up to it."""
 _TAG = (1 << 26) - 3
 
 
@@ -111,8 +115,9 @@ class _Windows:
 
     def __init__(self, memory: SharedMemory) -> None:
         self.rewound = memory.rewound
-        blocks, self.flag = memory.share(2 * ROUND_BYTES), memory.reserve(2)
-        size = 2 * ROUND_BYTES
+        size = 2 * _LARGEST_ROUND_BYTES
+        blocks, self.flag = memory.share(size), memory.reserve(2)
+        self.own = blocks[memory.place]
         self.of = [torch.frombuffer(block, dtype=torch.uint8, count=size).view(2, -1) for block in blocks]
         self.readers: list[set[int]] = [set(), set()]  # workers that read what this worker has written into a window
         self.rounds = 0
@@ -129,7 +134,10 @@ class _Transfer:
 
     def run(self, moves: Sequence[Move]) -> None:
         """Carry out a plan. Raises WorkerLost if a worker is lost on which this one depends."""
-        rounds = rounds_of(moves, self._item_bytes, ROUND_BYTES, CACHE_LINE)
+        room = ROUND_BYTES
+        if self._world.shared_memory is not None:
+            room = min(_LARGEST_ROUND_BYTES, max(room, most_bytes(moves, self._item_bytes) // _ROUNDS // room * room))
+        rounds = rounds_of(moves, self._item_bytes, room, CACHE_LINE)
         kept = [move for move in moves if move.is_local and move.sender == self._world.rank]
         if rounds and self._world.shared_memory is not None:
             self._through_shared_memory(self._world.shared_memory, rounds, kept)
@@ -164,6 +172,8 @@ class _Transfer:
                 memory.wait(flag, number, [sender])
                 self._unpack(windows.of[sender][at], [move for move in moves if move.sender == sender])
             memory.announce(flag + 1, number)
+        memory.wait(flag + 1, windows.rounds, sorted(set().union(*windows.readers)))
+        free_pages(windows.own)
 
     def _over_network(self, rounds: Sequence[Sequence[Move]]) -> None:
         world = self._world

@@ -203,7 +203,7 @@ class Audit:
             if not (halves and self._compute_halves(group, recorder)):
                 self._clear_gradients()
                 context.compute.recorder = recorder
-                with taking_gradients(context.update.parameters, lambda *_: None):  # the recorder has digests of them
+                with taking_gradients(context.update.parameters, lambda *_: context.world.check()):
                     context.compute.forward_pass(group, self._step).total.backward()
                 recorder.close()
         seconds = time.perf_counter() - begin

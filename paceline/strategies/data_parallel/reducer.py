@@ -80,7 +80,7 @@ class Reducer:
         self.reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: Reduction | None = None
         self._means: Values = []
-        self._armed = False
+        self._armed = self._computing = False
         self._sliced = slices is not None
         backwards = [Slice(place, 0, one.numel(), 0) for place, one in enumerate(self._parameters)][::-1]
         buckets = self.reduction.bucket_members if self.reduction else []
@@ -106,7 +106,7 @@ class Reducer:
 
     def close(self) -> None:
         """Stop sending gradients, and release them."""
-        self._armed = False
+        self._armed = self._computing = False
         for hook in self._hooks:
             hook.remove()
         self.clear()
@@ -120,7 +120,7 @@ class Reducer:
 
     def begin(self, nodes: list[list[Node]], exact: bool, step: int) -> None:
         """Start a step; ``nodes`` are the tree nodes that each rank will send."""
-        self._armed, self._step = False, step
+        self._armed, self._computing, self._step = False, True, step
         self._nodes = nodes
         self._sums = Accumulator(exact)
         self._missing: list[list[int]] = []
@@ -185,6 +185,7 @@ class Reducer:
         Returns:
             For each microbatch, the indices of the parameters to which it gave no gradient.
         """
+        self._computing = False
         if self._armed:
             self._armed = False
             left = [group for group in self._groups if len(group.arrived) < len(group.places)]
@@ -197,6 +198,8 @@ class Reducer:
         return self._missing
 
     def _arrive(self, group: GradientGroup, place: int, _: torch.Tensor) -> None:
+        if self._computing:  # else the script's own backward pass
+            self._context.world.check()  # all wait for the last worker that gives up a step
         group.arrived.append(place)
         if len(group.arrived) < len(group.places):
             return

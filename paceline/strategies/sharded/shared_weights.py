@@ -58,6 +58,7 @@ class SharedWeights:
 
     Attributes:
         own: the slices that this worker updates, by index. They are in the file if this worker writes them there.
+        copied: the slices in ``own`` that are not in the file, in which a lost owner may have updated a half of them.
         received: slices in the file that this worker receives from other machines, by index.
         divided: the slices in ``own`` of tables that the machines divide.
     """
@@ -100,8 +101,8 @@ class SharedWeights:
         self._pulled = PulledRows(context, self._tables, slices, seen) if self._tables else None
         mine = {index: one for index, one in enumerate(slices) if writers[index] == rank}
         self.received = {index: of[index] for index in mine if index not in held}
-        self._copied = {index: (slices[index], torch.empty_like(of[index])) for index in held if index not in mine}
-        self.own = {index: self._copied[index][1] if index in self._copied else of[index] for index in held}
+        self.copied = {index: torch.empty_like(of[index]) for index in held if index not in mine}
+        self.own = {index: self.copied[index] if index in self.copied else of[index] for index in held}
         self.divided = self.own.keys() & self._rows.keys()
         frozen = [one for one in frozen if one.owner == memory.place]
         taken = [*(slices[index] for index in self.own if index in mine and index not in self._rows), *frozen]
@@ -198,7 +199,8 @@ class SharedWeights:
                     )
                 view.copy_(parameter.detach())
                 parameter.data = view
-        for one, value in self._copied.values():
+        for index, value in self.copied.items():
+            one = self._slices[index]
             value.copy_(part_of(self._views[one.parameter], one))
 
     def take(self, received: bool = False) -> None:
@@ -211,11 +213,6 @@ class SharedWeights:
         for part, one in [*self._taken, *others]:
             part.copy_(part_of(self._views[one.parameter], one))
         drop_changes(self._seen)
-
-    def restore(self) -> None:
-        """Put the copied slices into this worker's own view of the weights, if their owner may be lost in an update."""
-        for one, value in self._copied.values():
-            part_of(self._views[one.parameter], one).copy_(value)
 
     def close(self) -> None:
         """Release the rows of tables that the machines divide."""

@@ -382,11 +382,14 @@ class Sharded(Strategy):
             interrupted: whether a worker may have been lost while it updated its slices.
         """
         interrupted |= self._averages.restore()
+        held = self._division.divided_rows()
         if self._weights is not None and interrupted:
-            self._weights.restore()
+            named = {self._shard.name_of(self._slices[index]): one for index, one in self._weights.copied.items()}
+            whole = self._division.of_parameter
+            held |= {f"parameter/{name}": one if name in whole else one.view(-1) for name, one in named.items()}
         self._context.update.averages.divided = lambda: None
         if not self._is_whole:
-            self._context.held.add(self._shard.names, self._division.divided_rows() | self._shard.release())
+            self._context.held.add(self._shard.names, held | self._shard.release())
             self._context.held.has_weights = self._weights is None and not interrupted
             self._context.held.number = self._division.number
         self._parts, self._weights = [], None
