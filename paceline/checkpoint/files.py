@@ -88,6 +88,7 @@ def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], kno
             rest.update(recorded.head[:start])
             rest.update(recorded.tail[len(recorded.tail) - behind :])
             offsets[full], records[full] = begin + start, (begin, length)
+            del tensor, value  # before the next one arrives
         hashes = {full: known[full] for full in state}
         return CheckpointShard(name, recorded.size, rest.hexdigest(), offsets, hashes, records)
 

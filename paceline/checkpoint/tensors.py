@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,13 +99,14 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Ten
     return state
 
 
-def load_named_tensors(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load tensors of :func:`named_tensors` into the model and the optimizer. Other tensors are left out."""
+def load_named_tensors(model: nn.Module, optimizer: Optimizer, tensors: MutableMapping[str, torch.Tensor]) -> None:
+    """Move tensors of :func:`named_tensors` into the model and the optimizer, so that no two exist twice."""
     with torch.no_grad():
         for name, value in named_tensors(model, optimizer).items():
             if not name.startswith("optimizer/"):
-                value.copy_(tensors[name])
-    load_optimizer_state(model, optimizer, (one for one in tensors.items() if one[0].startswith("optimizer/")))
+                value.copy_(tensors.pop(name))
+    names = [name for name in tensors if name.startswith("optimizer/")]
+    load_optimizer_state(model, optimizer, ((name, tensors.pop(name)) for name in names))
 
 
 def state_dict_names(model: nn.Module) -> dict[str, str]:

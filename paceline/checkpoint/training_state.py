@@ -301,7 +301,7 @@ class TrainingState:
         return content.manifest.step
 
     def load(self, tensors: dict[str, torch.Tensor], encoded: Any) -> None:
-        """Load the state of a checkpoint or of another worker, with the same model and update."""
+        """Move the state of a checkpoint or of another worker, with the same model and update, out of ``tensors``."""
         rest = encoding.decode(encoded, tensors, self._plain(), "the state")
         if self.shares is None:
             load_named_tensors(self._model, self._update.optimizer, tensors)

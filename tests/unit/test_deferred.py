@@ -501,8 +501,8 @@ print(peak() - before)
 
 
 def test_the_peak_is_that_of_few_parameters() -> None:
-    """Of 160 MB; freed memory is returned to the operating system in portions of 32 MB."""
+    """Of 160 MB, and without gaps in the heap, into which gradients would fit badly."""
     ended = subprocess.run(
         [sys.executable, "-c", PEAK], cwd=Path(paceline.__file__).parents[1], capture_output=True, text=True, check=True
     )
-    assert float(ended.stdout) < 60
+    assert float(ended.stdout) < 15

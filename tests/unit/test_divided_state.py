@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from thread_world import ThreadWorld, run
 
 from paceline.checkpoint import files, load
 from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.tensors import fingerprint, optimizer_state
+from paceline.checkpoint.tensors import StreamedTensors, fingerprint, optimizer_state
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError, InputError
 from paceline.events import EventLog
@@ -136,3 +137,19 @@ def test_a_save_after_one_that_has_failed(tmp_path: Path, background: bool) -> N
         assert world.gather("still together", "") == ["still together"] * 2
 
     run(2, act)
+
+
+def test_a_written_tensor_is_freed_before_the_next_one_arrives(tmp_path: Path) -> None:
+    """Rank 0 has no memory for two large tensors of the others."""
+    kinds = {name: (torch.float32, torch.Size([5])) for name in "abc"}
+
+    def receive(names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            received = torch.ones(5)
+            before = ref(received)
+            yield name, received
+            del received
+            assert before() is None, name
+
+    part = files.write_part(lambda name: (tmp_path / name).open("wb"), "part", StreamedTensors({}, kinds, receive), {})
+    assert list(part.offsets) == ["a", "b", "c"]

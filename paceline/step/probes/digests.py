@@ -17,6 +17,8 @@ TOLERANCE = 1e-2
 TOLERANCE_LOW = 5e-2
 """The same where values are rounded to float16 or bfloat16 at other places."""
 
+_PART = 1 << 20  # even number of elements that torch, which copies what it adds up in float64, copies together
+
 Found: TypeAlias = "dict[str, list[int | float]]"
 """Maps the name of a value to its digest, then, without ``exact``, its norm and its sum with alternating signs."""
 
@@ -56,8 +58,10 @@ class Digests:
         if not self._exact:
             flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).flatten()
             flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-            signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)
-            self._sums[name] += [torch.linalg.vector_norm(flat), signed]
+            signs = torch.zeros((), dtype=torch.float64, device=flat.device)
+            for part in flat.split(_PART):
+                signs += part[::2].sum(dtype=torch.float64) - part[1::2].sum(dtype=torch.float64)
+            self._sums[name] += [torch.linalg.vector_norm(flat), signs]
 
     def found(self) -> Found:
         """Return the digests as numbers."""

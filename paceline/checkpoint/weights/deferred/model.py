@@ -16,6 +16,7 @@ from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.checkpoint.weights.deferred.recorder import AddressReads, Recorder
 from paceline.checkpoint.weights.deferred.tensors import Deferred, can_defer, deferred_in
 from paceline.errors import InputError
+from paceline.system.process_memory import keep_freed_pages
 from paceline.system.torch_internals import BUFFERS, MODULES, PARAMETERS
 
 _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
@@ -45,6 +46,7 @@ def deferred() -> Iterator[None]:
     if _is_recording.get():
         yield
         return
+    keep_freed_pages(large=False)  # freed values leave gaps in the heap, into which gradients would fit badly
     recorder = Recorder()
     token = _is_recording.set(True)
     try:
