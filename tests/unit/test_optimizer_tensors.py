@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
-from paceline.checkpoint.tensors import load_optimizer_state, optimizer_state
+from paceline.checkpoint.tensors import load_named_tensors, load_optimizer_state, named_tensors, optimizer_state
 from paceline.errors import CheckpointError
 from paceline.schedule.slices import Slice
 from paceline.strategies.sharded.shards import OptimizerShard, unite
@@ -35,6 +36,18 @@ def test_a_value_goes_where_it_fits(existing: torch.Tensor | None, kept: bool) -
     loaded = optimizer.state[model.weight]["momentum_buffer"]
     assert torch.equal(loaded, value) and loaded.dtype == value.dtype and loaded.shape == value.shape
     assert (loaded is existing) == kept and loaded is not value
+
+
+def test_loaded_tensors_do_not_stay_beside_their_copies() -> None:
+    """The moments of a whole state would need half as much memory again."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    tensors = {name: value.clone() for name, value in named_tensors(model, optimizer).items()}
+    given = {name: ref(value) for name, value in tensors.items()}
+    load_named_tensors(model, optimizer, tensors)
+    assert len(given) == 8 and not tensors and all(one() is None for one in given.values())
 
 
 def test_a_count_is_a_number_again() -> None:
