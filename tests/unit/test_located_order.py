@@ -7,11 +7,13 @@ import random
 import re
 import threading
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import paceline
 from paceline.data import Located
 from paceline.data.located import order as order_module
 from paceline.data.located import shuffled
@@ -281,6 +283,22 @@ RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"}, {}, {})
 def test_shards_that_do_not_fit_are_refused(everyone: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         agree(everyone)
+
+
+def test_parquet_files_are_compared_by_their_footers(tmp_path: Path) -> None:
+    """Sample 14 of 30 differs, which is not one of the samples that workers compare."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def meet(world: Any, own: str) -> None:
+        path, values = tmp_path / own / str(world.rank), [*range(30)]
+        values[14] += 100 * (own == "other" and world.rank)
+        path.parent.mkdir(exist_ok=True)
+        pq.write_table(pa.table({"x": values}), path)
+        order_of("a", a=paceline.ParquetDataset(path)).meet(world, "start")
+
+    threads.run(2, lambda world: meet(world, "same"))
+    with pytest.raises(DisagreementError, match=r"Shard 'a' is not the same .* 30 samples each, but other values"):
+        threads.run(2, lambda world: meet(world, "other"))
 
 
 def test_a_state_has_the_shards_of_the_run() -> None:

@@ -16,6 +16,7 @@ from paceline.data.comparison import compared, digest_of
 from paceline.data.keys import SAMPLE, preserve_generators, seed_all, seed_of
 from paceline.data.nested import leaves_in
 from paceline.data.streams.reader import is_stream
+from paceline.data.tables.parquet import ParquetDataset
 from paceline.errors import InputError
 from paceline.system.user_code import in_user_call
 
@@ -28,7 +29,7 @@ class ShardFacts(NamedTuple):
     """Values of a shard that are equal on all machines that have it, and in a resumed run."""
 
     length: int | None  # None of a stream
-    digest: str  # of the first, the last and up to 6 samples between them (``comparison.digest_of``)
+    digest: str  # of the first, the last, up to 6 samples between them (``comparison.digest_of``) and Parquet footers
     bits: str  # of every bit of these samples
     bytes: int = 0  # most bytes of one of these samples
 
@@ -151,7 +152,9 @@ class Located(Dataset[Any]):
                 for sample in compared(len(shard)):
                     seed_all(seed_of(SAMPLE, seed, 0, sample))
                     samples.append(self._read(name, sample))
-                found[name] = facts_of(len(shard), samples, exact=exact)
+                one = facts_of(len(shard), samples, exact=exact)
+                footers = shard.fingerprint if isinstance(shard, ParquetDataset) else ""
+                found[name] = one._replace(digest=one.digest + footers[:16])
         return found
 
 
