@@ -200,7 +200,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 def test_agents_of_another_thread(capfd: pytest.CaptureFixture[str]) -> None:
     with ThreadPoolExecutor(1) as pool:
         clients = [Client("one", [sys.executable, "-c", "print('trained')"])]
-        code = pool.submit(follow, clients, env.inherited(), 1.0, lambda client, code: True).result()
+        code = pool.submit(follow, clients, 1.0, lambda client, code: True).result()
     assert (code, capfd.readouterr().out) == (0, "trained\n")
 
 
@@ -234,7 +234,7 @@ def test_the_commands_of_doctors(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--on", "slurm"], "the doctor examines the nodes of an allocation"),
         (["--on", "nowhere"], "there is no such place"),
         (["--on", "ssh", "-H", "h1:0"], "give hosts and their numbers of workers"),
-        (["--gpus", "2"], "name that with --on"),
+        (["--gpus", "2"], "name the place with --on"),
         (["--secret-file", "s"], "give --rendezvous and --nodes, too"),
     ],
 )
