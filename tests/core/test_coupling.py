@@ -86,7 +86,7 @@ def notes(session: paceline.Session) -> list[str]:
 @pytest.mark.parametrize("loss", [contrastive, balanced, weighted])
 def test_a_loss_over_several_samples_is_named(loss: Any, exact: bool) -> None:
     (text,) = [note for note in notes(start(Net(), loss=loss, exact=exact)) if WARNS in note]
-    assert "With 8 microbatches it is not that of the whole batch" in text and "(sum, count)" in text
+    assert "with 8 microbatches it is not the loss of the whole batch" in text and "(sum, count)" in text
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ trained(session, 2)
     "DataParallel": Bad(
         "start(lambda: nn.DataParallel(nn.Linear(4, 4)))",
         "InputError",
-        ["model is wrapped in DataParallel", "give start the model that is inside of it"],
+        ["model is wrapped in DataParallel", "give start the model inside it"],
     ),
     "SyncBatchNorm": Bad(
         "start(lambda: nn.SyncBatchNorm(4))",
