@@ -141,6 +141,13 @@ class Stream(IterableDataset[Any]):
         yield from ((torch.full((4,), float(number)), torch.zeros(1)) for number in range(self.size))
 
 
+class Engine:
+    """A table of an engine such as ``ray.data``, whose length takes a computation."""
+
+    def __len__(self) -> int:
+        raise AttributeError("use count()")
+
+
 def carried(model: Any, microbatch: Any, state: Any) -> Any:
     raise AssertionError
 
@@ -159,6 +166,7 @@ def carried(model: Any, microbatch: Any, state: Any) -> Any:
         ({"a": Stream(3), "b": Stream(3)}, "'a' of rank 0 .* an epoch would use twice"),
         ({"a": Growing(rows(8))}, "Shard 'a' .* is a Growing"),
         ({"a": DataLoader(rows(8))}, "Shard 'a' .* is a DataLoader"),
+        ({"a": Engine()}, "Shard 'a' .* Engine has no items by number"),
         ({"a": "rows.parquet"}, "Shard 'a' .* does not open files"),
         ({"a": rows(8), "b": rows(8)}, "'a' of rank 0 .* an epoch would use twice"),
     ],

@@ -212,7 +212,7 @@ def test_what_cannot_work_is_said(printed: Printed, tmp_path: Path) -> None:
         "one": ["InputError", "one without a name"],
         "strategy": ["ConfigError", "'backup'", "'allreduce'"],
         "one forward": ["ConfigError", "optimizer='D'", "one forward"],
-        "unsaid": ["ConfigError", "not said", "'D', 'G'"],
+        "unsaid": ["ConfigError", "no optimizer is named", "'D', 'G'"],
         "unknown": ["ConfigError", "'E'", "'D', 'G'"],
         "metric": ["InputError", "metric(model, microbatch)"],
         "older": ["InputError", "step 0 is over", "next one"],

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 LEAVES = """ and not world.leaving:
 """
 STAYS = """:
-            if world.leaving:
+            if world.notice():
                 Path("leaving").touch()
 """
 
@@ -59,6 +59,7 @@ def all_wait(folder: Path) -> bool:
 
 def test_a_signal_saves_and_the_next_run_resumes(spark: SparkCluster, tmp_path: Path) -> None:
     script, expected = waiting_script(tmp_path, 2)
+    script.write_text(script.read_text().replace("not world.leaving", "not world.notice()"))
     words = ["--nodes", "2", "--name", "one", "--resume", "auto", script]
     run = spark.start(*words, cwd=tmp_path)
     until(lambda: all_wait(tmp_path) or run.poll() is not None, 200)

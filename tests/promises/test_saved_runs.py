@@ -179,7 +179,7 @@ def test_evaluations_of_a_resumed_run(after: Any, before: Any) -> None:
     assert [one["rest"][1]["values"] for one in after] == [before[0]["whole"]["values"][1:]] * 3
 
 
-@pytest.mark.promise("docs/checkpoints.md", "The `checkpoint.keep` newest checkpoints stay (2).")
+@pytest.mark.promise("docs/checkpoints.md", "`checkpoint.keep` newest checkpoints stay (2); older ones are removed.")
 def test_old_checkpoints_are_removed(before: Any) -> None:
     assert [one["kept"] for one in before] == [["latest", "step-000004", "step-000006"]] * 2
 

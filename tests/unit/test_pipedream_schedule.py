@@ -161,7 +161,7 @@ def test_what_cannot_be_streamed() -> None:
         (lambda: pipedream(0, 4), "stages of at least 1, not 0"),
         (lambda: pipedream(2, 4, 0), "every of at least 1, not 0"),
         (lambda: pipedream(2, 4, 3, replicas=(2, 1)), "2 replicas of stage 0 cannot share the 3 microbatches"),
-        (lambda: pipedream(2, 4, replicas=(1,)), "those of 1 stages, not of 2"),
+        (lambda: pipedream(2, 4, replicas=(1,)), "are for 1 stages, but there are 2"),
         (lambda: pipedream_2bw(4, 8, 3), "4 workers need at least as many microbatches .* not 3"),
         (lambda: window(pipedream_pipeline(2), 4, 3), "end of at least 4, not 3"),
         (lambda: window(pipedream_pipeline(2), -1, 3), "begin of at least 0, not -1"),

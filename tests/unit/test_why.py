@@ -288,6 +288,18 @@ def test_waits_between_steps_and_clocks_that_jump(pause: str) -> None:
     assert lost == {("update", 1): pytest.approx(8.1, abs=0.01), (pause, 1): pytest.approx(7.2, abs=0.01)}
 
 
+def test_what_a_call_of_the_script_takes_is_of_the_script_and_no_format_saves_it() -> None:
+    """Each rank spends 0.5 s between steps, in a collective call of the script for 0.4 s, rank 1 for 0.3 s."""
+    records: list[Record] = [{"time": 0.0, "event": "start", "rank": 0, "generation": 0, **ALLREDUCE}]
+    for step, rank in ((step, rank) for step in range(STEPS) for rank in range(2)):
+        waits = {"awaited": 0.4 - 0.1 * rank, "awaited_between": 0.4 - 0.1 * rank}
+        more = {"seconds": 0.5, "waited": 0.0, "between": 0.5, "update": 0.0, "step": step}
+        records.append({"time": float(step), "event": "step", "rank": rank, "generation": 0, **waits, **more})
+    found = find(records)
+    assert {(one.kind, one.rank) for one in found.culprits} == {("script", None), ("script", 1)}
+    assert not any(one.set.startswith("wire") for one in found.advice)
+
+
 def write(run: Path, rank: int, step: int, end: float, **more: Any) -> None:
     record = {"time": end, "event": "step", "rank": rank, "generation": 0, "step": step, **more}
     (run / "events").mkdir(parents=True, exist_ok=True)

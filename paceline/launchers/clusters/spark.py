@@ -149,7 +149,8 @@ class _Jobs:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> _Jobs:
-        """Wait for a first executor, check that it can run an agent, and wait for the others."""
+        """Wait for slots for all agents, and check that an executor can run one."""
+        self._await_slots()
         seconds = self._request.patience_seconds
         found: list[str] = []
         paths = [str(path) for path in (Path.cwd(), *self._request.files)]
@@ -168,7 +169,6 @@ class _Jobs:
             raise StartError(f"--on spark: Spark has run no task within {seconds:.0f} s (--patience).")
         if found:
             raise StartError(found[0])
-        self._await_slots()
         return self
 
     def _await_slots(self) -> None:

@@ -206,6 +206,7 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
     """
     found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
     waits: dict[tuple[int, int], dict[int, tuple[int, float]]] = defaultdict(dict)
+    calls: dict[tuple[int, int], list[float]] = defaultdict(list)  # what the script's collective calls take
     ended: dict[tuple[int, int], float] = {}  # times by rank and generation; what a recovery takes is of no step
     for record in records:
         rank, generation, time = record["rank"], record["generation"], record["time"]
@@ -224,20 +225,39 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
         busy = max(0.0, seconds - load - max(0.0, awaited - beside))
         update = min(update, busy)
         found[generation, step][rank] = Times(max(0.0, between - beside), load, busy - update, awaited, update)
+        calls[generation, step].append(beside)
         match record.get("link"):
             case [int(sender), wait] if (late := number(wait)) is not None:
                 waits[generation, step][rank] = sender, late
+    for key, step in found.items():
+        least = min(calls[key])  # even who comes last waits for the calls themselves
+        for rank, times in step.items():
+            step[rank] = times._replace(script=times.script + least, awaited=max(0.0, times.awaited - least))
+    found = dict(sorted(found.items()))
+    _add_links(links, found, waits)
+    return found
+
+
+def _add_links(
+    links: dict[int, Links],
+    steps: Mapping[tuple[int, int], Mapping[int, Times]],
+    waits: Mapping[tuple[int, int], Mapping[int, tuple[int, float]]],
+) -> None:
+    """Add for how long receivers wait for their links, given the sender and the seconds that each waits in a step."""
     own: dict[int, float] = defaultdict(float)  # since the last exchange
-    for key, step in sorted(found.items()):
+    before = -1
+    for key, step in steps.items():
+        if key[0] != before:
+            own.clear()
+        before = key[0]
         for rank, times in step.items():
             own[rank] += times.own
-        for rank, (sender, late) in waits[key].items():  # a sender that computes for longer is no slow link
+        for rank, (sender, late) in waits.get(key, {}).items():  # a sender that computes for longer is no slow link
             late = max(0.0, late - max(0.0, own.get(sender, math.inf) - own[rank]))
             known = links[key[0]]
             known[sender, rank] = known.get((sender, rank), 0.0) + late
-        if waits[key]:
+        if waits.get(key):
             own.clear()
-    return dict(sorted(found.items()))
 
 
 def explain(
