@@ -18,12 +18,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.observe import noise
 from paceline.observe.records import Record, number
 from paceline.observe.why.advice import CROWDED, Advice, Cores, advise
 from paceline.observe.why.links import Links, SlowLink, slow_link
+from paceline.observe.why.times import Times
 
 _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
 LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
@@ -50,25 +51,6 @@ SELECT rank, min(json_extract(record, '$.stage')) FROM records
 WHERE event = 'forward' AND typeof(rank) = 'integer' GROUP BY rank
 """
 """Query for the first stage of each rank of a pipeline."""
-
-
-class Times(NamedTuple):
-    """Durations of a worker's step, in seconds."""
-
-    script: float  # since the last step: the script, evaluations, saves
-    load: float  # waiting for data
-    compute: float  # the rest of its own time
-    awaited: float  # waiting for other workers
-    update: float = 0.0  # the optimizer's update
-
-    @property
-    def own(self) -> float:
-        """Time in which this worker waited for no other."""
-        return self.script + self.load + self.compute + self.update
-
-    def beyond(self, usual: Times) -> dict[str, float]:
-        """Return what each kind of its own time takes beyond the usual."""
-        return {name: getattr(self, name) - getattr(usual, name) for name in ("script", "load", "compute", "update")}
 
 
 @dataclass(frozen=True)
@@ -331,9 +313,8 @@ def explain(
         of_ranks[one.kind] += one.share if one.rank is not None else 0.0
         shares[one.kind] += one.share * total / training
     culprits.sort(key=lambda one: (-(one.share if one.rank is None else of_ranks[one.kind]), -one.share))
-    computing = [[step[rank].compute for step in steps if rank in step] for rank in steps[-1]]
     fixed = not pauses.get("map") and not pauses.get("extend")
-    advice = advise(shares, start, computing, len(steps) / training, LEAST_SHARE, fixed)
+    advice = advise(shares, start, steps, len(steps) / training, LEAST_SHARE, fixed)
     return Findings(len(steps), total, culprits, advice)
 
 
