@@ -15,7 +15,7 @@ from paceline.planning.renting.machines import MachineType, Rate, builtin, read,
 from paceline.planning.renting.money import check_currency, interrupted, undisturbed
 from paceline.planning.search import Candidate, Layout, Measured, candidates, named
 from paceline.planning.simulate import Machine
-from paceline.planning.trials import REACHED
+from paceline.planning.trials import REACHED, SHARED
 
 _HISTORIES = 100
 _BANDWIDTH = "memory_bytes_per_second"
@@ -231,7 +231,7 @@ def _layout(kind: MachineType) -> Layout:
         memory = kind.gpu_memory_bytes
     else:
         memory = None if kind.memory_bytes is None else kind.memory_bytes / per_machine
-    machine = Machine(kind.cores, rate, kind.network_latency)
+    machine = Machine(kind.cores, rate, kind.network_latency, shared=1.0 if kind.gpus else SHARED)
     return Layout(machine, per_machine, math.inf if memory is None else memory, kind.name)
 
 

@@ -80,6 +80,7 @@ class Machine:
     bytes_per_second: float = math.inf  # bandwidth of its link in each direction
     latency: float = 0.0  # seconds from the last byte of a transfer to the receiver's next operation
     speed: float = 1.0  # speed of computing, relative to the machine on which the times were measured
+    shared: float = 1.0  # part of the bandwidth that is left where more than two machines exchange data
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class _Meeting:
     """Exchange for which some workers have not come yet."""
 
     began: float
+    among: int  # number of machines
     sent: float = 0.0  # when the last of those who came has sent everything
     came: dict[int, Exchange] = field(default_factory=dict)
 
@@ -274,32 +276,41 @@ class Simulation:
         self._arrive(step.to, step.key, max(sent, received) + self._machines[source].latency, now)
 
     def _exchange(self, rank: int, now: float, step: Exchange) -> None:
-        meeting = self._meetings.setdefault((step.group, step.key), _Meeting(now))
+        meeting = self._meetings.get((step.group, step.key))
+        if meeting is None:
+            meeting = self._meetings[step.group, step.key] = _Meeting(now, self._machines_of(step.group))
         meeting.came[rank] = step
-        meeting.sent = max(meeting.sent, self._carry(self._out, self._places[rank], now, step.sent))
+        meeting.sent = max(meeting.sent, self._carry(self._out, self._places[rank], now, step.sent, meeting.among))
         if len(meeting.came) < len(step.group):
             return
         del self._meetings[step.group, step.key]
         for other, own in meeting.came.items():
             at = self._places[other]
-            received = self._carry(self._in, at, meeting.began, own.received)
+            received = self._carry(self._in, at, meeting.began, own.received, meeting.among)
             self._arrive(other, own.key, max(meeting.sent, received, now) + self._machines[at].latency, now)
+
+    def _machines_of(self, group: Sequence[int]) -> int:
+        """Return the number of machines of a group, which is simulated for all if some workers are."""
+        folded = len(self._programs) < len(self._places)
+        return len(self._machines) if folded else len({self._places[one] for one in group})
 
     def _call(self, rank: int, now: float, step: Call) -> None:
         source, target = self._places[rank], self._places[step.to]
         latency = 0.0 if source == target else self._machines[source].latency
-        asked = now
+        asked, among = now, len(self._machines)
         if step.sent and source != target:
-            asked = max(self._carry(self._out, source, now, step.sent), self._carry(self._in, target, now, step.sent))
+            sent = self._carry(self._out, source, now, step.sent, among)
+            asked = max(sent, self._carry(self._in, target, now, step.sent, among))
         answered = self._serving[step.to] = max(self._serving[step.to], asked + latency) + step.seconds
         if step.received and source != target:
-            sent = self._carry(self._out, target, answered, step.received)
-            answered = max(sent, self._carry(self._in, source, answered, step.received))
+            sent = self._carry(self._out, target, answered, step.received, among)
+            answered = max(sent, self._carry(self._in, source, answered, step.received, among))
         self._arrive(rank, step.key, answered + latency, now)
 
-    def _carry(self, links: list[float], at: int, now: float, nbytes: float) -> float:
-        """Give the time at which a link has carried bytes, after those that it carries already."""
-        links[at] = max(now, links[at]) + nbytes / self._machines[at].bytes_per_second
+    def _carry(self, links: list[float], at: int, now: float, nbytes: float, among: int = 2) -> float:
+        """Return the time at which a link has carried bytes between machines, after those that it carries already."""
+        machine = self._machines[at]
+        links[at] = max(now, links[at]) + nbytes / (machine.bytes_per_second * (machine.shared if among > 2 else 1.0))
         return links[at]
 
     def _arrive(self, rank: int, key: Hashable, time: float, now: float) -> None:

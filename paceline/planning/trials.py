@@ -21,8 +21,10 @@ from paceline.planning.simulate import Machine
 
 STEPS, WARM = 20, 4
 _WHOLE = {"strategy": "allreduce", "compile": "false"}
-REACHED = 0.95
-"""Fraction of a link's bandwidth that gloo reaches over TCP with large messages."""
+REACHED, SHARED = 0.95, 0.9
+"""Fraction of a link's bandwidth that gloo reaches over TCP with large messages, and the part of it that is left where
+more than two machines exchange data. ``bench/plan/links.py`` measures both.
+"""
 
 Start = Callable[[Request], object]
 """Runs a request to its end, and raises if it fails."""
@@ -83,7 +85,7 @@ def layout_of(
     count = max(len(link), len(speeds))
     rates, speeds = (many if len(many) > 1 else [*many] * count for many in (link, speeds or (1.0,)))
     first, *others = (
-        Machine(cores, rate * 1e6 / 8 * REACHED, latency / 1000, speed)
+        Machine(cores, rate * 1e6 / 8 * REACHED, latency / 1000, speed, SHARED)
         for rate, speed in zip(rates, speeds, strict=True)
     )
     return Layout(first, 1, limit, "a machine each", tuple(others))
