@@ -150,7 +150,17 @@ class _Jobs:
 
     def __enter__(self) -> _Jobs:
         """Wait for slots for all agents, and check that an executor can run one."""
-        self._await_slots()
+        try:
+            with _explained("--on spark: Spark does not tell how many slots it has"):
+                self._await_slots()
+            self._check_executor()
+        except BaseException:  # such as Ctrl-C
+            self._cancel()
+            raise
+        return self
+
+    def _check_executor(self) -> None:
+        """Raise StartError if no task runs in time, or the task does not find the run's files."""
         seconds = self._request.patience_seconds
         found: list[str] = []
         paths = [str(path) for path in (Path.cwd(), *self._request.files)]
@@ -165,11 +175,9 @@ class _Jobs:
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            self._cancel()
             raise StartError(f"--on spark: Spark has run no task within {seconds:.0f} s (--patience).")
         if found:
             raise StartError(found[0])
-        return self
 
     def _await_slots(self) -> None:
         """Wait until there are slots for all agents, unless fewer may begin or the jobs make Spark start executors."""
@@ -273,9 +281,8 @@ def _explanation(error: Exception) -> str:
 
 def _reason_of(error: Exception) -> str:
     """Return the first line of Spark's error message, without stack traces."""
-    lines = [
-        line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(("at ", ":"))
-    ]
+    stripped = [line.strip().removeprefix(": ") for line in str(error).splitlines()]
+    lines = [line for line in stripped if line and not line.startswith("at ")]
     told = [line for line in lines if not line.startswith(("An error occurred", "Caused by"))]
     return (told or lines or [type(error).__name__])[0][:_LONGEST_REASON]
 
