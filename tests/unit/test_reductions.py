@@ -521,9 +521,9 @@ def test_an_owner_awaits_the_others_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
     """So the waits of a worker with a slow link are not all for the same sender."""
 
     def act(world: ThreadWorld) -> list[int]:
-        copies: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        exchange = DirectExchange(world, TAGS, homes=[0, 1, 2], copies=copies)
-        reduction = Reduction(world, exchange, [torch.zeros(64) for _ in range(3)], Facts(), "pushes", 256)
+        copies: dict[int, list[int]] = {rank: [] for rank in range(4)}
+        exchange = DirectExchange(world, TAGS, homes=[0, 1, 2, 3], copies=copies)
+        reduction = Reduction(world, exchange, [torch.zeros(64) for _ in range(4)], Facts(), "pushes", 256)
         peers, start, first = dict[int, int](), world.start_transfers, list[int]()
 
         def recorded(sends: Any, receives: Any) -> Any:
@@ -538,12 +538,12 @@ def test_an_owner_awaits_the_others_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
 
         monkeypatch.setattr(world, "start_transfers", recorded)
         monkeypatch.setattr(world, "receiving", receiving)
-        for _ in range(2):
-            reduction.begin([[Node(0, 0)], [Node(0, 1)], [Node(0, 2)]], 3.0)
-            for member in range(3):
+        for _ in range(3):
+            reduction.begin([[Node(0, rank)] for rank in range(4)], 4.0)
+            for member in range(4):
                 reduction.slots(member)
                 reduction.written(member)
             reduction.finish()
         return first
 
-    assert [set(first) for first in run(3, act)] == [{1, 2}, {0, 2}, {0, 1}]
+    assert [set(first) for first in run(4, act)] == [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]

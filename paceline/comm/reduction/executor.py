@@ -304,8 +304,9 @@ class Reduction:
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
         assert self.divisor is not None
-        if (bucket.index + self._begun) % 2:  # so that a worker with a slow link does not always await the same sender
-            bucket.receives.reverse()
+        if receives := bucket.receives:  # each comes first in turn, so a slow link to this worker delays them alike
+            turn = (bucket.index + self._begun) % len(receives)
+            receives[:] = receives[turn:] + receives[:turn]
         with self._world.receiving():
             _wait(bucket.receives)
         for mean, parts in self._exchange.collect(bucket):
