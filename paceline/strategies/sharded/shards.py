@@ -239,7 +239,7 @@ def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
     }
     while tensors:
         full, value = tensors.popitem()
-        if full.startswith("parameter/"):  # rows of a table that machines had divided
+        if full.startswith("parameter/"):  # rows of a divided table, or slices of an interrupted update
             name, part = split_name(full.removeprefix("parameter/"))
             update.parameters[name].detach().view(-1)[part or slice(None)] = value.view(-1)
             continue
