@@ -89,8 +89,13 @@ CAUSES = {
     "link-one-way": Cause("exchange", (1, 2), workers=4),
     "link-of-an-owner": Cause("exchange", settings=("strategy=sharded",)),
     "link-to-an-owner": Cause("exchange", workers=4, settings=("strategy=sharded",)),
+    "link-of-a-server": Cause(
+        "exchange", workers=4, settings=("strategy=parameter-server", "server.dedicated=true", "server.count=2")
+    ),
+    "link-to-a-server": Cause("exchange", settings=("strategy=parameter-server", "server.count=2")),
 }
-_SLOW_LINKS = "slow-sender", "slow-receiver", "slow-links", "link-of-an-owner", "link-to-an-owner"
+_TO = "slow-receiver", "link-to-an-owner", "link-to-a-server"
+_SLOW_LINKS = *_TO, "slow-sender", "slow-links", "link-of-an-owner", "link-of-a-server"
 LINKS = dict.fromkeys(_SLOW_LINKS, (f"qdisc add dev {{}} root tbf rate {RATE} burst {BURST} latency 500ms",)) | {
     "link-one-way": (
         "qdisc add dev {} root handle 1: htb",
@@ -303,7 +308,7 @@ def launched(cause: str, run: Path, more: tuple[str, ...] = ()) -> Iterator[None
         return
     with network(about.workers, None) as names, contextlib.ExitStack() as stack:
         ends = [(names[SLOW], "eth0")]
-        if cause in ("slow-receiver", "link-to-an-owner"):
+        if cause in _TO:
             ends = [(names[SLOW][: names[SLOW].rindex("m")], f"p{SLOW}")]
         if cause == "slow-links":
             ends = [(name, "eth0") for name in names]

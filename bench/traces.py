@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy
 import pyarrow.parquet
 
-from paceline.observe.why import Times, explain
+from paceline.observe.why.culprits import Times, explain
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"

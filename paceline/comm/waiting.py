@@ -14,6 +14,8 @@ from paceline.comm.transport.base import Work
 from paceline.coordinator.types import Membership
 from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
 
+_MOST_LINKS = 3  # maximum number of links in the record of a step
+
 
 class Awaited(NamedTuple):
     """Ranks that a worker waits for, and the start of the wait on ``Waiting.clock``."""
@@ -28,7 +30,7 @@ class Waits(NamedTuple):
     seconds: float
     between: float  # seconds of them between two steps
     late: int | None  # rank that this worker has waited for longest
-    link: tuple[int, float] | None  # rank whose messages this worker has waited for longest in receiving(), and seconds
+    links: list[tuple[int, float]]  # ranks whose messages have taken longest to arrive, and seconds
 
 
 class Recorder(Protocol):
@@ -62,7 +64,7 @@ class Waiting:
         self._waited = self._waited_between = 0.0
         self._waited_for: dict[int, float] = {}
         self._receiving = False
-        self._received_from: dict[int, float] = {}  # waits in receiving()
+        self._received_from: dict[int, float] = {}  # waits for links
 
     @property
     def rank(self) -> int:
@@ -126,13 +128,17 @@ class Waiting:
             for rank in before.ranks:
                 self._waited_for[rank] = self._waited_for.get(rank, 0.0) + now - self._counted
                 if self._receiving:
-                    self._received_from[rank] = self._received_from.get(rank, 0.0) + now - self._counted
+                    self.add_received(rank, now - self._counted)
         self._counted = now
         self.awaited = Awaited(left, before.since if left and set(left) <= set(before.ranks) else now)
 
     def add_wait(self, seconds: float) -> None:
         """Count a wait for the other workers in a call of ``torch.distributed`` that the script made."""
         self._waited += seconds
+
+    def add_received(self, rank: int, seconds: float) -> None:
+        """Count the time for which a message has arrived from this rank, which had begun to send it, for its link."""
+        self._received_from[rank] = self._received_from.get(rank, 0.0) + seconds
 
     def begin_step(self) -> None:
         """Count the waits since the last :meth:`take_waits` as waits between two steps."""
@@ -141,8 +147,8 @@ class Waiting:
     def take_waits(self) -> Waits:
         """Return the waits since the last call."""
         late = max(self._waited_for, key=self._waited_for.__getitem__, default=None)
-        link = max(self._received_from.items(), key=lambda one: one[1], default=None)
-        waits = Waits(self._waited, self._waited_between, late, link)
+        links = sorted(self._received_from.items(), key=lambda one: -one[1])[:_MOST_LINKS]
+        waits = Waits(self._waited, self._waited_between, late, links)
         self._waited = self._waited_between = 0.0
         self._waited_for, self._received_from = {}, {}
         return waits

@@ -116,7 +116,7 @@ class Records:
             awaited_between=waits.between,
             delayed=delay - self._delay,
             **({} if waits.late is None else {"late": waits.late}),
-            **({} if waits.link is None else {"link": waits.link}),
+            **({"links": waits.links} if waits.links else {}),
             loss=result.loss,
             samples=samples,
             samples_per_second=self.throughput.samples_per_second,

@@ -21,7 +21,7 @@ from paceline.observe import cells
 from paceline.observe.dashboard import views
 from paceline.observe.dashboard.server import Dashboard
 from paceline.observe.index import RecordIndex, Search
-from paceline.observe.why import Findings
+from paceline.observe.why.culprits import Findings
 
 HOSTILE = "<img src=x onerror=document.title=1>"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

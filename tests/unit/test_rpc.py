@@ -68,6 +68,20 @@ def test_an_answer_that_was_not_taken_is_not_that_to_the_next_request(client_of:
     assert client.finish()[0] == (3, 2) and client.ask("echo", 3)[0] == (3, 3)
 
 
+def test_only_the_time_for_which_an_answer_arrives_is_a_wait_for_the_link(client_of: Any) -> None:
+    """Before its beginning, the other worker may wait for others."""
+    client, now = client_of(), [0.0]
+    read, client._world.clock = client._read, lambda: now[0]
+
+    def slow(into: memoryview) -> int:
+        now[0] += 1.0
+        return int(read(into))
+
+    client._read = slow
+    client.ask("echo", 1, (b"12",))
+    assert now[0] == 3.0 and client._world.take_waits().links == [(1, 2.0)]
+
+
 def test_an_error_of_the_handler_is_raised_here(server: RpcServer, client_of: Any) -> None:
     def refuse(rank: int, words: Any, data: bytearray) -> Any:
         raise InputError("the optimizer said no")

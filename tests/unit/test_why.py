@@ -19,10 +19,12 @@ from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record
-from paceline.observe.why import EVENTS, Findings, Times, at_end, explain, find
+from paceline.observe.why import EVENTS, at_end, find
 from paceline.observe.why.advice import Advice
 from paceline.observe.why.at_end import find_at_end, last_line
+from paceline.observe.why.culprits import Findings, explain
 from paceline.observe.why.text import sentences
+from paceline.observe.why.times import Times
 from paceline.settings import Settings
 from paceline.step.optimizer import OptimizerStep, Scaling
 from paceline.training.build import Components
@@ -69,6 +71,22 @@ def test_ranks_in_turn_share_the_blame() -> None:
     steps = [step_of([usual(compute=1.0 if rank == step % 2 else 0.5) for rank in range(3)]) for step in range(STEPS)]
     found = explain(steps).culprits
     assert {one.rank for one in found[:2]} == {0, 1} and found[0].share == pytest.approx(found[1].share)
+
+
+@pytest.mark.parametrize(("stage", "said"), [(None, "workers"), (1, "workers (stage 1)")])
+def test_many_ranks_in_turn_count_together(stage: int | None, said: str) -> None:
+    """No one of them takes a share of the time that is worth a sentence."""
+    slow = range(64) if stage is None else range(1, 64, 2)
+    steps = [
+        step_of([usual(compute=1.0 if rank == slow[step % len(slow)] else 0.5) for rank in range(64)])
+        for step in range(64)
+    ]
+    found = explain(steps, {rank: {"stage": rank % 2} for rank in range(64)} if stage else None)
+    (first, *rest) = found.culprits
+    assert (first.kind, first.rank, first.stage) == ("compute", None, stage)
+    assert first.share == pytest.approx(0.5 / 1.08, abs=1e-3)
+    assert sentences(found)[0].startswith(f"{said} take longer to compute than the others, in turn: 46%")
+    assert "compute" not in [one.kind for one in rest]
 
 
 def test_what_all_wait_for() -> None:
@@ -425,8 +443,8 @@ def test_waits_are_summed_for_each_rank() -> None:
         if ranks == [2]:
             assert waiting.awaited.since == 0.0, "it has been awaited since the wait began"
         now[0] += seconds
-    assert waiting.take_waits() == (3.5, 0.0, 2, None)
-    assert waiting.take_waits() == (0.0, 0.0, None, None)
+    assert waiting.take_waits() == (3.5, 0.0, 2, [])
+    assert waiting.take_waits() == (0.0, 0.0, None, [])
     for rank, seconds in ((2, 3.0), (1, 1.0), (2, 2.0)):
         if rank == 1:
             waiting.begin_step()
@@ -434,39 +452,46 @@ def test_waits_are_summed_for_each_rank() -> None:
             waiting.waits_for([rank])
             now[0] += seconds
             waiting.waits_for([])
-    assert waiting.take_waits() == (6.0, 3.0, 2, (1, 1.0)), "only some waits are for links, and some are between steps"
+    assert waiting.take_waits() == (6.0, 3.0, 2, [(1, 1.0)]), (
+        "only some waits are for links, and some are between steps"
+    )
     waiting.add_wait(2.0)
     waiting.begin_step()
-    assert waiting.take_waits() == (2.0, 2.0, None, None), "in a call of the script"
+    assert waiting.take_waits() == (2.0, 2.0, None, []), "in a call of the script"
 
 
-Link = dict[int, tuple[int, float]]
+SENDS, RECEIVES = {(1, 0): 0.4, (1, 2): 0.4}, {(0, 1): 0.4, (2, 1): 0.4}
+ALIKE = {(sender, receiver): 0.2 for sender in range(3) for receiver in range(3) if sender != receiver}
+NONE = None, None, None
 
 
 @pytest.mark.parametrize(
     ("links", "ends", "said"),
     [
-        ({0: (1, 0.4), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
-        ({0: (1, 0.15), 1: (0, 0.01), 2: (1, 0.15)}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
-        ({0: (1, 0.1), 1: (0, 0.01), 2: (1, 0.1)}, (None, None, None), "all workers wait for the exchange of data"),
-        ({0: (1, 0.01), 1: (0, 0.01), 2: (1, 0.4)}, (1, 1, 2), "rank 1 on host-1 sends slowly to rank 2"),
-        ({0: (1, 0.01), 1: (-1, 0.4), 2: (1, 0.01)}, (1, None, 1), "rank 1 on host-1 receives slowly from the others"),
-        ({0: (1, 0.4), 1: (2, 0.4), 2: (0, 0.4)}, (None, None, None), "all workers wait for the exchange of data"),
-        ({0: (1, 0.4), 1: (0, 0.4), 2: (1, 0.4)}, (None, None, None), "all workers wait for the exchange of data"),
-        ({0: (1, 0.3), 1: (0, 0.01), 2: (0, 0.3)}, (None, None, None), "all workers wait for the exchange of data"),
-        ({}, (None, None, None), "all workers wait for the exchange of data"),
+        (SENDS, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
+        ({**SENDS, (0, 1): 0.1, (2, 0): 0.1}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
+        ({(1, 0): 0.15, (1, 2): 0.15}, (1, 1, None), "rank 1 on host-1 sends slowly to the others"),
+        ({(1, 0): 0.1, (1, 2): 0.1}, NONE, "all workers wait for the exchange of data"),
+        (RECEIVES, (1, None, 1), "rank 1 on host-1 receives slowly from the others"),
+        ({**RECEIVES, (1, 0): 0.3, (1, 2): 0.2}, (1, None, None), "rank 1 on host-1 sends and receives slowly"),
+        ({(2, 0): 0.01, (0, 1): 0.01, (1, 2): 0.4}, (1, 1, 2), "rank 1 on host-1 sends slowly to rank 2"),
+        ({(0, 1): 0.01, (0, 2): 0.4}, (2, 0, 2), "rank 2 on host-2 receives slowly from rank 0"),
+        ({(1, 0): 0.4, (0, 1): 0.4}, NONE, "all workers wait for the exchange of data"),
+        ({(1, 0): 0.4, (2, 1): 0.4, (0, 2): 0.4}, NONE, "all workers wait for the exchange of data"),
+        (ALIKE, NONE, "all workers wait for the exchange of data"),
+        ({}, NONE, "all workers wait for the exchange of data"),
     ],
 )
-def test_the_end_of_a_link_that_is_slow(links: Link, ends: tuple[int | None, ...], said: str) -> None:
+def test_the_end_of_a_link_that_is_slow(
+    links: dict[tuple[int, int], float], ends: tuple[int | None, ...], said: str
+) -> None:
     records: list[Record] = []
     for rank in range(3):
         records.append({"time": 0.0, "event": "start", "rank": rank, "generation": 0, "host": f"host-{rank}"})
+        waits = [[sender, seconds] for (sender, receiver), seconds in links.items() if receiver == rank]
         for step in range(STEPS):
-            wait = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "step": step, "event": "step"}
-            if rank in links:
-                sender, seconds = links[rank]
-                wait["link"] = [2 * (step % 2) if sender < 0 else sender, seconds]  # -1: of ranks 0 and 2 in turn
-            records.append({"time": step + 1.0, "rank": rank, "generation": 0, **wait})
+            times = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "step": step, "event": "step", "links": waits}
+            records.append({"time": step + 1.0, "rank": rank, "generation": 0, **times})
     found = find(records)
     first = found.culprits[0]
     assert (first.kind, first.rank, first.sender, first.receiver) == ("exchange", *ends)
@@ -480,7 +505,7 @@ def test_a_slow_link_is_named_after_a_change_of_membership() -> None:
         for step in steps:
             for rank in ranks:
                 link = [ranks[rank - 1], 0.01] if rank == slow else [slow, 0.4]
-                waits = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "link": link}
+                waits = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "links": [link]}
                 record = {"time": step + 1.0, "event": "step", "rank": rank, "generation": generation, "step": step}
                 records.append(record | waits)
     first = find(records).culprits[0]
@@ -491,7 +516,12 @@ def test_a_late_sender_is_no_slow_link() -> None:
     records: list[Record] = []
     for rank, awaited in enumerate([0.7, 0.3, 0.7]):  # rank 1 computes for 0.4 s more
         for step in range(STEPS):
-            wait = {"seconds": 1.0, "waited": 0.0, "awaited": awaited, "link": [0 if rank == 1 else 1, awaited - 0.3]}
+            wait = {
+                "seconds": 1.0,
+                "waited": 0.0,
+                "awaited": awaited,
+                "links": [[0 if rank == 1 else 1, awaited - 0.3]],
+            }
             record = {"time": step + 1.0, "event": "step", "rank": rank, "generation": 0, "step": step}
             records.append(record | wait)
     assert [(one.kind, one.rank) for one in find(records).culprits] == [("compute", 1), ("exchange", None)]
@@ -505,7 +535,7 @@ def test_a_replica_that_is_late_at_an_outer_step_has_no_slow_link() -> None:
         awaited = outer * (late + 0.3)
         times = {"seconds": own + awaited, "waited": 0.0, "awaited": awaited, "between": 0.0, "awaited_between": 0.0}
         about = {"time": float(step), "rank": rank, "generation": 0, "step": step}
-        link = {"link": [0 if rank == 1 else 1, late]} if outer else {}
+        link = {"links": [[0 if rank == 1 else 1, late]]} if outer else {}
         records.append({**about, "event": "step", "update": 0.0, **times, **link})
         records += [{**about, "event": "outer-step"}] if outer else []
     assert [(one.kind, one.rank) for one in find(records).culprits] == [("compute", 1), ("exchange", None)]

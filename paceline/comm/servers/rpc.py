@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -180,7 +181,7 @@ class RpcClient:
             PacelineError: the handler raised it. Other errors of the handler become a RuntimeError.
         """
         with self._guarded():
-            (kind, answer), data = _receive(self._read, self._most)
+            (kind, answer), data = _receive(self._read, self._most, self._arriving)
         self._waits = False
         if kind == "error":
             name, text = answer
@@ -206,6 +207,14 @@ class RpcClient:
         seconds = min(self.seconds, _PROOF_SECONDS)
         self._connection = open_socket(self._address, worker(self._world.rank), self._key, seconds)
         self._connection.settimeout(min(_SLICE_SECONDS, self.seconds))
+
+    @contextlib.contextmanager
+    def _arriving(self) -> Iterator[None]:
+        """Count the time for which an answer arrives, if the main thread waits for it, as a wait for the link."""
+        begin = self._world.clock()
+        yield
+        if threading.current_thread() is threading.main_thread():
+            self._world.add_received(self.rank, self._world.clock() - begin)
 
     def _read(self, into: memoryview) -> int:
         assert self._connection is not None
@@ -347,8 +356,12 @@ def _send(write: Callable[[memoryview], int], words: Any, parts: Sequence[Bytes]
             view = view[write(view[:_SEND_BYTES]) :]
 
 
-def _receive(read: Callable[[memoryview], int], most: int) -> tuple[Any, bytearray]:
-    """Read a frame and return its message and bytes."""
+def _receive(
+    read: Callable[[memoryview], int],
+    most: int,
+    arriving: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> tuple[Any, bytearray]:
+    """Read a frame and return its message and bytes. ``arriving``: entered once the frame has begun to arrive."""
 
     def take(size: int) -> bytearray:
         data = bytearray(size)
@@ -363,4 +376,5 @@ def _receive(read: Callable[[memoryview], int], most: int) -> tuple[Any, bytearr
     length, rest = _FRAME.unpack(take(_FRAME.size))
     if length > _LONGEST_MESSAGE or rest > most:
         raise ValueError(f"a message of {length} and {rest} bytes")
-    return decode(bytes(take(length))), take(rest)
+    with arriving():
+        return decode(bytes(take(length))), take(rest)

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.observe.cells import Cells
 from paceline.observe.index import RecordIndex, Search
 from paceline.observe.records import Record, number
-from paceline.observe.why import Findings
+from paceline.observe.why.culprits import Findings
 from paceline.observe.why.text import sentences
 
 Data: TypeAlias = dict[str, Any]

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from paceline.observe.records import EVENT, Record, checked, parsed
-from paceline.observe.why import EVENTS, Findings, find
+from paceline.observe.why import EVENTS, find
+from paceline.observe.why.culprits import Findings
 from paceline.observe.why.text import sentences
 from paceline.system.regular_files import open_regular
 

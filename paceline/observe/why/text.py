@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.observe import noise
 from paceline.observe.records import printable
-from paceline.observe.why import LEAST_SHARE, Findings
 from paceline.observe.why.advice import CROWDED
+from paceline.observe.why.culprits import LEAST_SHARE, Findings
 
 _OF_RANK = {
     "start": "rank {rank}{where} takes longer to start than the others",
@@ -23,6 +23,7 @@ _OF_RANK = {
 }
 _OF_ALL = {
     "start": "the first steps take longer than the others",
+    "compute": "workers{where} take longer to compute than the others, in turn",
     "exchange": "all workers wait for the exchange of data",
     "load": "all workers wait for their data",
     "update": "all workers update the weights",
@@ -46,9 +47,13 @@ def sentences(findings: Findings) -> list[str]:
         layers = f": {one.layer}" if one.layer is not None else ""
         where = f" (stage {one.stage}{layers})" if one.stage is not None else f" on {one.host}" if one.host else ""
         link = (
-            f"receives slowly from {'the others' if one.sender is None else f'rank {one.sender}'}"
-            if one.rank == one.receiver
-            else f"sends slowly to {'the others' if one.receiver is None else f'rank {one.receiver}'}"
+            "sends and receives slowly"
+            if one.sender is None and one.receiver is None
+            else (
+                f"receives slowly from {'the others' if one.sender is None else f'rank {one.sender}'}"
+                if one.rank == one.receiver
+                else f"sends slowly to {'the others' if one.receiver is None else f'rank {one.receiver}'}"
+            )
         )
         text = (_OF_ALL if one.rank is None else _OF_RANK)[one.kind].format(rank=one.rank, where=where, link=link)
         lost = one.share * findings.seconds

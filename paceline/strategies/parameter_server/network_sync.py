@@ -93,8 +93,8 @@ class NetworkServers:
 
     def _pull(self, version: int) -> None:
         """Pull the weights of the shards that this worker does not hold."""
-        waiting = self._order
-        world = self._context.world
+        world, turn = self._context.world, version % max(1, len(self._order))
+        waiting = self._order[turn:] + self._order[:turn]  # each comes first in turn
         with world.awaiting("to pull weights"), world.waiting_for(waiting):
             begin = time.monotonic()
             while waiting:
