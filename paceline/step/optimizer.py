@@ -292,7 +292,7 @@ class OptimizerStep:
                 group["lr"] = rate
 
     def _step(self) -> None:
-        """Call the optimizer. If it fails and some gradients are sparse, explain its error."""
+        """Call the optimizer. If it does not take sparse or dense gradients, explain its error."""
         before = generator_states() if self.drew is None else None
         own = self._own_values() if self.divided_by and not self._own_checked else None
         self._own_checked, begin = True, time.perf_counter()
@@ -303,11 +303,13 @@ class OptimizerStep:
                 else:
                     self.take(self.optimizer)
         except RuntimeError as error:
-            sparse = [name for name, one in self.parameters.items() if one.grad is not None and one.grad.is_sparse]
-            if not sparse:
+            every = reversed(self.parameters.items())  # so that the first parameter of each form remains
+            forms = {"sparse" if one.grad.is_sparse else "dense": name for name, one in every if one.grad is not None}
+            form = next((form for form in ("sparse", "dense") if form in forms), "")
+            if not form or (form == "dense" and "dense gradients" not in str(error)):
                 raise
             raise InputError(
-                f"{self.kind} cannot make the update, because the parameter {sparse[0]!r} has a sparse gradient: "
+                f"{self.kind} cannot make the update, because the parameter {forms[form]!r} has a {form} gradient: "
                 f"{error}. Of torch's optimizers, SGD and Adagrad take sparse gradients and dense ones, SparseAdam "
                 f"only sparse ones: give a dictionary of several optimizers, or use torch.nn.Embedding with "
                 f"sparse=False."

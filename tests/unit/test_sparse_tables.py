@@ -158,3 +158,15 @@ def test_formats_refuse_sparse_gradients_with_any_number_of_workers() -> None:
         assert registry.sparse_gradients(Settings(batch=8), workers) == allowed
         for coded in (Settings(batch=8, wire="int8", exact=False), Settings(batch=8, exact="fixed-point")):
             assert registry.sparse_gradients(coded, workers) == "none"
+
+
+def test_an_optimizer_of_sparse_gradients_alone_names_a_dense_one() -> None:
+    session = paceline.start(
+        model=nn.Linear(2, 1),
+        optimizer=partial(torch.optim.SparseAdam, lr=0.1),
+        loss=nn.functional.mse_loss,
+        data=torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)),
+        batch=8,
+    )
+    with pytest.raises(InputError, match=r"'weight' has a dense gradient: SparseAdam .* give a dictionary of several"):
+        session.step(next(session.batches(steps=1)))
