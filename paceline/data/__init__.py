@@ -1,4 +1,4 @@
-"""Sample order and loading. :class:`Growing` and :class:`Located` are for scripts."""
+"""Sample order and loading. :class:`Growing`, :class:`Located` and :func:`write_shards` are for scripts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.data.growing.samples import Growing
     from paceline.data.located.shards import Located
+    from paceline.data.tables.shards import write_shards
 
-__all__ = ["Growing", "Located"]
+__all__ = ["Growing", "Located", "write_shards"]
 
-_HOMES = {"Growing": "growing.samples", "Located": "located.shards"}
+_HOMES = {"Growing": "growing.samples", "Located": "located.shards", "write_shards": "tables.shards"}
 
 
 def __getattr__(name: str) -> Any:

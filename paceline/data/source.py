@@ -143,6 +143,12 @@ def check_shards(data: Located) -> None:
                 f"Shard {name!r} of Located is a {type(shard).__name__}, but the order of samples needs a data set "
                 f"with a fixed length and items by number, or a stream."
             )
+        if writer_of(shard) is not None:
+            raise InputError(
+                f"Shard {name!r} of Located is a {type(shard).__name__}, which only the process that made it can read. "
+                f"Write its rows to files on the machines that have them, by paceline.data.write_shards, and give a "
+                f"paceline.ParquetDataset of each file, as docs/located-tables.md shows."
+            )
         try:
             if not is_stream(shard):
                 _check_data_set(shard)

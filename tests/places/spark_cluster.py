@@ -41,10 +41,13 @@ def missing() -> str | None:
 
 
 class SparkCluster:
-    """A standalone master and two workers with one executor of two cores each.
+    """A standalone master and two workers with one executor of two cores each, and a disk of its own each.
 
     Args:
         folder: for logs and what Spark writes.
+
+    Attributes:
+        disk: a folder, another one for each executor and for the driver.
     """
 
     master = "spark://127.0.0.1:7077"
@@ -53,7 +56,8 @@ class SparkCluster:
         import pyspark
 
         home = Path(pyspark.__file__).parent
-        self._folder = folder
+        self._folder, self.disk = folder, folder / "disk"
+        self.disk.mkdir()
         self._class = str(home / "bin" / "spark-class")
         self.environment = {
             **{
@@ -78,7 +82,8 @@ class SparkCluster:
         lines = [f"{daemon}.master.Master --host 127.0.0.1 --port 7077 --webui-port 0 > {log} 2>&1 &"]
         for number in (1, 2):
             worker = f"{daemon}.worker.Worker --host 127.0.0.1 --cores 2 --memory 1g --webui-port 0 {self.master}"
-            lines.append(f"{worker} > {self._folder}/worker-{number}.log 2>&1 &")
+            alone = f"unshare --mount sh -c 'mount -t tmpfs tmpfs {self.disk}; exec {worker}'"
+            lines.append(f"{alone} > {self._folder}/worker-{number}.log 2>&1 &")
         script = "\n".join(["ip link set lo up", *lines, "echo $$; exec sleep infinity"])
         namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._first = subprocess.Popen(

@@ -249,3 +249,27 @@ def test_the_doctor(ray: RayCluster, tmp_path: Path) -> None:
     code, said = ray.start(*command, "--nodes", "2", "no.py", cwd=tmp_path).wait()
     assert code == 1, said
     assert "FAILURE script: the script is missing on" in said and "checks on 3 machines" in said, said
+
+
+def test_rows_that_stay_where_they_are(cluster: RayCluster, tmp_path: Path) -> None:
+    """Two nodes have another disk in the same folder."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    cluster.add_without(disk, num_cpus=2)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "located-tables.md").read_text()
+    _, first, second, *_ = [block.partition("```")[0] for block in page.split("```python\n")]
+    source = first.partition("\nspark = ")[0].replace("from pyspark.sql import SparkSession\n", "") + second
+    source = source.replace("/local/samples", f"{disk}/samples").replace('"auto"', f'"{cluster.address}"')
+    wide = 'row | {"pad": [0.5] * 10_000}'  # blocks that Ray keeps on a node
+    more = f"""
+dataset = dataset.map(lambda row: {wide}).materialize()
+FOLDER += "-2"
+print(results, paceline.launch(train, write_shards(dataset, FOLDER), on="ray", nodes=2, workers=1), sep="\\n")
+"""
+    (tmp_path / "notebook.py").write_text(source + more)
+    code, said = cluster.start(sys.executable, "notebook.py", cwd=tmp_path).wait()
+    assert code == 0, said
+    both = re.findall(r"\[\(0, (\d), ([\d.e-]+)\), \(1, (\d), ([\d.e-]+)\)\]", said)
+    assert [int(left) + int(right) for left, _, right, _ in both] == [8, 8], said
+    assert len({loss for _, one, _, other in both for loss in (one, other)}) == 1, said
+    assert "0" not in both[1], said

@@ -11,6 +11,7 @@ import pytest
 from spark_cluster import SparkCluster
 from training import fingerprints
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 pytestmark = pytest.mark.timeout(900)
 
 FUNCTION = """
@@ -147,16 +148,31 @@ def test_what_is_refused(spark: SparkCluster, tmp_path: Path) -> None:
     assert "vectors is there already" in found["there"]
 
 
-def test_the_page(spark: SparkCluster, tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "places" / "spark.md").read_text()
-    source = page.partition("## From a notebook")[2].partition("```python\n")[2].partition("```")[0]
-    script = tmp_path / "notebook.py"
-    source = source.replace("spark://host:7077", spark.master)
+def said_by_page(spark: SparkCluster, folder: Path, page: str) -> str:
+    """Run the first Python of a page from a heading on; gives what it said."""
+    source = page.partition("```python\n")[2].partition("```")[0]
+    for shown, there in (("spark://host:7077", spark.master), ("/local/samples", f"{spark.disk}/samples")):
+        source = source.replace(shown, there)
+    script = folder / "notebook.py"
     script.write_text(f"import os, sys\nos.environ['PYSPARK_PYTHON'] = sys.executable\n{source}")
-    code, said = spark.finish(spark.python(script, cwd=tmp_path))
+    code, said = spark.finish(spark.python(script, cwd=folder))
     assert code == 0, said
+    return said
+
+
+def test_the_page(spark: SparkCluster, tmp_path: Path) -> None:
+    page = (DOCS / "places" / "spark.md").read_text()
+    said = said_by_page(spark, tmp_path, page.partition("## From a notebook")[2])
     losses = re.findall(r"\((\d), ([\d.e-]+)\)", said)
     assert [rank for rank, _ in losses] == ["0", "1"] and losses[0][1] == losses[1][1], said
+
+
+def test_rows_that_stay_where_they_are(spark: SparkCluster, tmp_path: Path) -> None:
+    said = said_by_page(spark, tmp_path, (DOCS / "located-tables.md").read_text())
+    results = re.findall(r"\((\d), (\d), ([\d.e-]+)\)", said)
+    ranks, counts, losses = zip(*results, strict=True)
+    assert ranks == ("0", "1", "2", "3") and len({*losses}) == 1, said
+    assert counts[0] == counts[1] and counts[2] == counts[3] and int(counts[0]) + int(counts[2]) == 8, said
 
 
 FIND_HOROVOD = """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline import ParquetDataset
+from paceline.data import write_shards
 from paceline.data.tables import data_frame, ray_data
 from paceline.errors import InputError
 
@@ -34,6 +35,15 @@ def test_a_written_table_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     rows = 6
     with pytest.raises(InputError, match=f"{engine} has written 6 rows to .*, but this process sees 5 of them"):
         make(frame, tmp_path / "part")
+
+
+def test_shards_are_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_data, "write", lambda dataset, folder: (4, ["a"]))
+    monkeypatch.setattr(data_frame, "write", lambda frame, folder, in_place: 5 if in_place else 0)
+    for home, kind, count in (("ray.data.dataset", "Dataset", 4), ("pyspark.sql.classic.dataframe", "DataFrame", 5)):
+        assert write_shards(type(kind, (), {"__module__": home})(), "samples") == count
+    with pytest.raises(InputError, match="a DataFrame of Spark or a Dataset of Ray, not a list"):
+        write_shards([1], "samples")
 
 
 def test_names_of_columns_are_quoted() -> None:

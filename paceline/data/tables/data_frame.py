@@ -1,8 +1,10 @@
-"""Writer of a Spark DataFrame to Parquet files, in an order that depends only on its rows.
+"""Writer of a Spark DataFrame to Parquet files.
 
 The rows of a DataFrame have no fixed order: after a shuffle it depends on which executor finished first. So rows are
 sorted by a hash of all columns. Spark numbers the files by ranges of that hash, and samples are numbered file by file,
 so a row has the same number for any number of files and executors.
+
+Shards for ``Located`` are not sorted, because that moves rows between machines: each partition becomes a file.
 """
 
 from __future__ import annotations
@@ -21,8 +23,16 @@ _ROW_GROUP_BYTES = 2**20
 """Small, because samples are read in random order. Spark's default is 128 times as large."""
 
 
-def write(frame: Any, folder: str | Path) -> int:
-    """Write the rows in one pass and return their number."""
+_IN_PLACE = {"mapreduce.fileoutputcommitter.algorithm.version": "2"}
+"""Executors move their files into the folder. With version 1 the driver does, which sees those of its machine only."""
+
+
+def write(frame: Any, folder: str | Path, *, in_place: bool = False) -> int:
+    """Write the rows in one pass and return their number.
+
+    Args:
+        in_place: write each partition on the machine that computes it, to a folder on its disk.
+    """
     try:
         from pyspark.ml.functions import vector_to_array
         from pyspark.sql import Observation, functions
@@ -41,9 +51,10 @@ def write(frame: Any, folder: str | Path) -> int:
     plain = frame.select(*columns)
     names = [functions.col(_quoted(name)) for name in plain.columns]
     counted, rows = Observation(), functions.count(functions.lit(1)).alias("rows")
-    ordered = plain.orderBy(functions.xxhash64(*names), *names).observe(counted, rows)
+    ordered = plain if in_place else plain.orderBy(functions.xxhash64(*names), *names)
+    options = {"parquet.block.size": str(_ROW_GROUP_BYTES), **(_IN_PLACE if in_place else {})}
     try:
-        ordered.write.option("parquet.block.size", str(_ROW_GROUP_BYTES)).parquet(_url(folder))
+        ordered.observe(counted, rows).write.options(**options).parquet(_url(folder))
     except Exception as error:
         if "PATH_ALREADY_EXISTS" not in str(error):
             raise
