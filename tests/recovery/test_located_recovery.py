@@ -55,6 +55,8 @@ def total(shard):
 for batch in session.batches(epochs=2):
     if "g" in os.environ.get("HELD", "") and batch.step >= 8:
         scripted.await_refused(session)
+    if "JOINS" in os.environ and batch.step >= 7:
+        scripted.refill(session, 3)
     scripted.say(session, session.step(batch))
     if batch.step == 4 and "STREAMS" not in os.environ:  # after which a worker is lost, with what it has computed
         assert session.map(total, data) == [every[name].sum().item() for name in "abcdef"]
@@ -79,12 +81,15 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
 
 @pytest.mark.slow
 def test_streams_go_on_where_they_were(run: Run, undisturbed: Any) -> None:
-    """A holder of two streams is lost, and a resume in the middle of the streams has other holders."""
+    """A holder of two streams is lost, another joins, and a resume in the middle of the streams has other holders."""
     alone = undisturbed(SCRIPT, STREAMS="1")
-    lost = faults.kill(rank=1, step=5) + faults.kill(rank=0, step=9)
-    held = json.dumps({"0": "abcd", "1": "cdef", "2": "efab"})
-    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=held, STREAMS="1", MOVE="samples")
+    lost = faults.kill(rank=1, step=5) + faults.kill(rank=0, step=13)
+    held = json.dumps({"0": "abcd", "1": "cdef", "2": "efab", "3": "ae"})
+    given = {"HELD": held, "STREAMS": "1", "MOVE": "samples", "JOINS": "1"}
+    killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, **given)
     assert killed.code == 2, killed.report()
+    joined = [killed.steps(name)[0] for name in killed.logs if name == "worker-3"]
+    assert len(joined) == 1 and 5 < joined[0] < 13, killed.report()
     assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
     others = json.dumps({"0": "abc", "1": "def"})
     resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=others, STREAMS="1", name="one")
