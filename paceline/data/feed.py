@@ -39,11 +39,16 @@ from paceline.system.user_code import in_user_call
 
 @dataclass(frozen=True)
 class MicrobatchGroup:
-    """Group of microbatches of a step that are loaded together: their range, number of samples, and data."""
+    """Group of microbatches of a step that are loaded together: their range, number of samples, and data.
+
+    Attributes:
+        shard: name of the shard of located data to which all of them belong, for errors.
+    """
 
     microbatches: range
     samples: int
     data: Any
+    shard: str = ""
 
 
 def split_group(group: MicrobatchGroup, parts: Sequence[range], at: int | None = None) -> list[MicrobatchGroup]:
@@ -57,7 +62,7 @@ def split_group(group: MicrobatchGroup, parts: Sequence[range], at: int | None =
     first, found = parts[own.start].start, []
     for start, stop in pairwise([*own, own.stop] if at is None else sorted({own.start, at, at + 1, own.stop})):
         begin, end = parts[start].start - first, parts[stop - 1].stop - first
-        found.append(MicrobatchGroup(range(start, stop), end - begin, rows(group.data, begin, end)))
+        found.append(MicrobatchGroup(range(start, stop), end - begin, rows(group.data, begin, end), group.shard))
     return found
 
 
@@ -71,9 +76,11 @@ class _Loaded(NamedTuple):
     microbatches: range
     samples: int
     upload: Upload | None
+    shard: str
 
     def group(self) -> MicrobatchGroup:
-        return MicrobatchGroup(self.microbatches, self.samples, self.upload.wait() if self.upload else _AWAITED)
+        data = self.upload.wait() if self.upload else _AWAITED
+        return MicrobatchGroup(self.microbatches, self.samples, data, self.shard)
 
 
 class _Asked(NamedTuple):
@@ -239,7 +246,8 @@ class Feed:
                     "A loader process (workers_per_loader) ended: it was killed, perhaps by the kernel "
                     "for lack of memory. Use fewer loader processes, or none (workers_per_loader=0)."
                 ) from error
-            in_user_call(error, f"This was the loading of {name_microbatches(group)} of step {step}.")
+            shard = f" of shard {one!r}" if (one := self._order.shard_of(step, group)) else ""
+            in_user_call(error, f"This was the loading of {name_microbatches(group)}{shard} of step {step}.")
             raise
         request = self._requests.made.popleft()
         assert request.step == step, f"these are samples of step {request.step}, not of step {step}"
@@ -282,11 +290,12 @@ class Feed:
     def _loaded(self, step: int, group: range, data: Any) -> _Loaded:
         parts = self._order.parts_of(step)
         samples = parts[group[-1]].stop - parts[group[0]].start
+        shard = self._order.shard_of(step, group)
         if data is _AWAITED:
-            return _Loaded(group, samples, None)
+            return _Loaded(group, samples, None, shard)
         if self.sizes is not None:
             self.sizes.add(samples, data)
-        return _Loaded(group, samples, Upload(data, self._device, self._stream))
+        return _Loaded(group, samples, Upload(data, self._device, self._stream), shard)
 
     def _requests_of(self, start: int, stop: int, groups_of: Callable[[int], list[range]]) -> Iterator[LoadRequest]:
         for step in range(start, stop):

@@ -20,7 +20,7 @@ import hashlib
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
@@ -202,6 +202,10 @@ class BatchOrder(ABC):
         """Return the ranks that can read a microbatch of a step."""
         holders = self.holders_of(step)
         return range(workers) if holders is None else holders[microbatch]
+
+    def shard_of(self, step: int, microbatches: Collection[int]) -> str:
+        """Return the name of the only shard of some microbatches, or "" if each worker has all data."""
+        return ""
 
     def example(self, step: int) -> tuple[int, list[range]]:
         """Return a step, from ``step`` on, and a microbatch of it that this worker can read, for a probe, if any."""

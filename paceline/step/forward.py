@@ -218,7 +218,7 @@ class ForwardRunner:
                     (microbatch,) = group.microbatches
                     value = self.carried.forward(self.model, group.data, step, microbatch)
             except Exception as error:
-                name_call(error, group.microbatches, group.samples, step)
+                name_call(error, group.microbatches, group.samples, step, group.shard)
                 raise
         return self.take(value, group.samples) if self.batch_loss is None else self.batch_loss.take(value, group)
 
@@ -265,14 +265,14 @@ class ForwardRunner:
         return torch.autocast(device, getattr(torch, self._autocast))
 
 
-def name_call(error: Exception, microbatches: range, samples: int, step: int) -> None:
+def name_call(error: Exception, microbatches: range, samples: int, step: int, shard: str = "") -> None:
     """Add to an error of the forward pass the microbatches for which the forward pass was called."""
     try:
         small = _SMALL in str(error)
     except Exception:  # noqa: BLE001 - the error may be of a user's class
         small = False
     more = " For larger microbatches set a larger batch, or fewer microbatches." if small else _not_in_table(error)
-    cut = f"{samples} sample{'s' * (samples > 1)}"
+    cut = f"{samples} sample{'s' * (samples > 1)}{f' of shard {shard!r}' if shard else ''}"
     in_user_call(error, f"This was the forward pass of {name_microbatches(microbatches)} ({cut}) of step {step}.{more}")
 
 

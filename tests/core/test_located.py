@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,18 @@ class Engine:
         raise AttributeError("use count()")
 
 
+class DataFrame:
+    __module__ = "pyspark.sql.classic.dataframe"
+
+    def __getitem__(self, column: str) -> Any:
+        raise AssertionError
+
+
+class Unreadable(list[Any]):
+    def __len__(self) -> int:
+        raise OSError("no such bucket")
+
+
 def carried(model: Any, microbatch: Any, state: Any) -> Any:
     raise AssertionError
 
@@ -167,6 +180,7 @@ def carried(model: Any, microbatch: Any, state: Any) -> Any:
         ({"a": Growing(rows(8))}, "Shard 'a' .* is a Growing"),
         ({"a": DataLoader(rows(8))}, "Shard 'a' .* is a DataLoader"),
         ({"a": Engine()}, "Shard 'a' .* Engine has no items by number"),
+        ({"a": DataFrame()}, "Shard 'a' .* is a DataFrame, .* by paceline.data.write_shards"),
         ({"a": "rows.parquet"}, "Shard 'a' .* does not open files"),
         ({"a": rows(8), "b": rows(8)}, "'a' of rank 0 .* an epoch would use twice"),
     ],
@@ -174,6 +188,12 @@ def carried(model: Any, microbatch: Any, state: Any) -> Any:
 def test_shards_that_cannot_be_used_are_refused(shards: Any, text: str) -> None:
     with pytest.raises(InputError, match=text):
         start(shards if isinstance(shards, Located) else Located(shards))
+
+
+def test_a_length_that_cannot_be_read_names_its_shard() -> None:
+    with pytest.raises(OSError, match="no such bucket") as raised:
+        Located({"a": rows(8), "b": Unreadable()})
+    assert raised.value.__notes__ == ["Shard 'b' was asked for its length."]
 
 
 @pytest.mark.parametrize(
@@ -235,6 +255,30 @@ def test_settings_that_need_lengths_are_refused_for_streams(
 def test_settings_that_divide_the_samples_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         start(Located({"a": rows(9), "b": rows(9, seed=1)}), **given)
+
+
+class Changing(list[Any]):
+    reads = 0
+
+    def __getitem__(self, sample: Any) -> Any:
+        self.reads += 1
+        return tuple(value + self.reads / 99 * (self.reads > 9) for value in super().__getitem__(sample))
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ([(torch.ones(4), None)] * 4, r"the loading of microbatch \d of shard 'b' of step 0"),
+        ([(torch.ones(5), torch.ones(1))] * 4, r"the forward pass of microbatch \d \(1 sample of shard 'b'\) of"),
+        (Changing(rows(20)), "loaded twice from shard 'b', of which workers may have different copies, does not have"),
+    ],
+)
+def test_errors_name_the_shard(other: Any, text: str) -> None:
+    session = start(Located({"a": rows(8), "b": other}), audit=1, audit_action="stop")
+    with pytest.raises((InputError, RuntimeError, TypeError)) as raised:
+        for batch in session.batches(epochs=1):
+            session.step(batch)
+    assert re.search(text, "\n".join([str(raised.value), *getattr(raised.value, "__notes__", [])])), raised.value
 
 
 def test_a_shard_that_changes_and_an_evaluation_are_refused() -> None:

@@ -155,6 +155,10 @@ class LocatedOrder(BatchOrder):
         """Return the index of the shard of each microbatch of a step."""
         return [part.shard for part in self._parts(step)]
 
+    def shard_of(self, step: int, microbatches: Collection[int]) -> str:
+        shards = {self.shards_of(step)[microbatch] for microbatch in microbatches}
+        return self._names[shards.pop()] if len(shards) == 1 else ""
+
     def example(self, step: int) -> tuple[int, list[range]]:
         own = {self._names.index(name) for name in self._own}
         for at in range(step, self.known if own else step):

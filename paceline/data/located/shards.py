@@ -81,9 +81,12 @@ class Located(Dataset[Any]):
             )
         self.move, self.wait_seconds, self.lost = move, float(wait_seconds), lost
         self.shards = dict(sorted(shards.items()))
-        streams = {name for name, shard in self.shards.items() if is_stream(shard)}
-        rows = {name: one for name, one in self.shards.items() if name not in streams and hasattr(one, "__getitem__")}
-        self.number({name: len(one) for name, one in rows.items() if isinstance(one, Sized)})
+        lengths = {}
+        for name, shard in self.shards.items():
+            if isinstance(shard, Sized) and hasattr(shard, "__getitem__") and not is_stream(shard):
+                with naming(name, "length"):
+                    lengths[name] = len(shard)
+        self.number(lengths)
 
     def number(self, lengths: Mapping[str, int]) -> None:
         """Number the samples by the lengths of all shards of the run."""
