@@ -336,8 +336,8 @@ class Session:
     def save(self) -> Path | str:
         """Write a checkpoint of the current state and return its directory or URL. Every worker must call it.
 
-        Rank 0 writes the checkpoint, which is durable when the call returns on rank 0. Other ranks do not wait for it.
-        A complete checkpoint of this step is left as it is.
+        Rank 0 writes the checkpoint, which is durable when the call returns on rank 0. Other ranks wait for it only
+        with ``--elastic``, and write it if rank 0 is lost. A complete checkpoint of this step is left as it is.
 
         Raises:
             CheckpointError: no checkpoint directory is set, or this save or an earlier background save failed.

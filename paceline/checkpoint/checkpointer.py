@@ -98,16 +98,29 @@ class Checkpointer:
         """Return whether a save was made before the membership changed, but a loss may have interrupted this worker."""
         return state.divided() is not None and self.saved_before is not None and self.saved_before >= step
 
-    def save(self, state: TrainingState, step: int) -> Path | str:
-        """Write a checkpoint and return its location. It is complete on return on rank 0; other ranks do not wait.
+    def save(self, state: TrainingState, step: int, together: bool = False) -> Path | str:
+        """Write a checkpoint and return its location. It is complete on return on rank 0.
 
         Does nothing if the workers have shares of the state, and any of them made this save before a loss.
 
+        Args:
+            together: whether the other ranks wait for it, to save again if rank 0 is lost. Defaults to False.
+
         Raises:
             CheckpointError: no directory is set, or this save or the last background save failed.
-            WorkerLost: the workers have the state in shares, and one was lost.
+            WorkerLost: the workers have the state in shares, or wait for each other, and one was lost.
         """
-        self._save(state, step, background=False)
+        before, failed = self.made, None
+        try:
+            self._save(state, step, background=False)
+        except CheckpointError as error:
+            failed = error
+        if together:
+            made, self.made = self.made, before  # until all know that it is there
+            self._world.gather(None, "saving a checkpoint")
+            self.made = made
+        if failed is not None:
+            raise failed
         return self._require_storage().location(manifest.name_of(step))
 
     def begin_save(self, state: TrainingState, step: int) -> None:

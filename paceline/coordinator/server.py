@@ -123,7 +123,7 @@ class Coordinator:
                 self._connections.drain(peer)  # the worker may have reported the end of its script just before
             self._ended.add(number)
             reason = f"{membership.name(number)} {describe_exit(code)}"
-            if code == 0:
+            if code == 0 or (code < 0 and not report and self._lasts(number)):
                 membership.finish(number, now)
             elif code == PREEMPTED:
                 membership.leave(number, now)
@@ -137,6 +137,10 @@ class Coordinator:
                 self.monitor.exit_texts[number] = reason
                 membership.lose(number, reason, now)
             return True
+
+    def _lasts(self, number: int) -> bool:
+        """Return whether a kill of this worker loses nothing: its script had ended, in a run that outlasts losses."""
+        return self.membership.bounds.drops and self.membership.workers[number].ending
 
     def _by_script(self, number: int) -> bool:
         """Return whether a replacement would fail in the same way: the script had ended or had never joined the run."""

@@ -286,7 +286,7 @@ class TrainingLoop:
         self._synchronize()
         check_saving(self.strategy)
         self.activity.begin("saving a checkpoint", busy=True)
-        return self._checkpointer.save(self._state, self.progress.steps)
+        return self._checkpointer.save(self._state, self.progress.steps, together=self._recovery is not None)
 
     def _begin_save(self) -> None:
         """Start a background save. The workers must be synchronized."""

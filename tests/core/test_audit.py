@@ -17,8 +17,9 @@ from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
+from paceline.comm.world import World
 from paceline.data.feed import MicrobatchGroup, split_group
-from paceline.errors import InputError
+from paceline.errors import InputError, WorkerLost
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.context import ProbeResults
 from paceline.step.forward import ForwardRunner
@@ -161,6 +162,26 @@ def test_audits_leave_no_trace() -> None:
             torch.rand(1)
         prints.add(session.fingerprint())
     assert len(prints) == 1
+
+
+def test_an_audit_is_given_up_at_the_next_gradient_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, checked = start(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), audit=1), list[int]()
+    plain = Audit._compute
+
+    def check(world: World) -> None:
+        checked.append(1)
+        if len(checked) == 2:
+            raise WorkerLost
+
+    def compute(audit: Audit, halves: bool) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(World, "check", check)
+            plain(audit, halves)
+
+    monkeypatch.setattr(Audit, "_compute", compute)
+    with pytest.raises(WorkerLost):
+        session.step(next(session.batches()))
+    assert len(checked) == 2, "of four gradients"
 
 
 def test_the_audited_microbatch_is_computed_by_itself() -> None:

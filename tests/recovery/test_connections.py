@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -64,12 +65,13 @@ STATUS: dict[str, Any] = {
     "line": "train.py:1",
 }
 JOIN: dict[str, Any] = {"type": "agent", "workers": 2, "host": "b", "script": "train.py", "name": None, "about": {}}
+ENDING: dict[str, Any] = {"type": "ending"}
 ENDED: dict[str, Any] = {"type": "ended", "worker": 1000, "code": 1, "out_of_memory": False, "report": {}}
 REPORT = {"type": "ValueError", "message": "bad", "consequence": False, "time": 1.0}
 FORGED = [
     HELLO,
     READY | {"leaving": True},
-    {"type": "ending"},
+    ENDING,
     {"type": "unfit"},
     JOIN,
     ENDED | {"worker": 0, "report": REPORT},
@@ -288,11 +290,34 @@ def test_an_exit_counts_after_what_the_worker_has_sent(lab: Lab) -> None:
     """Its launcher may see the end of a process before the coordinator's thread has read its last message."""
     members = lab.train()
     with lab.coordinator._lock:
-        tell(members[1], {"type": "heartbeat", "status": STATUS}, {"type": "ending"})
+        tell(members[1], {"type": "heartbeat", "status": STATUS}, ENDING)
         members[1].close()
         assert not lab.coordinator.ended(1, 3, {}, lab.coordinator.announce_start), "the script has ended by itself"
         assert lab.coordinator.over is not None and lab.coordinator.over["code"] == 3
     until(lambda: 1 not in lab.coordinator._workers)
+
+
+@pytest.mark.parametrize(
+    ("said", "drops", "code", "report", "ends_with"),
+    [
+        ([ENDING], True, -9, {}, 0),
+        ([], True, -9, {}, 5),
+        ([ENDING], False, -9, {}, 5),
+        ([ENDING], True, 3, {}, 3),
+        ([ENDING], True, -9, REPORT, 1),
+    ],
+)
+def test_a_worker_is_killed_after_the_end_of_its_script(
+    said: list[dict[str, Any]], drops: bool, code: int, report: dict[str, Any], ends_with: int, lab: Lab
+) -> None:
+    """Rank 0 may have had results to write, unless its script has ended."""
+    membership = lab.coordinator.membership
+    membership.bounds = replace(membership.bounds, drops=drops)
+    members = lab.train()
+    lab.coordinator.ended(1, 0, {}, lab.coordinator.announce_start)
+    tell(members[0], *said)
+    lab.coordinator.ended(0, code, report, lab.coordinator.announce_start)
+    assert membership.over is not None and membership.over["code"] == ends_with
 
 
 def test_a_machine_with_another_run_is_told_so(lab: Lab) -> None:

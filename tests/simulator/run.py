@@ -274,8 +274,8 @@ class Simulation:
         codes = {0}
         if gone and members - gone < self.plan.least:
             codes |= {DEADLINE_PASSED, WorkerLost.exit_code, StartError.exit_code}
-        if self._finished and self._killed.intersection(self.coordinator.members[:1]):
-            codes.add(WorkerLost.exit_code)  # the killed first member may have had results to write
+        if self._finished and any(map(self._may_lack_results, self.coordinator.members[:1])):
+            codes.add(WorkerLost.exit_code)
         if self.plan.sharded and (self._disk.was_empty or not self._disk.saved):
             codes.add(CheckpointError.exit_code)  # no worker has the parts of the lost workers
         if self._machines.leaving:
@@ -286,6 +286,10 @@ class Simulation:
         if self._failed and all(fault.kind in ("fail", "join") for fault in self.plan.faults):
             codes = {1, _EXIT}  # the script of a member has failed, and no worker was lost
         return codes
+
+    def _may_lack_results(self, number: int) -> bool:
+        """Return whether the first member was killed before the end of its script, which may have results to write."""
+        return number in self._killed and not (self.coordinator.membership.workers[number].ending and number < BLOCK)
 
     def _check_script(self, number: int, worker: Worker) -> None:
         """Raise Broken unless the script got each step once, with its loss.

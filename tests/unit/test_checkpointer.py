@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.storage.base import Writer
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
-from paceline.errors import CheckpointError, ConfigError
+from paceline.errors import CheckpointError, ConfigError, WorkerLost
 from paceline.events import EventLog
 from paceline.settings import CheckpointSettings
 
@@ -146,6 +147,30 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: 
     one.checkpointer.finish()
     one.save(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000004"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_workers_that_survive_losses_end_a_save_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A save that a loss interrupts is not made: the workers that are left make it again."""
+    one, met = Made(tmp_path), list[int]()
+
+    def meet(*_: object) -> None:
+        met.append(len(list(tmp_path.glob("step-*"))))
+        if len(met) == 1:
+            raise WorkerLost
+
+    one.world.gather = meet
+    if fails:
+        monkeypatch.setattr(files, "write_part", fail)
+    with pytest.raises(WorkerLost):
+        one.save(1, together=True)
+    assert one.checkpointer.made == -1
+    with pytest.raises(CheckpointError) if fails else nullcontext():
+        one.save(1, together=True)
+    assert met == [1 - fails] * 2
+    assert one.checkpointer.made == (-1 if fails else 1)
 
 
 @pytest.mark.parametrize("in_background", [True, False])

@@ -124,3 +124,13 @@ def test_a_slice_that_stays_is_not_copied(is_behind: bool, monkeypatch: pytest.M
     monkeypatch.setattr(prepared, "move_shares", moved)
     made.move(frozenset() if is_behind else frozenset({part}), "")
     assert (targets[0] is moments) != is_behind, "the values of an earlier step are kept until all have others"
+
+
+def test_a_copy_is_sent_from_where_it_is_after_an_interrupted_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights that all see may have a half of the update of a lost owner."""
+    made, _ = made_for()
+    part, copy, found = slice_name("0.weight", 0, 8), torch.ones(8), dict[str, torch.Tensor]()
+    made._held.add({part}, {f"parameter/{part}": copy})
+    monkeypatch.setattr(prepared, "move_shares", lambda _, held, *__: found.update(held) or {})
+    made.move(frozenset({part}), "")
+    assert found[f"parameter/{part}"] is copy

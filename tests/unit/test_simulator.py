@@ -136,6 +136,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
     "shares of the state are not hashed": (state_shards, "hash_shares", "divided.hashes is None", "False"),
     "a share is taken for the whole in a save": (
         TrainingLoop, "__init__", "self.strategy.divided if self._strategy_ready else None", "None"),
+    "a worker is missed after its script": (Coordinator, "_lasts", "self.membership.workers[number].ending", "False"),
     "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
     "a replay is forgotten": (progress, "gone_back", "max(max(one.repeat_until, one.steps) for one in known)", "steps"),
     "a joiner gets the values of a script that is ahead": (

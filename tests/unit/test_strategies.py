@@ -13,7 +13,7 @@ from thread_training import BATCH, LENGTH, STEPS, Result, mlp, no_draws, store, 
 from torch import nn
 
 from paceline.data.order import Order
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, WorkerLost
 from paceline.settings import Settings
 from paceline.strategies import registry
 from paceline.strategies.local.outer import OuterSteps
@@ -212,3 +212,26 @@ def test_sharded_training_returns_freed_memory_once_its_optimizer_has_a_state(mo
     assert len(returned) == 2
     train(mlp, 2, steps=3, strategy="sharded")
     assert len(returned) == 4
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_copies_outlast_an_interrupted_update(interrupted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost owner may have updated a half of its slice in the weights that all see."""
+    close, found = sharded.Sharded.close, list[dict[str, list[float]]]()
+
+    def closed(strategy: sharded.Sharded) -> frozenset[str] | None:
+        context, weights = strategy._context, strategy._weights
+        assert weights is not None
+        copied = weights.copied.items()
+        named = {strategy._shard.name_of(strategy._slices[at]): one.flatten().tolist() for at, one in copied}
+        strategy._unfinished = WorkerLost() if interrupted else None
+        owned = close(strategy)
+        assert owned is not None and owned >= named.keys()
+        kept = {name: context.held.tensors.get(f"parameter/{name}") for name in named}
+        found.append({name: one.flatten().tolist() for name, one in kept.items() if one is not None})
+        assert found[-1] == (named if interrupted else {})
+        return owned
+
+    monkeypatch.setattr(sharded.Sharded, "close", closed)
+    train(mlp, 3, [(0, 1, 2)], steps=2, strategy="sharded", shard_copy=True)
+    assert len(found) == 3 and any(found) == interrupted
