@@ -6,6 +6,7 @@ A data set of a user-defined class is not read, as reading may draw random numbe
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.data.streams.reader import digest
 from paceline.data.tables.parquet import ParquetDataset
 
 _SAMPLES = 8
+_PLAIN = frozenset((torch.Tensor, numpy.ndarray, bool, int, float))
 
 
 def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
@@ -57,6 +59,28 @@ def digest_of(given: list[Any], *, exact: bool) -> str:
     return digest(samples)
 
 
+def bits_of(sample: Any) -> str:
+    """Return a hash of every bit of a sample."""
+    plain = type(sample) in (tuple, list) and all(type(one) in _PLAIN and not _is_odd(one) for one in sample)
+    return digest(sample) if plain else digest_of([sample], exact=True)  # the same in a third of the time
+
+
+def roundings_of(sample: Any) -> list[tuple[str, ...]]:
+    """Return two digests each of what a sample has besides the last bits of its floating-point values.
+
+    Samples that differ in rounding errors alone have equal lengths, and in each place a digest in common: of a size and
+    of a sum of each tensor, rounded to multiples of 0.001, and to those halfway between them.
+    """
+    leaves = [_plain(leaf) for leaf in leaves_in(sample)]
+    found: list[tuple[str, ...]] = [(digest([leaf for leaf in leaves if not _is_floating(leaf)]),)]
+    for values in (numpy.nan_to_num(_values(leaf)).ravel() for leaf in leaves if _is_floating(leaf)):
+        size = float(numpy.linalg.norm(values)) or 1.0
+        weights = numpy.random.default_rng(len(values)).random(len(values)) + 0.5
+        for number in (math.log(size), float(values @ weights) / size):
+            found.append(tuple(digest([len(values), math.floor(number * 1000 + half)]) for half in (0.0, 0.5)))
+    return found
+
+
 def _sample(data: Any, number: int) -> Any:
     """Return a sample, for a subset with its index in the data set. Return None if it cannot be read safely."""
     if type(data) is Subset:
@@ -79,9 +103,11 @@ def _plain(leaf: Any) -> Any:
     """Return the name of an absolute path, None for a meta, nested or quantized tensor, and any other leaf itself."""
     if isinstance(leaf, str | PurePath):
         return PurePath(leaf).name if PurePath(leaf).is_absolute() else str(leaf)
-    if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested or leaf.is_quantized):
-        return None
-    return leaf
+    return None if _is_odd(leaf) else leaf
+
+
+def _is_odd(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested or leaf.is_quantized)
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -12,16 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import paceline
 from paceline.data import Located
+from paceline.data.keys import ORDER, seed_of
 from paceline.data.located import order as order_module
 from paceline.data.located import shuffled
 from paceline.data.located.agreement import Holding, ShardsLost, agree
+from paceline.data.located.contents import Contents
 from paceline.data.located.order import LocatedOrder
 from paceline.data.located.shards import ShardFacts, firsts_of
 from paceline.errors import DisagreementError, InputError
 from paceline.evaluation import mapping
+from paceline.schedule import feistel
 from paceline.schedule.placement import after, moves, place
 from paceline.testing import threads
 from paceline.training.recovery import lost_shards
@@ -30,6 +34,7 @@ from paceline.training.recovery.lost_shards import WorkersJoin
 SIZES = {"a": 7, "b": 130, "c": 40, "d": 3, "e": 64, "f": 1, "g": 90, "h": 11}
 FIRSTS = firsts_of(SIZES)
 BATCH, MICROBATCHES = 32, 8
+SAMPLES_OF_B = [*range(FIRSTS["b"], FIRSTS["b"] + SIZES["b"])]
 
 
 def located(names: str = "abcdefgh", **changed: Any) -> dict[str, list[int]]:
@@ -299,6 +304,99 @@ def test_parquet_files_are_compared_by_their_footers(tmp_path: Path) -> None:
     threads.run(2, lambda world: meet(world, "same"))
     with pytest.raises(DisagreementError, match=r"Shard 'a' is not the same .* 30 samples each, but other values"):
         threads.run(2, lambda world: meet(world, "other"))
+
+
+class Noisy(list[Any]):
+    """Samples that are not the same each time."""
+
+    reads = 0
+
+    def __getitem__(self, number: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(number) + random.Random().random() * (number % 9 == 4)
+
+
+class Broken(list[Any]):
+    """Samples of which only the first few in the order of the comparison can be read."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if number not in READABLE:
+            raise OSError(number)
+        return super().__getitem__(number)
+
+
+READABLE = feistel.permute(0, 5, 40, seed_of(ORDER, 3))
+
+
+def differing(exact: bool, *shards: Any, joined: tuple[int, ...] = ()) -> list[Any]:
+    """Compare shards of two or more workers, and return what each of them finds."""
+
+    def compare(world: Any) -> Any:
+        contents = Contents(Located(shards[world.rank]), 3, exact=exact)
+        every = {name: tuple(rank for rank, own in enumerate(shards) if name in own) for name in "ab"}
+        found = [contents.compare(world, every, "start", joined) for _ in range(2)]
+        assert found[0] == found[1]
+        return found[0]
+
+    first, *others = threads.run(len(shards), compare)
+    assert all(one == first for one in others)
+    return [tuple(one) for one in first]
+
+
+def test_a_sample_that_differs_in_another_copy_is_named() -> None:
+    """Of two pairs of holders. Sample 14 is not one of those that every start compares."""
+    values = [torch.randn(6) for _ in range(300)]
+    other = [one.clone() for one in values]
+    other[14][3] += 0.1
+    same, differs = {"a": [*values]}, {"a": other}
+    for exact in (True, False):
+        assert differing(exact, {"a": values, "b": values}, same, {"b": values}) == []
+        assert differing(exact, same, {"b": values}, differs) == [("a", 0, 2, 14)]
+        assert differing(exact, {"b": values}, differs, same, joined=(1,)) == [("a", 2, 1, 14)]
+        for scalars in ([0.5] * 40, [5] * 40, ["five"] * 40):
+            changed: list[Any] = [*scalars]
+            changed[21] = scalars[0] + scalars[0]
+            assert differing(exact, {"a": scalars}, {"a": changed}) == [("a", 0, 1, 21)]
+
+
+def test_rounding_errors_and_noise_are_no_difference_of_samples() -> None:
+    values = [torch.randn(6) for _ in range(100)] + [torch.zeros(2), torch.tensor(float("nan")), torch.zeros(0)]
+    rounded = [value * (1 + 1e-7) for value in values]
+    assert differing(False, {"a": values}, {"a": rounded}) == []
+    assert len(differing(True, {"a": values}, {"a": rounded})) == 1
+    noisy = [Noisy([0.0] * 40) for _ in range(2)]
+    assert differing(True, {"a": noisy[0]}, {"a": noisy[1]}) == []
+    assert all(one.reads == 40 + 4 for one in noisy), "not again at the second comparison"
+
+
+def test_samples_are_compared_as_far_as_all_have_read_them() -> None:
+    other = [*range(40)]
+    other[last := feistel.permute(5, 6, 40, seed_of(ORDER, 3))[0]] += 100
+    assert differing(True, {"a": [*range(40)]}, {"a": other}) == [("a", 0, 1, last)]
+    assert differing(True, {"a": [*range(40)]}, {"a": Broken(other)}) == []
+    assert differing(True, {"a": [*range(40)]}, {"a": Broken(range(1, 41))}) == [("a", 0, 1, READABLE[0])]
+
+
+def test_a_worker_that_joins_with_other_samples_is_refused() -> None:
+    """Two workers have the shards. Each has read its own before the third one joins with another sample 14."""
+    orders = order_of("ab"), order_of("ab"), order_of("b", b=[*SAMPLES_OF_B[:14], 0, *SAMPLES_OF_B[15:]])
+    threads.run(2, lambda world: orders[world.rank].meet(world, "start"))
+    text = r"Shard 'b' is not the same on rank 0 .* and rank 2 .*: sample 14 has other values"
+    for found in threads.run(3, lambda world: orders[world.rank].strangers(world, [2], "start")):
+        assert [*found] == [2] and re.match(text, found[2])
+    with pytest.raises(DisagreementError, match=text):
+        threads.run(3, lambda world: orders[world.rank].meet(world, "start"))
+    threads.run(2, lambda world: orders[world.rank].meet(world, "start"))
+
+
+def test_a_digest_that_an_earlier_version_saved_is_a_prefix() -> None:
+    """Without what this version adds, such as the footers of Parquet files. Workers of a run do not differ so."""
+    longer = A._replace(digest="x and more")
+    agree([("m", {"a": longer, "b": B}, RUN)])
+    with pytest.raises(InputError, match="'a' has changed"):
+        agree([("m", {"a": longer._replace(digest="more x"), "b": B}, RUN)])
+    with pytest.raises(DisagreementError):
+        agree([("m", {"a": longer, "b": B}, RUN), ("n", {"a": A}, NOTHING)])
 
 
 def test_a_state_has_the_shards_of_the_run() -> None:

@@ -54,20 +54,13 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
             the same samples.
     """
     run = next((run for *_, run in everyone if run.shards), Holding({}, {}, {}, {}))
-    ranks: dict[str, list[int]] = {}
-    for rank, (_, own, _) in enumerate(everyone):
-        for name in own:
-            ranks.setdefault(name, []).append(rank)
+    ranks = ranks_of(everyone)
     holders = {name: ", ".join(_worker(everyone, rank) for rank in ranks[name]) for name in sorted(ranks)}
     shards = {name: everyone[ranks[name][0]][1][name] for name in holders}
     for name, known in shards.items():
         for rank in ranks[name][1:]:
             if what := _difference(known, everyone[rank][1][name]):
-                raise DisagreementError(
-                    f"Shard {name!r} is not the same on {_worker(everyone, ranks[name][0])} and "
-                    f"{_worker(everyone, rank)}: {what}. Machines that have the same shard give it the same name, and "
-                    f"different shards have different names."
-                )
+                raise DisagreementError(not_the_same(everyone, name, ranks[name][0], rank, what))
     if run.shards:
         _check_run(run, shards, holders, all_present)
     else:
@@ -82,12 +75,26 @@ def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holdi
     for name, reading in (known for *_, one in everyone for known in one.readings.items()):
         readings[name] = max(readings.get(name, reading), reading, key=lambda known: (len(known.ends), known.seen))
     agreed = Holding({**run.shards, **shards}, {**run.holders, **holders}, choices, readings)
-    return agreed, {name: tuple(found) for name, found in ranks.items()}
+    return agreed, ranks
+
+
+def ranks_of(everyone: Sequence[Given]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that have each shard, in ascending order."""
+    names = dict.fromkeys(name for _, own, _ in everyone for name in own)
+    return {name: tuple(rank for rank, (_, own, _) in enumerate(everyone) if name in own) for name in names}
 
 
 def placement_of(everyone: Sequence[Given]) -> str:
     """Return a digest of the shards of each worker, which does not depend on the ranks."""
     return hashlib.sha256(repr(sorted(sorted(own) for _, own, _ in everyone)).encode()).hexdigest()[:16]
+
+
+def not_the_same(everyone: Sequence[Given], name: str, left: int, right: int, what: str) -> str:
+    """Return the text of the error for two ranks with different shards of the same name."""
+    return (
+        f"Shard {name!r} is not the same on {_worker(everyone, left)} and {_worker(everyone, right)}: {what}. Machines "
+        f"that have the same shard give it the same name, and different shards have different names."
+    )
 
 
 def strangers(everyone: Sequence[Given], joined: Collection[int]) -> dict[int, str]:
@@ -117,6 +124,12 @@ def _difference(left: ShardFacts, right: ShardFacts) -> str:
     return "" if left.digest == right.digest else f"{_counted(left)} each, but other values"
 
 
+def _change(saved: ShardFacts, found: ShardFacts) -> str:
+    """Return how a shard differs from that of a saved run, whose digest may lack what an earlier version left out."""
+    known = len(saved.digest) or None
+    return _difference(saved, found._replace(digest=found.digest[:known]))
+
+
 def _counted(one: ShardFacts) -> str:
     return "a stream" if one.length is None else f"{one.length} samples"
 
@@ -132,7 +145,7 @@ def _check_run(run: Holding, found: Mapping[str, ShardFacts], holders: Mapping[s
                 f"{', '.join(map(repr, [*run.shards][:_LISTED]))}{_more(run.shards)}. The order of samples depends on "
                 f"all shards: leave it out, or start a new run."
             )
-        if what := _difference(run.shards[name], one):
+        if what := _change(run.shards[name], one):
             raise InputError(
                 f"Shard {name!r} has changed since this run was started: it had and has now, on {holders[name]}, "
                 f"{what}. The order of samples depends on it: give the same shard, or start a new run."

@@ -20,8 +20,9 @@ from typing import Any
 from paceline.comm.world import World
 from paceline.data.comparison import compared
 from paceline.data.keys import preserve_generators
-from paceline.data.located.agreement import Given, Holding, agree, placement_of, strangers
+from paceline.data.located.agreement import Given, Holding, agree, not_the_same, placement_of, ranks_of, strangers
 from paceline.data.located.choice import STEPS, MoveChoice
+from paceline.data.located.contents import Contents
 from paceline.data.located.exchange import SampleExchange
 from paceline.data.located.readers import ShardReader, agreed
 from paceline.data.located.shards import Located, ShardFacts, facts_of
@@ -29,7 +30,7 @@ from paceline.data.located.shuffled import Part, Shuffled
 from paceline.data.located.turns import Reading, Turns
 from paceline.data.order import BatchOrder
 from paceline.data.streams.reader import is_stream
-from paceline.errors import ConfigError, InputError
+from paceline.errors import ConfigError, DisagreementError, InputError
 from paceline.events import EventLog
 from paceline.schedule.microbatch_orders import MicrobatchOrder
 from paceline.schedule.placement import Move, after, moves
@@ -57,6 +58,7 @@ class LocatedOrder(BatchOrder):
     ) -> None:
         self.batch, self.microbatches, self.seed, self._all_present = batch, microbatches, seed, all_present
         self._data, self._own, size = data, data.facts(seed, exact=exact), batch // microbatches
+        self._contents = Contents(data, seed, exact=exact)
         with preserve_generators():
             self.streams = {
                 name: ShardReader(name, shard, seed, size) for name, shard in data.shards.items() if is_stream(shard)
@@ -224,6 +226,8 @@ class LocatedOrder(BatchOrder):
         given = self._gather(world, doing)
         self._world, self.incomplete = world, without
         self._run, self._ranks = agree(given, all_present=self._all_present and not without)
+        for what in self._differences(world, given, doing).values():
+            raise DisagreementError(what)
         if not without:
             self.lost_since.clear()
         self._set_shards(self._run.shards)
@@ -258,7 +262,20 @@ class LocatedOrder(BatchOrder):
 
     def strangers(self, world: World, joined: Collection[int], doing: str) -> dict[int, str]:
         """Return why workers cannot join, by rank, given the ranks that do. All workers call this together."""
-        return strangers(self._gather(world, doing), joined)
+        given = self._gather(world, doing)
+        return strangers(given, joined) or self._differences(world, given, doing, joined)
+
+    def _differences(
+        self, world: World, given: Sequence[Given], doing: str, joined: Collection[int] = ()
+    ) -> dict[int, str]:
+        """Return how the samples of workers differ from those of others that have the same shards, by rank."""
+        held = ranks_of(given).items()
+        every = {name: ranks for name, ranks in held if given[ranks[0]][1][name].length is not None}  # no streams
+        found = self._contents.compare(world, every, doing, joined)
+        return {
+            one.right: not_the_same(given, one.shard, one.left, one.right, f"sample {one.sample} has other values")
+            for one in found
+        }
 
     def _gather(self, world: World, doing: str) -> list[Given]:
         return world.gather((platform.node(), self._own, self._run), doing)
