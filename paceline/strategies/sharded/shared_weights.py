@@ -3,7 +3,7 @@
 ::
 
     file       [ slices of worker 0 | slices of worker 1 | slices of worker 2 ]
-    model      private mapping of the whole file: every worker computes with the weights in the file
+    model      private mapping of the file: every worker computes with the weights in the file
     update     shared mapping: each worker updates its slices in the file
 
 If the script writes to a weight, only its own worker sees the change until the next update (copy on write). The owner
@@ -11,7 +11,8 @@ of a slice then copies its own change into the file. All workers must make the s
 slices of another machine are written into the file by one worker each, which receives them or makes the same update.
 A copy on the machine of the owner updates weights of its own, because an owner that is lost may have written half of
 its slice into the file. Of tables that the machines divide (``sharded.pulled_rows``), the file has only the slices that
-this machine's workers update.
+this machine's workers update, at its end. The script sees none of them, so they have no private mapping, which would
+count towards RLIMIT_DATA.
 """
 
 from __future__ import annotations
@@ -84,21 +85,22 @@ class SharedWeights:
         starts = [*accumulate(map(aligned, bytes_of), initial=0)]
         file = memory.new_file(size := max(starts[-1], 1))
         try:
-            self._seen, kept = map_private(file, size), map_shared(file, size)
+            self._seen = map_private(file, own := max(starts[len(self._parameters)], 1))
+            kept = map_shared(file, size)
         except OSError as error:
             raise StartError(
-                f"The weights cannot be mapped into this worker: {error}. All {size:,} bytes count towards a limit of "
+                f"The weights cannot be mapped into this worker: {error}. All {own:,} bytes count towards a limit of "
                 f"its data (RLIMIT_DATA, ulimit -d), although a page takes memory only if the script changes it. Raise "
                 f"that limit, or limit the memory of the workers by a cgroup, which counts each page once."
             ) from error
         finally:
             os.close(file)
-        self._views, seen = self._in_file(self._seen, starts, present)
+        self._views, _ = self._in_file(self._seen, starts, ())
         stored, self._rows = self._in_file(kept, starts, present)
         self._stored, self._kept, rank = stored, kept, context.world.rank
         shared = {at: part_of(stored[one.parameter], one) for at, one in enumerate(slices) if at not in self._rows}
         of = shared | self._rows
-        self._pulled = PulledRows(context, self._tables, slices, seen) if self._tables else None
+        self._pulled = PulledRows(context, self._tables, slices, self._rows) if self._tables else None
         mine = {index: one for index, one in enumerate(slices) if writers[index] == rank}
         self.received = {index: of[index] for index in mine if index not in held}
         self.copied = {index: torch.empty_like(of[index]) for index in held if index not in mine}

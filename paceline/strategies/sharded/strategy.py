@@ -176,9 +176,10 @@ class Sharded(Strategy):
         else:
             _log.info(
                 "rank %d also keeps the optimizer's state of %s parameters that others own, and updates them, so that "
-                "no state is lost with a worker; shard_copy=false saves this memory",
+                "no state is lost with a worker; %s saves this memory",
                 self._context.world.rank,
                 f"{copied:,}",
+                "server.copies=1" if self._context.settings.strategy == "parameter-server" else "shard_copy=false",
             )
 
     def _shares(self, microbatches: int) -> list[range]:
