@@ -159,6 +159,15 @@ def split_name(owned: str) -> tuple[str, slice | None]:
     return (found[1], slice(int(found[2]), int(found[3]))) if found else (owned, None)
 
 
+def of_size(part: slice, size: int, whole: int) -> slice:
+    """Return the elements of a tensor that belong to a part of one with ``whole`` elements, which has as many rows.
+
+    >>> of_size(slice(8, 24), size=5, whole=40)
+    slice(1, 3, None)
+    """
+    return part if size == whole else slice(part.start * size // whole, part.stop * size // whole)
+
+
 def not_owned(sizes: Mapping[str, int], owned: Iterable[str]) -> list[str]:
     """Return the sorted names of parameters and buffers that are not owned, or not in all their elements.
 

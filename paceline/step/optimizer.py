@@ -107,6 +107,8 @@ class OptimizerStep:
     ) -> None:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.scaling = scaling
+        # shapes of states with one value for each row of a table, by name (``checkpoint.tensors.optimizer_state``)
+        self.row_states: dict[str, torch.Size] = {}
         # whether the first update on this worker drew random numbers. None before the first update.
         self.drew: bool | None = None
         self._own_checked = False

@@ -198,7 +198,9 @@ class Scene:
         self.context: Any = SimpleNamespace(
             world=world,
             compute=SimpleNamespace(model=self.model, buffers=self.buffers),
-            update=SimpleNamespace(optimizer=self.optimizer, parameters=dict(self.model.named_parameters())),
+            update=SimpleNamespace(
+                optimizer=self.optimizer, parameters=dict(self.model.named_parameters()), row_states={}
+            ),
             probe_results=self.probe_results,
             loop=SimpleNamespace(needed=[], now=False),
             order=SimpleNamespace(grows=False, meet=lambda world, doing: None),

@@ -45,7 +45,8 @@ class Held:
             places = range(64 * world.rank, len(flat), 128) if value.ndim else ()
             own |= {slice_name(name, at, min(at + 64, len(flat))): flat[at : at + 64] for at in places}
         own |= {name: value for name, value in self.whole.items() if not value.ndim}
-        context: Any = SimpleNamespace(world=world, compute=SimpleNamespace(model=self.model))
+        self.update: Any = SimpleNamespace(parameters=dict(self.model.named_parameters()), row_states={})
+        context: Any = SimpleNamespace(world=world, update=self.update)
         self.share = DividedOptimizerState(context, lambda: own)
         self.state.divided = lambda: self.share
         given = CheckpointSettings(directory=str(directory), **settings)

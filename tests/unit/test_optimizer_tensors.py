@@ -11,7 +11,7 @@ import torch
 
 from paceline.checkpoint.tensors import load_named_tensors, load_optimizer_state, named_tensors, optimizer_state
 from paceline.errors import CheckpointError
-from paceline.schedule.slices import Slice
+from paceline.schedule.slices import Slice, rows
 from paceline.strategies.sharded.shards import OptimizerShard, unite
 
 
@@ -76,7 +76,7 @@ def test_numbers_stay_numbers() -> None:
     state = {"step": 3, "scale": 0.1, "warm": True, "mean": torch.ones(3, 4)}
     optimizer.state[model.weight] = dict(state)
     load_optimizer_state(model, optimizer, [*optimizer_state(model, optimizer)])
-    update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
+    update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()), row_states={})
     context: Any = SimpleNamespace(update=update)
     shard = OptimizerShard(context, [Slice(0, 0, 8, 0), Slice(0, 8, 12, 1), Slice(1, 0, 3, 0)], [0, 1])
     shard.divide()
@@ -88,6 +88,33 @@ def test_numbers_stay_numbers() -> None:
     assert all(type(found[key]) is type(value) and found[key] == value for key, value in state.items() if key != "mean")
 
 
+@pytest.mark.parametrize("rest", [(), (1,)])
+def test_a_state_of_rows_is_cut_as_its_table(rest: tuple[int, ...]) -> None:
+    model, name = torch.nn.Embedding(10, 4), "optimizer/weight/sum"
+    update: Any = SimpleNamespace(
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), parameters=dict(model.named_parameters())
+    )
+    update.row_states = {name: torch.Size((10, *rest))}
+    whole, found = torch.arange(10.0).view(10, *rest), dict[str, torch.Tensor]()
+    every = rows({0: (10, 4)}, 3)
+    for held in ([0], [1, 2]):
+        context: Any = SimpleNamespace(update=update)
+        shard = OptimizerShard(context, every, held)
+        shard.load({name: whole, "optimizer/weight/step": torch.tensor(3.0)})
+        for one in shard.own.values():
+            assert update.optimizer.state[one]["sum"].shape == (len(one), *rest)
+        shard.load(shard.tensors())
+        for one in shard.own.values():
+            assert update.optimizer.state[one]["sum"].shape == (len(one), *rest)
+        found |= shard.release()
+    assert [key for key in found if key != "optimizer/weight/step"] == [
+        f"{name}[{one.start // 4}:{one.stop // 4}]" for one in every
+    ]
+    update.optimizer.state[model.weight] = {}
+    unite(update, found)
+    assert torch.equal(update.optimizer.state[model.weight]["sum"], whole)
+
+
 def test_the_strides_are_those_of_the_parameter() -> None:
     """A fused update goes through the memory of both in order: with other strides each weight gets another's moment."""
     model = torch.nn.Linear(4, 3)
@@ -96,7 +123,7 @@ def test_the_strides_are_those_of_the_parameter() -> None:
     state = {"optimizer/weight/momentum_buffer": torch.arange(12.0).view(3, 4)}
     load_optimizer_state(model, optimizer, state.items())
     found = [optimizer.state[model.weight]["momentum_buffer"]]
-    update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
+    update: Any = SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()), row_states={})
     context: Any = SimpleNamespace(update=update)
     shard = OptimizerShard(context, [Slice(0, 0, 12, 0), Slice(1, 0, 3, 0)], [0, 1])
     shard.load(state)

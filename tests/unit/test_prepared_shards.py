@@ -22,12 +22,12 @@ def made_for() -> tuple[PreparedShards, Any]:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False))
     optimizer = torch.optim.AdamW(model.parameters())
     context: Any = SimpleNamespace(
-        update=SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()))
+        update=SimpleNamespace(optimizer=optimizer, parameters=dict(model.named_parameters()), row_states={})
     )
     made = PreparedShards.__new__(PreparedShards)
     made._model, made._frozen, made.weights, made.is_loaded = model, {}, None, False
     made._parameters, made._moved, made._held = dict(model.named_parameters()), None, HeldShare()
-    made.number, made._kept = (0, 2), {}
+    made.number, made._kept, made._row_states = (0, 2), {}, {}
     made._optimizer, made._sizes, made._world = optimizer, {"0.weight": 16}, None  # type: ignore[assignment]
     slices = [Slice(0, 0, 8, 0), Slice(0, 8, 16, 1)]
     made.shard, made.of_parameter = OptimizerShard(context, slices, [0]), {"0.weight": slices}

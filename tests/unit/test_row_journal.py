@@ -2,6 +2,7 @@
 
 import mmap
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,9 +28,10 @@ def worker(shared: Shared, rows: torch.Tensor, total: torch.Tensor) -> tuple[Row
     return RowJournal(shared, [table], optimizer), table
 
 
-def test_an_update_of_a_worker_that_was_lost_is_not_in_the_next_one() -> None:
+@pytest.mark.parametrize("shape", [(6, 2), (6,), (6, 1)])
+def test_an_update_of_a_worker_that_was_lost_is_not_in_the_next_one(shape: tuple[int, ...]) -> None:
     """Its lock goes to a worker that does not know of the loss yet, which updates other rows with the same number."""
-    shared, rows, total = Shared(), torch.zeros(6, 2), torch.ones(6, 2)
+    shared, rows, total = Shared(), torch.zeros(6, 2), torch.ones(shape)
     (lost, its), (next_one, own) = (worker(shared, rows, total) for _ in range(2))
     lost.begin()
 
@@ -43,8 +45,9 @@ def test_an_update_of_a_worker_that_was_lost_is_not_in_the_next_one() -> None:
     update(lost, its, [3, 5], 5)  # is lost before it counts
     update(next_one, own, [1, 3], 5)
     assert rows[:, 0].tolist() == [1, 1, 0, 2, 0, 0]
-    assert total[:, 0].tolist() == [2, 2, 1, 3, 1, 1]
+    assert total.view(6, -1)[:, 0].tolist() == [2, 2, 1, 3, 1, 1]
     next_one.restore(4)
     assert rows[:, 0].tolist() == [1, 0, 0, 1, 0, 0]
+    assert total.view(6, -1)[:, 0].tolist() == [2, 1, 1, 2, 1, 1]
     next_one.restore(5)  # version 5 counts
     assert rows[:, 0].tolist() == [1, 0, 0, 1, 0, 0]

@@ -22,11 +22,13 @@ from paceline.step.probes.row_probe import probe_rows
 from paceline.strategies import registry
 from paceline.strategies.sharded.tables import Tables
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
 
 class Rule(torch.optim.Optimizer):
     """SGD that also changes other rows, or looks at them, on the rows that have a gradient."""
 
-    def __init__(self, params: Any, decay: float = 1.0, normed: bool = False, sums: bool = False) -> None:
+    def __init__(self, params: Any, decay: float = 1.0, normed: bool = False, sums: int = 0) -> None:
         super().__init__(params, {"lr": 0.1, "decay": decay, "normed": normed, "sums": sums})
 
     @torch.no_grad()
@@ -35,20 +37,24 @@ class Rule(torch.optim.Optimizer):
             for value in group["params"]:
                 value.mul_(group["decay"])
                 if group["sums"]:
-                    self.state[value]["sums"] = torch.zeros(len(value))
+                    self.state[value]["sums"] = torch.zeros(value.shape[group["sums"] - 1])
                 scale = value.norm() if group["normed"] else 1.0
                 value.sub_(value.grad.coalesce() * (group["lr"] * float(scale)))
 
 
-def probe(optimizer: Callable[[Any], torch.optim.Optimizer], divides: bool = True) -> None:
+def probe(optimizer: Callable[[Any], torch.optim.Optimizer], divides: bool = True) -> dict[str, torch.Size]:
     model = nn.Sequential(nn.Embedding(50, 100, sparse=True), nn.Linear(100, 1))
     context: Any = SimpleNamespace(
         sparse={"0.weight"},
-        update=SimpleNamespace(optimizer=optimizer(model[0].parameters()), parameters=dict(model.named_parameters())),
+        update=SimpleNamespace(
+            optimizer=optimizer(model[0].parameters()), parameters=dict(model.named_parameters()), row_states={}
+        ),
         settings=SimpleNamespace(strategy="sharded"),
         divides_update=divides,
     )
     probe_rows(context)
+    found: dict[str, torch.Size] = context.update.row_states
+    return found
 
 
 class EagerAdagrad(torch.optim.Adagrad):
@@ -76,7 +82,7 @@ REFUSED = {
     "SGD cannot update": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
     "changes rows without a gradient of the parameter '0.weight'": partial(Rule, decay=0.9),
     "looks at several rows to update one row": partial(Rule, normed=True),
-    "keeps a 'sums' of another shape than that of the parameter": partial(Rule, sums=True),
+    "keeps a 'sums' of another shape than that of the parameter": partial(Rule, sums=2),
 }
 
 
@@ -90,10 +96,13 @@ def test_an_optimizer_that_cannot_train_a_table_is_refused(words: str) -> None:
     "optimizer",
     [partial(torch.optim.SGD, lr=0.1), torch.optim.Adagrad, EagerAdagrad, torch.optim.SparseAdam, Rule],
 )
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_others_are_taken(optimizer: Any) -> None:
-    probe(optimizer)
-    probe(partial(Rule, normed=True), divides=False)
+    assert not probe(optimizer)
+    assert not probe(partial(Rule, normed=True), divides=False)
+
+
+def test_a_state_with_a_value_for_each_row_is_known() -> None:
+    assert probe(partial(Rule, sums=1)) == {"optimizer/0.weight/sums": (50,)}
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class RowJournal:
             kept = [rows]
             state = {key: one for key, one in self._optimizer.state.get(table, {}).items() if is_of_table(one, table)}
             kept += [one.detach()[rows] for one in (table, *state.values())]
-            words.append((index, len(rows), [(key, one.dtype) for key, one in state.items()], place))
+            words.append((index, len(rows), [(key, one.dtype, one.shape[1:]) for key, one in state.items()], place))
             for one in kept:
                 view_of(self._block, place, one.dtype, tuple(one.shape)).copy_(one)
                 place += aligned(one.nbytes)
@@ -81,8 +81,8 @@ class RowJournal:
             table = self._tables[index]
             rows = view_of(self._block, place, torch.int64, (count,))
             place += aligned(rows.nbytes)
-            for key, dtype in [(None, table.dtype), *keys]:
-                values = view_of(self._block, place, dtype, (count, *table.shape[1:]))
+            for key, dtype, rest in [(None, table.dtype, table.shape[1:]), *keys]:
+                values = view_of(self._block, place, dtype, (count, *rest))
                 place += aligned(values.nbytes)
                 held = table.detach() if key is None else self._optimizer.state.get(table, {}).get(key)
                 if held is not None:

@@ -369,7 +369,9 @@ class Shard:
 
 def is_of_table(value: object, table: torch.Tensor) -> bool:
     """Return whether a value of an optimizer's state has a row for each row of a table."""
-    return isinstance(value, torch.Tensor) and value.shape == table.shape
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == table.shape or (value.shape[:1] == table.shape[:1] and value.numel() == len(table))
 
 
 def _can_be_sent(value: object) -> bool:

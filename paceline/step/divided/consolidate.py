@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
-from paceline.schedule.slices import slice_name, split_name
+from paceline.schedule.slices import of_size, slice_name, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.divided.tensors import Division
 
@@ -31,8 +32,9 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
     held = [everything if part is None else part for part in owned]
     own = held[world.rank].difference(*held[: world.rank])
     parameters = dict(model.named_parameters())
-    mine = _parts_of(state, own, {name: value.numel() for name, value in parameters.items()})
-    division = Division(world, mine, lambda name: parameters[parameter_of(name)].shape, "synchronizing")
+    sizes = {name: value.numel() for name, value in parameters.items()}
+    mine = _parts_of(state, own, sizes, context.update.row_states)
+    division = Division(world, mine, partial(shape_of, context), "synchronizing")
     with torch.no_grad():
         load_optimizer_state(model, context.update.optimizer, _optimizer_tensors(division, state, mine, world.size))
 
@@ -49,8 +51,10 @@ def _optimizer_tensors(
             state[name].copy_(value)
 
 
-def _parts_of(state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Return the tensors of owned parameters and buffers, and the owned slices of tensors of their sizes."""
+def _parts_of(
+    state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mapping[str, int], rows: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of owned parameters and buffers, and the owned slices of tensors of their sizes or rows."""
     slices: dict[str, list[slice]] = {}
     for one in sorted(own):
         name, part = split_name(one)
@@ -58,12 +62,18 @@ def _parts_of(state: dict[str, torch.Tensor], own: frozenset[str], sizes: Mappin
     found = {}
     for full, value in state.items():
         name = parameter_of(full)
-        for part in slices.get(name, ()):
-            if value.numel() == sizes[name]:
-                found[slice_name(full, part.start, part.stop)] = value.reshape(-1)[part]
-        if name in slices and (not slices[name] or value.numel() != sizes[name]):
+        cut = full in rows or value.numel() == sizes.get(name)
+        for part in slices.get(name, ()) if cut else ():
+            own_part = of_size(part, value.numel(), sizes[name])
+            found[slice_name(full, own_part.start, own_part.stop)] = value.reshape(-1)[own_part]
+        if name in slices and not (slices[name] and cut):
             found[full] = value  # a number of a sliced parameter, such as its step, is the same on all its owners
     return found
+
+
+def shape_of(context: TrainingContext, name: str) -> torch.Size:
+    """Return the shape of a tensor of the state of which workers hold slices."""
+    return context.update.row_states.get(name, context.update.parameters[parameter_of(name)].shape)
 
 
 def parameter_of(name: str) -> str:

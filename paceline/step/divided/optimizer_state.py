@@ -18,7 +18,7 @@ import torch
 from paceline.checkpoint.tensors import StreamedTensors, hash_of
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.step.context import TrainingContext
-from paceline.step.divided.consolidate import parameter_of
+from paceline.step.divided.consolidate import shape_of
 from paceline.step.divided.tensors import Division
 
 _SAVING = "saving a checkpoint"
@@ -38,15 +38,14 @@ class DividedOptimizerState:
         own: Callable[[], Mapping[str, torch.Tensor]],
         prefix: str | tuple[str, ...] = "optimizer/",
     ) -> None:
-        self._world, self._model, self._own, self.prefix = context.world, context.compute.model, own, prefix
+        self._context, self._world, self._own, self.prefix = context, context.world, own, prefix
         self._coming: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.hashes: Mapping[str, str] | None = None
         self._collecting = False
 
     def _division(self, what: str) -> Division:
         FreedMemory().trim()  # what steps have freed, before tensors are put together in new memory
-        shapes = {name: value.shape for name, value in self._model.named_parameters()}
-        return Division(self._world, self._own(), lambda name: shapes[parameter_of(name)], what)
+        return Division(self._world, self._own(), partial(shape_of, self._context), what)
 
     def hash(self) -> None:
         """Hash all tensors, each on one worker, for ``hashes``. All workers call this together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -33,11 +33,11 @@ def probe_rows(context: TrainingContext) -> None:
         held = [id(value) for group in optimizer.param_groups for value in group["params"]]
         if own := [tables[one] for one in held if one in tables]:
             with preserve_generators():
-                _probe(optimizer, [place for place, one in enumerate(held) if one in tables], own[0], context)
+                _probe(optimizer, [place for place, one in enumerate(held) if one in tables], own, context)
 
 
-def _probe(optimizer: Optimizer, places: Container[int], name: str, context: TrainingContext) -> None:
-    kind, what = type(optimizer).__name__, f"the parameter {name!r}, whose gradient is sparse"
+def _probe(optimizer: Optimizer, places: Container[int], names: Sequence[str], context: TrainingContext) -> None:
+    kind, what = type(optimizer).__name__, f"the parameter {names[0]!r}, whose gradient is sparse"
     try:
         small, parts = (_Small(optimizer, places, cut=cut) for cut in (False, True))
     except Exception:  # noqa: BLE001 - an optimizer may reject copies in any way
@@ -54,13 +54,18 @@ def _probe(optimizer: Optimizer, places: Container[int], name: str, context: Tra
         strategy = f"With strategy {context.settings.strategy!r} different workers update different rows"
         if cause:
             raise InputError(f"{kind} {cause} of {what}. {strategy}. {_CURE}")
+        for name, (key, entry) in small.row_states(names):
+            shape = len(context.update.parameters[name]), *entry.shape[1:]
+            context.update.row_states[f"optimizer/{name}/{key}"] = torch.Size(shape)
 
 
 def _cause_against_division(small: _Small, parts: _Small) -> str:
     """Return why workers cannot update different rows. Empty if they can."""
     if small.changes_others:
         return "changes rows without a gradient"
-    if key := small.key_of(lambda entry, value: entry.ndim > 0 and entry.shape != value.shape):
+    if key := small.key_of(
+        lambda entry, value: not _is_for_rows(entry, value) and entry.shape not in ((), value.shape)
+    ):
         return f"keeps a {key!r} of another shape than that"
     parts.train()
     return "" if all(map(torch.equal, small.values, parts.values)) else "looks at several rows to update one row"
@@ -98,11 +103,23 @@ class _Small:
         tensors = [(key, entry, value) for value, (key, entry) in states if isinstance(entry, torch.Tensor)]
         return next((key for key, entry, value in tensors if fits(entry, value)), "")
 
+    def row_states(self, names: Sequence[str]) -> Iterator[tuple[str, tuple[str, torch.Tensor]]]:
+        """Yield each state that has one value for each row of its table, with the table's name and the state's key."""
+        for name, value in zip(names, self.values, strict=True):
+            for key, entry in self.optimizer.state.get(value, {}).items():
+                if isinstance(entry, torch.Tensor) and _is_for_rows(entry, value):
+                    yield name, (key, entry)
+
     @property
     def changes_others(self) -> bool:
         """Whether a row has changed that has never had a gradient."""
         rows = zip(self.values, self._before, self._given, strict=True)
         return not all(torch.equal(value[~given], before[~given]) for value, before, given in rows)
+
+
+def _is_for_rows(entry: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether a state has one value for each row of its table."""
+    return entry.shape != value.shape and entry.shape[:1] == value.shape[:1] and entry.numel() == len(value)
 
 
 def _split(value: nn.Parameter) -> list[nn.Parameter]:

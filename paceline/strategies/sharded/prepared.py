@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from paceline.checkpoint.tensors import optimizer_state
 from paceline.checkpoint.weights.deferred.heap import FreedMemory
 from paceline.checkpoint.weights.deferred.model import materialize
-from paceline.schedule.slices import Slice, split_name
+from paceline.schedule.slices import Slice, of_size, split_name
 from paceline.step.context import TrainingContext
-from paceline.step.divided.consolidate import parameter_of
+from paceline.step.divided.consolidate import parameter_of, shape_of
 from paceline.step.divided.moves import full_name, move_shares
 from paceline.strategies.sharded.holders import Owners, copies_of, heirs_of, seats_of, writer_of
 from paceline.strategies.sharded.pulled_rows import pulled_tables
@@ -40,6 +41,7 @@ class PreparedShards:
 
     def __init__(self, context: TrainingContext, moves: bool = False, owners: Owners | None = None) -> None:
         self.generation, self._held = context.world.generation, context.held
+        self.shape_of, self._row_states = partial(shape_of, context), context.update.row_states
         self._world, self._optimizer = context.world, context.update.optimizer
         self._moved: dict[str, torch.Tensor] | None = {} if moves else None
         self._model, self._hosts = context.compute.model, context.world.hosts
@@ -77,7 +79,7 @@ class PreparedShards:
         parameter = parameter_of(name)
         if kind == "optimizer":
             return self.parts(
-                parameter, shape, [one for one in self.of_parameter.get(parameter, ()) if rank in self.holders(one)]
+                name, shape, [one for one in self.of_parameter.get(parameter, ()) if rank in self.holders(one)]
             )
         if kind != "parameter" or self.weights is None:
             return everything
@@ -92,15 +94,12 @@ class PreparedShards:
             return next((rank for rank in self.holders(one) if rank in ranks), None)
         return writer_of(one.owner, ranks)
 
-    def parts(self, parameter: str, shape: torch.Size, slices: Sequence[Slice]) -> list[slice]:
+    def parts(self, name: str, shape: torch.Size, slices: Sequence[Slice]) -> list[slice]:
         """Return the parts of a tensor of the optimizer's state that belong to slices of its parameter."""
-        if shape.numel() == self._sizes.get(parameter):
-            return [slice(one.start, one.stop) for one in slices]
+        size = self._sizes.get(parameter_of(name))
+        if size is not None and (shape.numel() == size or self._row_states.get(name) == shape):
+            return [of_size(slice(one.start, one.stop), shape.numel(), size) for one in slices]
         return [slice(0, shape.numel())] if slices else []
-
-    def shape_of(self, name: str) -> torch.Size:
-        """See ``NewShares``."""
-        return self._parameters[parameter_of(name)].shape
 
     def target(self, name: str, part: slice, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """See ``NewShares``."""
@@ -109,7 +108,8 @@ class PreparedShards:
             if (kept := self._kept.get(full_name(name, part, shape))) is not None:
                 return kept
             wanted = shape if part.stop - part.start == shape.numel() else (part.stop - part.start,)
-            return torch.empty(wanted, dtype=dtype, device=parameter.device if shape == parameter.shape else "cpu")
+            near = shape in (parameter.shape, self._row_states.get(name))
+            return torch.empty(wanted, dtype=dtype, device=parameter.device if near else "cpu")
         if self.weights is not None:
             return self.weights.memory_of(parameter, part)
         value = parameter.detach()
@@ -250,9 +250,8 @@ class _Inherited:
 
     def parts_of(self, name: str, shape: torch.Size, rank: int) -> list[slice]:
         """See ``NewShares``."""
-        parameter = parameter_of(name)
-        mine = [one for one in self._of_parameter.get(parameter, ()) if self._heirs.get(one) == rank]
-        return self._parts(parameter, shape, mine)
+        mine = [one for one in self._of_parameter.get(parameter_of(name), ()) if self._heirs.get(one) == rank]
+        return self._parts(name, shape, mine)
 
     def target(self, name: str, part: slice, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         """See ``NewShares``."""

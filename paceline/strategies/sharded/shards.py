@@ -13,7 +13,7 @@ from paceline.checkpoint.tensors import entries_of, laid_out, put_entry
 from paceline.comm.reduction.buckets import split
 from paceline.schedule import slices
 from paceline.schedule.link_shares import full
-from paceline.schedule.slices import Slice, slice_name, split_name
+from paceline.schedule.slices import Slice, of_size, slice_name, split_name
 from paceline.step.context import TrainingContext
 from paceline.step.optimizer import OptimizerStep
 from paceline.step.optimizers.exclusive import guard_parts
@@ -94,7 +94,7 @@ class OptimizerShard:
         stored: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._optimizer, self._names = context.update.optimizer, list(context.update.parameters)
-        self._parameters = list(context.update.parameters.values())
+        self._parameters, self._row_states = list(context.update.parameters.values()), context.update.row_states
         self._every, self._stored = every, stored
         self.divided, self._guards = False, list[Callable[[], None]]()
         self.own = {index: self._slice(index, every[index]) for index in held}
@@ -127,9 +127,26 @@ class OptimizerShard:
                 one = self._every[index]
                 for key, tensor in entries_of(optimizer.state.get(value, {})):
                     name = f"optimizer/{self._names[one.parameter]}/{key}"
-                    cut = not self._is_whole(one) and tensor.shape == value.shape
-                    found[slice_name(name, one.start, one.stop) if cut else name] = tensor.view(-1) if cut else tensor
+                    cut = not self._is_whole(one) and (tensor.shape == value.shape or name in self._row_states)
+                    part = self._part_of(one, self._shape_of(name, one))
+                    found[slice_name(name, part.start, part.stop) if cut else name] = tensor.view(-1) if cut else tensor
         return found
+
+    def _shape_of(self, name: str, one: Slice) -> torch.Size:
+        """Return the shape of a tensor of the state of a parameter if it is cut as a slice of that is."""
+        return self._row_states.get(name, self._parameters[one.parameter].shape)
+
+    def _part_of(self, one: Slice, shape: torch.Size) -> slice:
+        return of_size(slice(one.start, one.stop), shape.numel(), self._parameters[one.parameter].numel())
+
+    def _cut(self, name: str, entry: Any, one: Slice) -> Any:
+        """Return a slice of an entry of the state of a parameter, by its name."""
+        if self._is_whole(one) or not isinstance(entry, torch.Tensor):
+            return entry
+        if entry.shape != (shape := self._shape_of(name, one)):
+            return entry.clone()
+        part = entry.contiguous().view(-1)[self._part_of(one, shape)]
+        return (part.view(-1, *shape[1:]) if one.row else part).clone()
 
     def entries(self, key: str) -> dict[int, torch.Tensor]:
         """Return the tensors under a key of the state, by index of the held slice."""
@@ -163,7 +180,8 @@ class OptimizerShard:
             for parameter in [one for group in optimizer.param_groups for one in group["params"]]:
                 state = optimizer.state.pop(parameter, None)
                 for one, value in held.get(parameter, ()) if state else ():
-                    optimizer.state[value] = {key: _cut(entry, parameter, one) for key, entry in state.items()}
+                    prefix = f"optimizer/{self._names[one.parameter]}/"
+                    optimizer.state[value] = {key: self._cut(prefix + key, entry, one) for key, entry in state.items()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -197,14 +215,15 @@ class OptimizerShard:
         for index, value in self.own.items():
             owned.setdefault(self._names[self._every[index].parameter], []).append((self._every[index], value))
         for entire, entry in tensors.items():
-            name, part = split_name(entire.removeprefix("optimizer/"))
-            name, _, key = name.rpartition("/")
+            full, part = split_name(entire)
+            name, _, key = full.removeprefix("optimizer/").rpartition("/")
             for one, value in owned.get(name, ()) if entire.startswith("optimizer/") else ():
-                parameter = self._parameters[one.parameter]
-                if part is None or part == slice(one.start, one.stop):
-                    optimizer, group = group_of[parameter]
+                shape = self._shape_of(full, one)
+                if part is None or part == self._part_of(one, shape):
+                    optimizer, group = group_of[self._parameters[one.parameter]]
                     on_host = key == "step" and not entry.ndim and not (group.get("fused") or group.get("capturable"))
-                    own = _cut(entry, parameter, one) if part is None else entry.view(value.shape)
+                    wanted = (-1, *shape[1:]) if full in self._row_states else value.shape
+                    own = self._cut(full, entry, one) if part is None else entry.view(wanted)
                     own = own if on_host else laid_out(own.to(value.device), value)
                     put_entry(optimizer.state.setdefault(value, {}), key, own)
 
@@ -243,15 +262,16 @@ def unite(update: OptimizerStep, tensors: dict[str, torch.Tensor]) -> None:
             name, part = split_name(full.removeprefix("parameter/"))
             update.parameters[name].detach().view(-1)[part or slice(None)] = value.view(-1)
             continue
-        name, part = split_name(full.removeprefix("optimizer/"))
-        name, _, key = name.rpartition("/")
+        entire, part = split_name(full)
+        name, _, key = entire.removeprefix("optimizer/").rpartition("/")
         parameter = update.parameters[name]
         state = states[parameter][parameter]
         if part is None:
             put_entry(state, key, value)
         else:
             if key not in state:
-                state[key] = torch.zeros(parameter.shape, dtype=value.dtype, device=value.device)
+                shape = update.row_states.get(entire, parameter.shape)
+                state[key] = torch.zeros(shape, dtype=value.dtype, device=value.device)
             state[key].view(-1)[part] = value
 
 
@@ -264,11 +284,3 @@ def part_of(value: torch.Tensor, one: Slice) -> torch.Tensor:
         return value
     part = value.view(-1)[one.start : one.stop]
     return part.view(-1, *value.shape[1:]) if one.row else part
-
-
-def _cut(entry: Any, parameter: nn.Parameter, one: Slice) -> Any:
-    if one.stop - one.start == parameter.numel():
-        return entry
-    if isinstance(entry, torch.Tensor):
-        return (part_of(entry.contiguous(), one) if entry.shape == parameter.shape else entry).clone()
-    return entry
