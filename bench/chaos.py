@@ -313,9 +313,8 @@ def judge(disturbed: Ran, undisturbed: Ran, steps: int, order: Order) -> bool:
 
 def costs(records: ledger.Records, disturbed: Ran, undisturbed: Ran) -> None:
     """Print what the faults cost, in seconds beyond the median step of the same run: another run has other noise."""
-    alone = durations.step_seconds(ledger.completions(ledger.read(undisturbed.folder / "events")))
-    times = ledger.completions(records)
-    usual = durations.step_seconds(times)
+    plain, times = ledger.completions(ledger.read(undisturbed.folder / "events")), ledger.completions(records)
+    alone, usual = durations.step_seconds(plain), durations.step_seconds(times)
     if not times:
         return
     training = [one for one in disturbed.faults if one.trained]
@@ -329,6 +328,10 @@ def costs(records: ledger.Records, disturbed: Ran, undisturbed: Ran) -> None:
     print(f"step         {usual:.4f} s in the median, {alone:.4f} s undisturbed")
     print(f"kill         stall in seconds: {describe(stalls)}")
     print(f"             until all train again, without the part of a step that was lost: {describe(again)}")
+    if disturbed.faults:
+        longer = (times[-1] - times[0]) - (plain[-1] - plain[0])
+        each = longer / len(disturbed.faults)
+        print(f"in all       {longer:.2f} s longer than the undisturbed run, {each:.2f} s for each fault")
     print(f"stop         stall in seconds beyond the stop itself: {describe(beyond)}")
     print(f"recovery     seconds after a loss, as the survivors say: {describe(recovering)}")
     for name in ("agreeing", "connecting", "catching_up"):
