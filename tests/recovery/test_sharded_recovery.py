@@ -397,14 +397,15 @@ if "ALONE" not in os.environ:
     session.save()
 scripted.end(session)
 """
-BEFORE = *ELASTIC, "--set", "checkpoint.every=5", "--set", "checkpoint.background=true"
+KEEP = *ELASTIC, "--set", "checkpoint.keep=9"
+BEFORE = *KEEP, "--set", "checkpoint.every=5", "--set", "checkpoint.background=true"
 
 
 @pytest.mark.parametrize(
     ("arguments", "step", "given"),
     [
-        (ELASTIC, 5, "{}"),
-        pytest.param(ELASTIC, 12, COPIED, marks=pytest.mark.slow),
+        (KEEP, 5, "{}"),
+        pytest.param(KEEP, 12, COPIED, marks=pytest.mark.slow),
         pytest.param(BEFORE, 5, COPIED, marks=pytest.mark.slow),
     ],
     ids=["allreduce", "sharded, after the last step", "sharded, while another save is written"],
