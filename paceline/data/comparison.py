@@ -73,8 +73,12 @@ def roundings_of(sample: Any) -> list[tuple[str, ...]]:
     """
     leaves = [_plain(leaf) for leaf in leaves_in(sample)]
     found: list[tuple[str, ...]] = [(digest([leaf for leaf in leaves if not _is_floating(leaf)]),)]
-    for values in (numpy.nan_to_num(_values(leaf)).ravel() for leaf in leaves if _is_floating(leaf)):
-        size = float(numpy.linalg.norm(values)) or 1.0
+    for values in (_values(leaf).ravel() for leaf in leaves if _is_floating(leaf)):
+        odd = ~numpy.isfinite(values)
+        found.append((digest([odd.tobytes(), str(values[odd].tolist())]),))
+        values = numpy.where(odd, 0.0, values)
+        largest = float(numpy.abs(values).max(initial=0.0)) or 1.0  # whose square may overflow
+        size = (float(numpy.linalg.norm(values / largest)) or 1.0) * largest
         weights = numpy.random.default_rng(len(values)).random(len(values)) + 0.5
         for number in (math.log(size), float(values @ weights) / size):
             found.append(tuple(digest([len(values), math.floor(number * 1000 + half)]) for half in (0.0, 0.5)))

@@ -307,8 +307,8 @@ class OptimizerStep:
         except RuntimeError as error:
             every = reversed(self.parameters.items())  # so that the first parameter of each form remains
             forms = {"sparse" if one.grad.is_sparse else "dense": name for name, one in every if one.grad is not None}
-            form = next((form for form in ("sparse", "dense") if form in forms), "")
-            if not form or (form == "dense" and "dense gradients" not in str(error)):
+            form = "dense" if "dense gradients" in str(error) else "sparse"
+            if form not in forms:
                 raise
             raise InputError(
                 f"{self.kind} cannot make the update, because the parameter {forms[form]!r} has a {form} gradient: "

@@ -262,6 +262,7 @@ def test_rows_that_stay_where_they_are(cluster: RayCluster, tmp_path: Path) -> N
     source = source.replace("/local/samples", f"{disk}/samples").replace('"auto"', f'"{cluster.address}"')
     wide = 'row | {"pad": [0.5] * 10_000}'  # blocks that Ray keeps on a node
     more = f"""
+ray.data.DataContext.get_current().execution_options.preserve_order = True  # or else blocks have other numbers
 dataset = dataset.map(lambda row: {wide}).materialize()
 FOLDER += "-2"
 print(results, paceline.launch(train, write_shards(dataset, FOLDER), on="ray", nodes=2, workers=1), sep="\\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 import threading
@@ -16,6 +17,7 @@ import torch
 
 import paceline
 from paceline.data import Located
+from paceline.data.comparison import roundings_of
 from paceline.data.keys import ORDER, seed_of
 from paceline.data.located import order as order_module
 from paceline.data.located import shuffled
@@ -431,3 +433,12 @@ def test_a_repeated_map_has_the_shards_of_the_call() -> None:
         threads.run(2, lambda world: divide(world, 0, 1))
     held[0], known[0] = "abcdefgh", mapping.Known()  # a worker that has joined, and has no result
     assert threads.run(2, lambda world: divide(world, 0, 1)) == ["afgh", "cde"]
+
+
+def test_roundings_of_samples_with_infinite_and_huge_values() -> None:
+    def found(*values: float) -> list[tuple[str, ...]]:
+        return roundings_of((torch.tensor(values, dtype=torch.float64), 1))
+
+    usual = found(0.5, -math.inf, math.nan, 1e200)
+    assert all({*a} & {*b} for a, b in zip(usual, found(0.5, -math.inf, math.nan, 1e200 * (1 + 1e-12)), strict=True))
+    assert usual[1] != found(0.5, math.inf, math.nan, 1e200)[1], "an infinity of the other sign is no rounding error"

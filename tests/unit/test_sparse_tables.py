@@ -170,12 +170,22 @@ def test_formats_refuse_sparse_gradients_with_any_number_of_workers() -> None:
 
 
 def test_an_optimizer_of_sparse_gradients_alone_names_a_dense_one() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.line = nn.Embedding(9, 2, sparse=True), nn.Linear(2, 1)
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self.line(self.table(values.long()).sum(1))
+
     session = paceline.start(
-        model=nn.Linear(2, 1),
+        model=Summed(),
         optimizer=partial(torch.optim.SparseAdam, lr=0.1),
         loss=nn.functional.mse_loss,
         data=torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)),
         batch=8,
     )
-    with pytest.raises(InputError, match=r"'weight' has a dense gradient: SparseAdam .* give a dictionary of several"):
+    with pytest.raises(
+        InputError, match=r"'line.weight' has a dense gradient: SparseAdam .* give a dictionary of several"
+    ):
         session.step(next(session.batches(steps=1)))

@@ -82,4 +82,4 @@ def test_waits_for_earlier_workers_are_not_those_of_the_next_step() -> None:
         world.enter(world.membership, world.transport, world.host_memory)
         return world.take_waits()
 
-    assert threads.run(2, act)[0] == (0.0, 0.0, None, None)
+    assert threads.run(2, act)[0] == (0.0, 0.0, None, [])

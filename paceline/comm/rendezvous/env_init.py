@@ -20,7 +20,9 @@ from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
 _LOOKS_PER_SECOND = 5000  # Store polls per second, summed over all workers. A blocking wait would not handle signals.
-_NO_ANSWER = "nothing answers as rank 0 would. See the output of rank 0, or does another program use the port?"
+_NO_ANSWER = (
+    "nothing answers as rank 0 would. See the output of rank 0, or check whether another program uses the port."
+)
 
 
 def hold_store(host: str) -> tuple[Store, int]:

@@ -160,7 +160,8 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
         update = min(update, busy)
         found[generation, step][rank] = Times(max(0.0, between - beside), load, busy - update, awaited, update)
         calls[generation, step].append(beside)
-        for link in several if isinstance(several := record.get("links"), list) else ():
+        several = record.get("links", [record.get("link")])  # of older versions only one
+        for link in several if isinstance(several, list) else ():
             match link:
                 case [int(sender), wait] if (late := number(wait)) is not None:
                     waits[generation, step][sender, rank] = late
