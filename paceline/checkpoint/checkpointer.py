@@ -104,7 +104,7 @@ class Checkpointer:
         Does nothing if the workers have shares of the state, and any of them made this save before a loss.
 
         Args:
-            together: whether the other ranks wait for it, to save again if rank 0 is lost. Defaults to False.
+            together: whether the other ranks wait, so that they can save again if rank 0 is lost. Defaults to False.
 
         Raises:
             CheckpointError: no directory is set, or this save or the last background save failed.

@@ -7,6 +7,7 @@ other machines. Workers may report only about themselves, agents only about the 
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -123,7 +124,7 @@ class Coordinator:
                 self._connections.drain(peer)  # the worker may have reported the end of its script just before
             self._ended.add(number)
             reason = f"{membership.name(number)} {describe_exit(code)}"
-            if code == 0 or (code < 0 and not report and self._lasts(number)):
+            if code == 0 or (code == -signal.SIGKILL and not report and self._lasts(number)):
                 membership.finish(number, now)
             elif code == PREEMPTED:
                 membership.leave(number, now)

@@ -270,7 +270,7 @@ class Changing(list[Any]):
     [
         ([(torch.ones(4), None)] * 4, r"the loading of microbatch \d of shard 'b' of step 0"),
         ([(torch.ones(5), torch.ones(1))] * 4, r"the forward pass of microbatch \d \(1 sample of shard 'b'\) of"),
-        (Changing(rows(20)), "loaded twice from shard 'b', of which workers may have different copies, does not have"),
+        (Changing(rows(20)), "loaded twice from shard 'b', does not have"),
     ],
 )
 def test_errors_name_the_shard(other: Any, text: str) -> None:

@@ -304,6 +304,7 @@ def test_an_exit_counts_after_what_the_worker_has_sent(lab: Lab) -> None:
         ([], True, -9, {}, 5),
         ([ENDING], False, -9, {}, 5),
         ([ENDING], True, 3, {}, 3),
+        ([ENDING], True, -11, {}, 5),
         ([ENDING], True, -9, REPORT, 1),
     ],
 )

@@ -330,6 +330,17 @@ class Broken(list[Any]):
 READABLE = feistel.permute(0, 5, 40, seed_of(ORDER, 3))
 
 
+class Once(list[Any]):
+    """Samples that can be read only once."""
+
+    def __getitem__(self, number: Any) -> Any:
+        found = super().__getitem__(number)
+        self[number] = None
+        if found is None:
+            raise OSError(number)
+        return found
+
+
 def differing(exact: bool, *shards: Any, joined: tuple[int, ...] = ()) -> list[Any]:
     """Compare shards of two or more workers, and return what each of them finds."""
 
@@ -369,6 +380,7 @@ def test_rounding_errors_and_noise_are_no_difference_of_samples() -> None:
     noisy = [Noisy([0.0] * 40) for _ in range(2)]
     assert differing(True, {"a": noisy[0]}, {"a": noisy[1]}) == []
     assert all(one.reads == 40 + 4 for one in noisy), "not again at the second comparison"
+    assert differing(True, {"a": [*range(40)]}, {"a": Once(range(1, 41))}) == [], "left to the audits"
 
 
 def test_samples_are_compared_as_far_as_all_have_read_them() -> None:

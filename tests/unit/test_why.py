@@ -143,10 +143,15 @@ def test_as_many_loader_processes_as_hide_the_loading() -> None:
     assert (advice.set, advice.gain) == ("workers_per_loader=8", pytest.approx(1 - 9.24 / 8 / 10, abs=5e-3))
 
 
-@pytest.mark.parametrize(("microbatches", "gain"), [(3, 0.05 - 0.002), (12, 0.05 - 0.008), (60, None)])
-def test_loader_processes_take_time_to_hand_over_microbatches(microbatches: int, gain: float | None) -> None:
+@pytest.mark.parametrize(
+    ("microbatches", "servers", "gain"),
+    [(3, 0, 0.05 - 0.002), (12, 0, 0.05 - 0.008), (8, 1, 0.05 - 0.008), (60, 0, None)],
+)
+def test_loader_processes_take_time_to_hand_over_microbatches(
+    microbatches: int, servers: int, gain: float | None
+) -> None:
     steps = [step_of([usual(load=0.05, compute=0.94)] * 3, exchange=0.0)] * MANY_STEPS
-    advice = explain(steps, start={"microbatches": microbatches}).advice
+    advice = explain(steps, start={"microbatches": microbatches, "servers": servers}).advice
     assert [one.gain for one in advice] == ([] if gain is None else [pytest.approx(gain, abs=1e-3)])
 
 
@@ -498,14 +503,20 @@ def test_the_end_of_a_link_that_is_slow(
     assert sentences(found)[0] == f"{said}: 50% of the time, 500 ms of each step"
 
 
-def test_a_slow_link_is_named_after_a_change_of_membership() -> None:
-    """The sender is rank 1 of the first 5 steps. It becomes rank 0 when rank 0 is lost."""
+@pytest.mark.parametrize("old", [False, True])
+def test_a_slow_link_is_named_after_a_change_of_membership(old: bool) -> None:
+    """The sender is rank 1 of the first 5 steps. It becomes rank 0 when rank 0 is lost. Old records have one link."""
     records: list[Record] = []
     for generation, steps, slow, ranks in ((0, range(5), 1, range(4)), (1, range(5, 30), 0, range(3))):
         for step in steps:
             for rank in ranks:
                 link = [ranks[rank - 1], 0.01] if rank == slow else [slow, 0.4]
-                waits = {"seconds": 1.0, "waited": 0.0, "awaited": 0.5, "links": [link]}
+                waits = {
+                    "seconds": 1.0,
+                    "waited": 0.0,
+                    "awaited": 0.5,
+                    **({"link": link} if old else {"links": [link]}),
+                }
                 record = {"time": step + 1.0, "event": "step", "rank": rank, "generation": generation, "step": step}
                 records.append(record | waits)
     first = find(records).culprits[0]

@@ -31,10 +31,8 @@ _SECONDS, _SECONDS_NEAR, _SECONDS_JOINING = 2.0, 1.0, 0.25
 _CHUNK = 1024  # number of samples of the order that are looked up at once
 _READ_AGAIN = 64
 """Largest number of samples of a shard that are read again because their digests differ."""
-
-
 _Reading = tuple[int, int, list[tuple[str, ...]]] | None
-"""A sample, its digest, and its roundings if these count. None if the sample is not the same each time."""
+"""A sample, its digest, and its roundings if these count. None if the sample is not the same again."""
 
 
 class Difference(NamedTuple):
@@ -138,10 +136,13 @@ class Contents:
         """Read some samples again, given their places in the order of the shard."""
         found = []
         for place in places:
-            (sample,) = self._order(name, place, place + 1)
-            digest, item = self._digest(name, sample)
-            same = digest == int(self._read[name][place])
-            found.append((sample, digest, [] if self._exact else roundings_of(item)) if same else None)
+            reading: _Reading = None
+            with suppress(Exception):  # as in the first reading
+                (sample,) = self._order(name, place, place + 1)
+                digest, item = self._digest(name, sample)
+                if digest == int(self._read[name][place]):
+                    reading = sample, digest, [] if self._exact else roundings_of(item)
+            found.append(reading)
         return found
 
     def _first_of(self, left: Sequence[_Reading], right: Sequence[_Reading]) -> list[int]:

@@ -158,7 +158,8 @@ class LocatedOrder(BatchOrder):
         return [part.shard for part in self._parts(step)]
 
     def shard_of(self, step: int, microbatches: Collection[int]) -> str:
-        shards = {self.shards_of(step)[microbatch] for microbatch in microbatches}
+        all_shards = self.shards_of(step)
+        shards = {all_shards[microbatch] for microbatch in microbatches}
         return self._names[shards.pop()] if len(shards) == 1 else ""
 
     def example(self, step: int) -> tuple[int, list[range]]:

@@ -21,10 +21,8 @@ _VECTOR = "vector"
 """Type name of pyspark.ml's vectors."""
 _ROW_GROUP_BYTES = 2**20
 """Small, because samples are read in random order. Spark's default is 128 times as large."""
-
-
 _IN_PLACE = {"mapreduce.fileoutputcommitter.algorithm.version": "2"}
-"""Executors move their files into the folder. With version 1 the driver does, which sees those of its machine only."""
+"""Executors move their files into the folder. With version 1 the driver does, but sees only those of its machine."""
 
 
 def write(frame: Any, folder: str | Path, *, in_place: bool = False) -> int:

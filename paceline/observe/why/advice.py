@@ -120,7 +120,8 @@ def _loading(steps: Sequence[Mapping[int, Times]], start: Mapping[str, Any], pro
     before it computes the first. What a step loads beyond the median is taken for one costly microbatch.
     """
     steps = [step for step in steps if step.keys() == steps[-1].keys()]
-    count = min(_STOLEN, math.ceil((number(start.get("microbatches")) or 1) / len(steps[-1])))
+    loading = max(1, len(steps[-1]) - int(number(start.get("servers")) or 0))  # dedicated servers load nothing
+    count = min(_STOLEN, math.ceil((number(start.get("microbatches")) or 1) / loading))
     usual = {rank: median(step[rank].load for step in steps) for rank in steps[-1]}
     free = {rank: [0.0] * processes for rank in usual}  # when each process can load again
     taken = {rank: [0.0] * 2 * processes for rank in usual}  # when the worker took the newest microbatches

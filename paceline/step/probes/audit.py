@@ -336,9 +336,10 @@ class Audit:
         return ", ".join(what_changes(self._context, self._load(), self._step)[:3])
 
     def _text(self, name: str, ranks: tuple[int, int], cause: str) -> str:
-        by = "twice" if self._alone or ranks[0] == ranks[1] else "by rank {} and by rank {}".format(*ranks)
+        alone = self._alone or ranks[0] == ranks[1]
+        by = "twice" if alone else "by rank {} and by rank {}".format(*ranks)
         if name == DATA and (shard := self._context.order.shard_of(self._step, [self._microbatch])):
-            by += f" from shard {shard!r}, of which workers may have different copies"
+            by += f" from shard {shard!r}" + ("" if alone else ", of which workers may have different copies")
         return text_of(self._step, self._microbatch, by, name, cause)
 
 
