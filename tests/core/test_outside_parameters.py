@@ -14,9 +14,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.data.objects.attributes import Attributes
+from paceline.data.objects.differing import differing_attribute
 from paceline.data.objects.outside import OutsideParameters
 from paceline.errors import InputError
-from paceline.step.probes.audit import _set_differently
 
 VALUES = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 TEMP = nn.Parameter(torch.tensor(1.0))
@@ -108,5 +108,5 @@ def test_an_audit_that_finds_it_says_so() -> None:
     (name,) = outside.parameters
     owner, _, key = name.rpartition(".")
     outside.end()
-    text = _set_differently([{owner: {key: torch.tensor(1.0)}}, {owner: {key: torch.tensor(2.0)}}], outside)
+    text = differing_attribute([{owner: {key: torch.tensor(1.0)}}, {owner: {key: torch.tensor(2.0)}}], outside)
     assert "TEMP is a parameter that the loss reads" in text and "self.TEMP = torch.nn.Parameter" in text

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -29,8 +29,7 @@ from paceline.comm.values import sendable
 from paceline.data.feed import MicrobatchGroup, split_group
 from paceline.data.keys import seed_untouched, was_drawn
 from paceline.data.nested import map_tensors, rows
-from paceline.data.objects.attributes import same
-from paceline.data.objects.outside import OutsideParameters
+from paceline.data.objects.differing import differing_attribute
 from paceline.errors import InputError
 from paceline.step.context import TrainingContext
 from paceline.step.forward import ForwardResult
@@ -47,10 +46,6 @@ _COUPLED = (
     "Audit of step {step}: the loss looks at several samples at once, as it did not in the first step: {difference}. "
     "Until now each worker computed its microbatches in one pass, so the result depends on the number of workers. From "
     "now on it computes them one by one. Set microbatches (8 is the default), and no step computes them in one pass."
-)
-_ALIKE = (
-    "Set it alike on all workers: by session.position, not by the rank or a counter of the loop, which begins at 0 on "
-    "a worker that joins."
 )
 
 
@@ -283,7 +278,7 @@ class Audit:
         cause = self._cause(name) if not told and (self._alone or context.world.rank in ranks) else ""
         own = told, cause, context.loop.said, context.loop.attributes()
         known = [own] if self._alone else context.world.gather(own, "audit")
-        text = _set_differently([attributes for *_, attributes in known], context.loop.outside)
+        text = differing_attribute([attributes for *_, attributes in known], context.loop.outside)
         text = text or next((said for _, _, said, _ in known if said), "")
         text = text or self._text(name, ranks, next((cause for _, cause, *_ in known if cause), ""))
         context.probe_results.told.add(name == DATA)
@@ -376,26 +371,3 @@ def tell(context: TrainingContext, text: str) -> None:
     if context.settings.stops_at_difference:
         raise InputError(f"{text} With audit_action='warn' training goes on.")
     warn(context, text)
-
-
-def _set_differently(everyone: Sequence[dict[str, dict[Any, Any]]], outside: OutsideParameters | None = None) -> str:
-    """Describe an attribute that the loop has set to different values on different ranks. Empty if there is none."""
-    set_anywhere = {
-        (owner, key): rank for rank, one in [*enumerate(everyone)][::-1] for owner in one for key in one[owner]
-    }
-    for (owner, key), setter in set_anywhere.items():
-        value = everyone[setter][owner][key]
-        for rank, others in enumerate(everyone):
-            if key not in others.get(owner, {}):
-                return (
-                    f"The loop has set {owner}.{key} to {value!r} on rank {setter}, and not on rank {rank}, so the "
-                    f"workers compute different things. {_ALIKE}"
-                )
-            if not same(other := others[owner][key], value):
-                if outside is not None and f"{owner}.{key}" in outside.parameters:
-                    return outside.text(f"{owner}.{key}")
-                return (
-                    f"The loop has set {owner}.{key} to {value!r} on rank {setter} and to {other!r} on rank {rank}, so "
-                    f"the workers compute different things. {_ALIKE}"
-                )
-    return ""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paceline.step.probes.audit import _set_differently
+from paceline.data.objects.differing import differing_attribute
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,5 @@ from paceline.step.probes.audit import _set_differently
     ],
 )
 def test_who_has_set_it_is_named(everyone: list[dict[str, dict[Any, Any]]], words: str) -> None:
-    said = _set_differently(everyone)
+    said = differing_attribute(everyone)
     assert words in said and bool(words) == bool(said)
