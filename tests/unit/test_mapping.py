@@ -75,8 +75,10 @@ def test_only_what_was_written_is_dropped(monkeypatch: pytest.MonkeyPatch, told:
 
 
 def test_what_cannot_be_mapped() -> None:
-    with pytest.raises(OSError, match=f"{PAGE} bytes of shared memory cannot be mapped: Bad file descriptor"):
+    with pytest.raises(OSError, match=f"a shared mapping of {PAGE:,} bytes has failed: Bad file descriptor"):
         map_shared(-1, PAGE, 0)
+    with pytest.raises(OSError, match=f"a private mapping of {PAGE:,} bytes has failed: Bad file descriptor"):
+        map_private(-1, PAGE)
 
 
 def test_freed_pages_take_no_memory() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import resource
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -13,10 +15,11 @@ from thread_training import BATCH, LENGTH, STEPS, Result, mlp, no_draws, store, 
 from torch import nn
 
 from paceline.data.order import Order
-from paceline.errors import ConfigError, WorkerLost
+from paceline.errors import ConfigError, StartError, WorkerLost
 from paceline.settings import Settings
 from paceline.strategies import registry
 from paceline.strategies.local.outer import OuterSteps
+from paceline.strategies.sharded import shared_weights
 from paceline.strategies.sharded import strategy as sharded
 
 
@@ -235,3 +238,14 @@ def test_copies_outlast_an_interrupted_update(interrupted: bool, monkeypatch: py
     monkeypatch.setattr(sharded.Sharded, "close", closed)
     train(mlp, 3, [(0, 1, 2)], steps=2, strategy="sharded", shard_copy=True)
     assert len(found) == 3 and any(found) == interrupted
+
+
+def test_weights_that_cannot_be_mapped_are_an_error_with_sizes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(file: int, size: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "no room")
+
+    monkeypatch.setattr(shared_weights, "map_shared", fail)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 20 if kind == resource.RLIMIT_AS else -1, -1))
+    told = r"no room.* private one of [\d,]+ bytes, .* -d, here unlimited\) .* \(ulimit -v, here 1,048,576 bytes\)"
+    with pytest.raises(StartError, match=told):
+        train(mlp, 2, [(0, 1)], steps=1, strategy="sharded")

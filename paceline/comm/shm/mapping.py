@@ -92,7 +92,8 @@ def _map(file: int, size: int, offset: int, flags: int) -> memoryview:
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, offset)
     if address in (None, _FAILED):
         number = ctypes.get_errno()
-        raise OSError(number, f"{size} bytes of shared memory cannot be mapped: {os.strerror(number)}")
+        kind = "private" if flags & mmap.MAP_PRIVATE else "shared"
+        raise OSError(number, f"a {kind} mapping of {size:,} bytes has failed: {os.strerror(number)}")
     block = (ctypes.c_ubyte * size).from_address(address)
     weakref.finalize(block, _LIBC.munmap, address, size).atexit = False  # a thread may use it until the process ends
     return memoryview(block).cast("B")

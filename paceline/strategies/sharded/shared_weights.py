@@ -18,6 +18,7 @@ count towards RLIMIT_DATA.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
@@ -83,18 +84,24 @@ class SharedWeights:
         bytes_of = [0 if at in self._tables else value.nbytes for at, value in enumerate(self._parameters)]
         bytes_of += [_like(trained[slices[at].parameter], slices[at]).nbytes for at in present]
         starts = [*accumulate(map(aligned, bytes_of), initial=0)]
-        file = memory.new_file(size := max(starts[-1], 1))
+        file, own, size = -1, max(starts[len(self._parameters)], 1), max(starts[-1], 1)
         try:
-            self._seen = map_private(file, own := max(starts[len(self._parameters)], 1))
+            file = memory.new_file(size)
+            self._seen = map_private(file, own)
             kept = map_shared(file, size)
         except OSError as error:
+            data, space = (_limit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS))
             raise StartError(
-                f"The weights cannot be mapped into this worker: {error}. All {own:,} bytes count towards a limit of "
-                f"its data (RLIMIT_DATA, ulimit -d), although a page takes memory only if the script changes it. Raise "
-                f"that limit, or limit the memory of the workers by a cgroup, which counts each page once."
+                f"The weights cannot be mapped into this worker: {error}. It needs two mappings: a private one of "
+                f"{own:,} bytes, which count towards RLIMIT_DATA (ulimit -d, here {data}) although a page takes memory "
+                f"only if the script changes it, and a shared one of {size:,} bytes. Both count towards RLIMIT_AS "
+                f"(ulimit -v, here {space}). Raise the limit that is too low, or limit the memory of the workers by a "
+                f"cgroup, which counts each page once. With shard='gradients' each worker has the weights in ordinary "
+                f"memory."
             ) from error
         finally:
-            os.close(file)
+            if file >= 0:
+                os.close(file)
         self._views, _ = self._in_file(self._seen, starts, ())
         stored, self._rows = self._in_file(kept, starts, present)
         self._stored, self._kept, rank = stored, kept, context.world.rank
@@ -254,6 +261,11 @@ def _is_only_user(value: nn.Parameter) -> bool:
 def _frozen(context: TrainingContext) -> list[nn.Parameter]:
     trained = set(map(id, context.update.parameters.values()))
     return [value for value in context.compute.model.parameters() if id(value) not in trained]
+
+
+def _limit(kind: int) -> str:
+    limit = resource.getrlimit(kind)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
 
 
 def _kind(value: torch.Tensor) -> str:
