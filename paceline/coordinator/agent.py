@@ -20,10 +20,11 @@ from paceline.launchers.clusters.discovery import SlotsHere
 from paceline.launchers.workers import Supervisor
 
 _RESTARTS = 100  # largest number of replacement workers that an agent starts in one run
-_RESTART_DELAY_SECONDS = 2.0
-"""Delay before a replacement starts. It keeps a core busy for seconds, so survivors recover and take a step first.
+_RESTART_DELAY_SECONDS = 1.0
+"""Delay before a replacement starts. It keeps a core busy for a second, so survivors recover and take a step first.
 
-The next standby always waits so long: its start took a third of the processor time of a recovery.
+The next standby always waits so long, because its start takes a third of the processor time of a recovery. It does not
+wait for longer, because without a standby the next recovery takes twice as long.
 """
 _GRACE_BEFORE_TRAINING = 1.0, 3.0
 _GRACE = 3.0, 10.0

@@ -274,9 +274,8 @@ class MembershipProtocol:
 
     @property
     def is_short(self) -> bool:
-        """Whether fewer workers train, or are ready to, than wanted."""
-        there = sum(self.workers[member].state != "gone" for member in self.members)
-        return there + len(self._spares()) < self.bounds.wanted
+        """Whether fewer workers train, are ready to, or are starting than wanted."""
+        return sum(worker.state != "gone" for worker in self.workers.values()) < self.bounds.wanted
 
     def _latest(self) -> int:
         """Return the session that the members are in or are about to enter."""

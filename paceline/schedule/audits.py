@@ -76,6 +76,8 @@ class AuditSchedule:
     def __init__(self, every: int | None = None, saves: int | None = None, off: bool = False) -> None:
         self._every, self._saves, self._off = every, saves, off
         self.last: int | None = None  # last step of the script's current loop, or None if it is unknown
+        # step of the last change of the membership, and the ranks that have joined in it
+        self.newcomers: tuple[int, list[int]] = 0, []
         self._joined: dict[int, int] = {}
         self._values = NewValues()
         self._changed = -1  # last step that is audited because of new values
@@ -85,17 +87,16 @@ class AuditSchedule:
         return not self._off
 
     def look_at(self, step: int, ranks: Sequence[int]) -> None:
-        """Schedule audits of joined workers, one for each step from ``step`` on. All workers pass the same values."""
-        self._joined = {step + number: rank for number, rank in enumerate(ranks)}
+        """Schedule audits of workers that have joined before a step, one a step. All workers pass the same values.
+
+        The first audit is in the next step, because this step also ends a pause of all workers.
+        """
+        self.newcomers = step, sorted(ranks)
+        self._joined = {step + number: rank for number, rank in enumerate(ranks, 1)}
 
     def joined(self, step: int) -> int | None:
         """Return the rank of the joined worker that the audit of a step covers, or None."""
         return self._joined.get(step)
-
-    @property
-    def newcomers(self) -> dict[int, int]:
-        """Ranks that have joined at the last change of the membership, by the step from which they are audited."""
-        return dict(self._joined)
 
     @classmethod
     def of(cls, audit: int | str, every: int | str | None) -> AuditSchedule:

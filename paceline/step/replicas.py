@@ -167,7 +167,7 @@ def compare(context: TrainingContext, what: str, samples: dict[str, int] | None 
     if not (text := difference([found for found, _, _ in everyone])):
         return True
     text = _option_that_differs([options for _, _, options in everyone]) or text
-    text += _joined_text(context.audits.newcomers) + _held_text(context.world.gather(_held(context), what))
+    text += _joined_text(*context.audits.newcomers) + _held_text(context.world.gather(_held(context), what))
     if context.settings.exact or all(one == everyone[0][1] for _, one, _ in everyone):
         raise DisagreementError(text)
     text += (
@@ -210,14 +210,13 @@ def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:
     return ""
 
 
-def _joined_text(newcomers: dict[int, int]) -> str:
+def _joined_text(step: int, ranks: list[int]) -> str:
     """Explain that workers which have joined have not run the loop body of earlier steps. Empty if none has joined."""
-    if not newcomers:
+    if not ranks:
         return ""
-    ranks = " and ".join(str(rank) for rank in sorted(newcomers.values()))
     return (
-        f" Rank {ranks} joined at step {min(newcomers)}, without running the loop body of earlier steps: if the loop "
-        f"keeps values in variables of its own, put them into the model, or into session.register."
+        f" Rank {' and '.join(map(str, ranks))} joined at step {step}, without running the loop body of earlier "
+        f"steps: if the loop keeps values in variables of its own, put them into the model, or into session.register."
     )
 
 

@@ -533,22 +533,24 @@ def test_workers_of_a_machine_have_neighbouring_ranks() -> None:
     assert hand.of.members == [0, 2, 4, 1, 3]
 
 
-@pytest.mark.parametrize("standby", [True, False])
+@pytest.mark.parametrize("standby", ["ready", "starting", ""])
 def test_a_lost_worker_is_replaced_at_once_unless_a_standby_takes_its_place(
-    three: ScriptedMembership, standby: bool
+    three: ScriptedMembership, standby: str
 ) -> None:
     """The start of the next standby would take processor time from the step that all wait for."""
     coordinator: Any = MagicMock(over=None, waiting=False)
     coordinator.ended = lambda *about: about[-1]()
     request: Any = MagicMock(workers=3, standby=0, nodes=None, smallest=1, elastic=True)
     agent = CoordinatorAgent(MagicMock(), request, coordinator, clock=lambda: three.now)
-    if standby:
+    if standby == "ready":
         three.come(3)
+    elif standby:
+        three.of.started(3)
     three.lose(1)
     agent.ended(WorkerExit(1, -9, 0.0, True))
     coordinator.is_short = three.of.is_short
     assert agent.to_start(at_once=True) == (0 if standby else 1)
     three.ready(0, 2)
-    assert three.of.members == ([0, 2, 3] if standby else [0, 2])
+    assert three.of.members == ([0, 2, 3] if standby == "ready" else [0, 2])
     three.now += 2.0
     assert agent.to_start(at_once=True) == (1 if standby else 0)
