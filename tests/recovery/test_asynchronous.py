@@ -88,6 +88,31 @@ def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:
     check(ran, 2)
 
 
+ENDING = """
+import atexit, os, signal
+
+def end():
+    if os.environ["KILLED"] == "after its script" and os.environ.get("PACELINE_WORKER") == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+atexit.register(end)  # called after what the session registers later
+"""
+
+
+@pytest.mark.slow(turns=6)
+@pytest.mark.parametrize("killed", ["in a save", "after its script"])
+@WAY
+def test_rank_0_is_killed_at_the_end(run: Run, way: str, killed: str) -> None:
+    """Another worker writes the checkpoint, and a server that has come to its end is not missed."""
+    plan = faults.kill(rank=0, step=STEPS, point="inside a save") if killed == "in a save" else None
+    script = ENDING + SCRIPT.replace("scripted.end", "session.save()\nscripted.end")
+    ran = run(script, *ELASTIC, faults=plan, SERVER=json.dumps(WAYS[way]), KILLED=killed)
+    assert ran.code == 0, ran.report()
+    assert len(ran.printed()) == (2 if plan else 3), ran.report()
+    assert all(one["weights"] == one["wanted"] for one in ran.printed()), ran.report()
+    assert len([*ran.run.glob(f"checkpoints/step-{STEPS:06}/*/manifest.json")]) == 1, ran.report()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["hogwild", "async", "dedicated"])
 def test_one_is_left(run: Run, way: str) -> None:
