@@ -5,21 +5,16 @@ import argparse
 import torch
 from cart_pole import CartPoles
 from torch import nn
-from torch.distributions import Categorical
-from torch.nn.functional import mse_loss
-from torch.optim import Adam
-from torch.utils.data import TensorDataset
 
 import paceline
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--iterations", type=int, default=15)
 parser.add_argument("--steps", type=int, default=128, help="steps of a rollout")
-parser.add_argument("--passes", type=int, default=4, help="passes over the steps of an iteration")
 parser.add_argument("--save", default="ppo.pt", help="where to save the weights")
 args = parser.parse_args()
 
-GROUPS, POLES = 8, 4  # rollouts of an iteration, and poles in each
+GROUPS, POLES, PASSES = 8, 4, 4  # rollouts of an iteration, poles in each, and passes over the steps of all
 SAMPLES = GROUPS * POLES * args.steps
 
 
@@ -30,12 +25,12 @@ class ActorCritic(nn.Module):
         self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
 
     def forward(self, state):
-        return Categorical(logits=self.actor(state)), self.critic(state).squeeze(-1)
+        return torch.distributions.Categorical(logits=self.actor(state)), self.critic(state).squeeze(-1)
 
 
 torch.manual_seed(0)
 model = ActorCritic()
-samples = TensorDataset(torch.zeros(SAMPLES, 4), *(torch.zeros(SAMPLES) for _ in range(4)))
+samples = torch.utils.data.TensorDataset(torch.zeros(SAMPLES, 4), *(torch.zeros(SAMPLES) for _ in range(4)))
 
 
 def rollout(_):
@@ -55,8 +50,7 @@ def rollout(_):
         advantage = error + 0.99 * 0.95 * advantage * ~fallen
         found.append((state, action, log_probability, advantage, advantage + value))
         next_value = value
-    falls = torch.stack([fallen for *_, fallen in steps]).sum()
-    return [torch.cat(column) for column in zip(*found, strict=True)], falls
+    return [torch.cat(column) for column in zip(*found, strict=True)], sum(step[4].sum() for step in steps)
 
 
 def loss(model, microbatch):
@@ -64,16 +58,15 @@ def loss(model, microbatch):
     policy, guess = model(state)
     ratio = (policy.log_prob(action) - log_probability).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    return -gain.mean() + 0.01 * mse_loss(guess, value) - 0.01 * policy.entropy().mean()
+    return -gain.mean() + 0.01 * nn.functional.mse_loss(guess, value) - 0.01 * policy.entropy().mean()
 
 
 def passes(seed, epoch):
-    """Return the order of the samples of an iteration: several passes, each shuffled."""
-    return torch.cat([torch.randperm(SAMPLES) for _ in range(args.passes)])
+    return torch.cat([torch.randperm(SAMPLES) for _ in range(PASSES)])
 
 
 given = {"forward": loss, "data": samples, "batch": SAMPLES // 8, "sampler": passes, "clip_norm": 0.5}
-session = paceline.start(model=model, optimizer=lambda p: Adam(p, lr=3e-3), **given)
+session = paceline.start(model=model, optimizer=lambda p: torch.optim.Adam(p, lr=3e-3), **given)
 for iteration in session.epochs(args.iterations):
     rollouts, falls = zip(*session.map(rollout, range(GROUPS)), strict=True)
     session.print(f"iteration {iteration}  {SAMPLES} steps, {sum(falls)} poles fell")

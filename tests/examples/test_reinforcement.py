@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import pytest
+from fork_server import Command, ForkServer
 from launching import Ran, Run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,3 +53,12 @@ def test_a_kill_in_a_rollout_changes_no_bit(name: str, run: Run) -> None:
         killed = run(script, *words, arguments=given, name=f"{workers}-workers", KILLED=str(2 * steps + 2))
         assert len(killed.launcher("lost")) == 1, killed.report()
         assert lines(killed) == alone, killed.report()
+
+
+@pytest.mark.slow
+def test_ppo_in_plain_pytorch_learns(fork_server: ForkServer, tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    words = (str(EXAMPLES / "ppo_plain.py"), *map(str, SMALL["ppo"]))
+    assert fork_server.run(Command(words, os.environ, out, err, tmp_path), 120) == 0, err.read_text()
+    fell = [int(number) for number in re.findall(r"(\d+) poles fell", out.read_text())]
+    assert len(fell) == SMALL["ppo"][1] and fell[-1] < fell[0] / 1.5
