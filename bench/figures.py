@@ -27,7 +27,7 @@ FIGURES = {
     "learning-rate.svg": "examples/tutorials/learning_rate.py --plot {figure}",
     "slow-network.svg": "examples/tutorials/slow_network.py --plot {figure}",
     "slow-worker.svg": f"{_RUN} examples/tutorials/slow_worker.py --plot {{figure}}",
-    **{f"recording-{name}.svg": f"bench/recordings.py {name}" for name in ("demo", "kill", "straggler", "why")},
+    **{f"recording-{name}.svg": f"bench/recordings.py {name}" for name in ("demo", "kill", "plan", "straggler", "why")},
     "speedup.svg": "examples/tutorials/speedup.py --plot {figure}",
     "step-time.png": _STRAGGLERS.format("steps overhead exact --base 0.025 --steps 24"),
     "task-conv.png": _TASK,

@@ -31,7 +31,7 @@ COMMANDS = {
     "demo": ["paceline demo"],
     "kill": ["paceline run -n 3 --elastic 1:3 spot.py --life 100", "python spot.py"],
     "straggler": ["paceline run -n 4 slow_worker.py"],
-    "plan": ["paceline plan mlp.py"],
+    "plan": ["paceline plan --epochs 1000 mlp.py"],
     "why": ["paceline run -n 4 slow_worker.py --only allreduce", "paceline why"],
 }
 COLUMNS, ROWS = 112, 44
