@@ -11,7 +11,7 @@ import torch
 class Digits(torch.utils.data.Dataset):
     """Pairs (picture, label); a picture is a tensor of shape [1, side, side] with values from 0 to 1.
 
-    With ``shift`` a picture moves by up to so many pixels, anew each time it is read. The random numbers are
+    With ``shift`` a picture moves by at most this many pixels, differently each time it is read. The random numbers are
     torch's; a Paceline session seeds them for each sample and epoch, so they do not depend on the worker.
     """
 

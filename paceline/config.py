@@ -75,7 +75,7 @@ _ELSEWHERE = {
     "epochs": "The loop says how long it trains: `for epoch in session.epochs(...)`.",
     "steps": "The loop says how long it trains: `for batch in session.batches(steps=...)`.",
     "device": "Each worker moves the model and the batches to its own device, session.device: leave it out.",
-    "shuffle": "Samples are shuffled anew in each epoch: leave it out. sampler= gives them another order.",
+    "shuffle": "Samples are shuffled again in each epoch: leave it out. sampler= gives them another order.",
     "workers": "The launcher starts them: paceline run -n 4 train.py.",
     "num_workers": "Loader processes are workers_per_loader=...; workers are started by paceline run -n 4 train.py.",
     "batch_size": "Did you mean 'batch'? It is the number of samples over all workers.",
@@ -127,7 +127,7 @@ def environment_settings() -> dict[str, str]:
     keys = {env.variable_of(key): key for key in flat_keys()}
     for name in env.unknown_variables(keys):
         if near := difflib.get_close_matches(name, keys, n=1, cutoff=0.9):
-            raise ConfigError(f"{name} in the environment is no setting. Did you mean {near[0]}? Rename or unset it.")
+            raise ConfigError(f"The variable {name} is not a setting. Did you mean {near[0]}? Rename or unset it.")
     return env.environment_settings(flat_keys())
 
 
@@ -198,7 +198,7 @@ def read_plan(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             text = file.read(_PLAN_BYTES + 1)
         if len(text) > _PLAN_BYTES:
-            raise ConfigError(f"The plan file {path} is longer than {_PLAN_BYTES} bytes: it is no file of settings.")
+            raise ConfigError(f"The plan file {path} is longer than {_PLAN_BYTES} bytes: it is not a file of settings.")
         values = flattened(_of_json(path, text) if path.suffix == ".json" else tomllib.loads(text.decode()))
     except OSError as error:
         raise ConfigError(f"The plan file {path} cannot be read: {error.strerror}.") from None
@@ -236,7 +236,7 @@ def saved_plan(plan: Path | None, script: Path | None = None) -> SavedPlan | Non
     """
     if plan is None or plan.suffix != ".json":
         return None
-    read_plan(plan)  # complains about what is not a plan
+    read_plan(plan)  # raises if the file is not a plan
     values = json.loads(plan.read_bytes())
     planned = values.get("script")
     if script is not None and isinstance(planned, str) and planned != script.name:

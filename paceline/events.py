@@ -28,7 +28,7 @@ _USAGE_SECONDS = 5.0
 """Time between two records of memory and processor time."""
 _ENCODE = json.JSONEncoder(default=str).encode
 _WRITING = threading.Lock()
-"""Held by the log that writes. Two sessions of a script may write to one file, whose end is no line's meanwhile."""
+"""Held by the log that writes. Two sessions of a script may append to one file, and lines must not mix."""
 
 Level: TypeAlias = Literal["minimal", "steps", "operations"]
 _ORDER: dict[Level, int] = {"minimal": 0, "steps": 1, "operations": 2}
@@ -67,7 +67,7 @@ class EventLog:
     def __init__(
         self,
         directory: Path | None,
-        rank: int | str,  # rank of this process, or the name of a process that is no worker
+        rank: int | str,  # rank of this process, or the name of a process that is not a worker
         generation: int = 0,
         append: Callable[[Path, str], None] = _append,
     ) -> None:

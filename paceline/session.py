@@ -323,7 +323,7 @@ class Session:
             samples: list of samples, the same on all workers: tensors, arrays, numbers, strings, containers of these.
 
         Raises:
-            ConfigError, InputError: the data is no ``Growing``, or a sample has another type.
+            ConfigError, InputError: the data is not ``Growing``, or a sample has another type.
             DisagreementError, WorkerLost: the samples differ between workers, or another worker has exited.
         """
         self._evaluations.extend(samples)

@@ -54,7 +54,7 @@ class CheckpointSettings(_Group):
     )
     background: bool | None = Field(
         None,
-        description="save while training goes on; false: training waits; none: it waits if workers divide the state",
+        description="save while training continues; false: training waits; none: it waits if workers divide the state",
     )
     retry_seconds: Seconds = Field(300.0, description="timeout for retries while the disk or object store fails")
     key_file: Path | None = Field(
@@ -138,7 +138,7 @@ class LocalSettings(_Group):
     outer_lr: PositiveFloat = Field(0.7, description="diloco: learning rate of the outer steps")
     outer_momentum: Fraction = Field(0.9, description="diloco: Nesterov momentum of the outer steps")
     fragments: PositiveInt = Field(1, description="fragments of the model, each with its own outer step in a period")
-    delay: NonNegativeInt = Field(0, description="steps that go on while a fragment is on its way")
+    delay: NonNegativeInt = Field(0, description="inner steps while a fragment is on its way")
     mixing: Fraction = Field(0.0, description="share of its own weights that a replica keeps when a fragment lands")
     uneven: bool = Field(False, description="each worker makes as many inner steps as it can, not its share of a batch")
     adaptive: bool = Field(False, description="shorten the periods, of at most local.every steps, as the loss falls")

@@ -49,5 +49,5 @@ many = torch.zeros(size)
 dist.all_to_all_single(many, torch.tensor([10.0 * rank + to for to in range(size)]))
 show("all_to_all", [many])  # rank r has part r of everyone
 
-dist.barrier()  # nobody goes on until all are here
+dist.barrier()  # no rank continues until all are here
 dist.destroy_process_group()

@@ -4,5 +4,5 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo")
 print(f"rank {dist.get_rank()} of {dist.get_world_size()}", flush=True)
-dist.barrier()  # whoever left while another one still connects would break its connections
+dist.barrier()  # a rank that left while another still connects would break its connections
 dist.destroy_process_group()

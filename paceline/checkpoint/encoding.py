@@ -92,7 +92,7 @@ def decode(written: Any, tensors: Mapping[str, torch.Tensor], now: Any, where: s
     except EncodingError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
-        raise EncodingError(f"{where} is no {tag[1:20]!r}: {error}") from None
+        raise EncodingError(f"{where} is not a valid {tag[1:20]!r}: {error}") from None
 
 
 def _tagged(tag: str, held: Any, tensors: Mapping[str, torch.Tensor], now: Any, where: str) -> Any:

@@ -80,7 +80,7 @@ def retain(storage: Storage, newest: int, writer: Writer, keep: int, keep_hours:
                 for name in names:
                     if writer.may_remove(writer_of(name)):
                         storage.remove(name)
-    except Exception as error:  # noqa: BLE001 - an extra checkpoint is no reason to end a run
+    except Exception as error:  # noqa: BLE001 - an extra checkpoint must not end a run
         _log.warning("Old checkpoints in %s could not be removed: %s", storage.location(), files.reason_of(error))
 
 

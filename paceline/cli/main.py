@@ -22,7 +22,7 @@ COMMANDS = {
     "plan": "Predict how long training takes with each strategy and number of workers.",
     "export": "Write the weights in a checkpoint as a file for inference.",
     "logs": "Search the records of a run: every step, exchange, loss and checkpoint of every worker.",
-    "dashboard": "Look at runs in a browser: loss, time of a step, who waits for whom, records.",
+    "dashboard": "Look at runs in a browser: loss, time of a step, which worker waits for which, records.",
     "why": "Say where the time of a run went, and what to change.",
     "trace": "Write a trace of a run for Perfetto: what each worker did, and when.",
     "replay": "Repeat a step of a run with the same bits, and look at it.",

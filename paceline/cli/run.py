@@ -63,7 +63,7 @@ class RunOptions(MachineOptions):
     elastic: Annotated[
         str | None,
         typer.Option(
-            help="Fewest and most workers, as in 2:8; the run goes on when a worker is lost.", metavar="MIN:MAX"
+            help="Fewest and most workers, as in 2:8; the run continues when a worker is lost.", metavar="MIN:MAX"
         ),
     ] = None
     standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost workers.")] = 0
@@ -289,7 +289,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
             failed &= client.not_joined
         finally:
             client.close()
-        if failed:  # the run goes on without these workers
+        if failed:  # the run continues without these workers
             exits = tuple(replace(one, tolerated=False) for one in result.exits)
             return report(launch, replace(result, exits=exits), None)
         if client.over is not None:

@@ -82,7 +82,7 @@ def decode(data: bytes | memoryview) -> Any:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 _JSON_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps would make one for each message

@@ -1,4 +1,4 @@
-"""Waits of a worker for other workers: whom for, what for, and how a wait ends when one of them is lost."""
+"""Waits of a worker for other workers: for which, for what, and how a wait ends when one of them is lost."""
 
 from __future__ import annotations
 

@@ -97,9 +97,9 @@ def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
         return Shared(given=secrets.read_or_make(secrets.own_file()))
     if file is None:
         raise ConfigError(
-            f"--rendezvous {where}: whoever reaches this port could join the run. Give all machines the same secret: "
-            f"--secret-file FILE, where the first machine makes FILE and the others have a copy of it (readable by "
-            f"you alone, as after chmod 600), or {env.SECRET} in the environment."
+            f"--rendezvous {where}: any process that reaches this port could join. Give all machines the same secret: "
+            f"--secret-file FILE, where the first machine makes FILE and the others have a copy of it (readable "
+            f"by you alone, as after chmod 600), or {env.SECRET} in the environment."
         )
     return Shared(file=file)
 

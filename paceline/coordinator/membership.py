@@ -331,7 +331,7 @@ class MembershipProtocol:
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]
         if any(member.state == "gone" and not member.finished for member in members):
-            # one who leaves may now be the only one with what he has given to the lost one: he leaves after the next
+            # a leaving worker may now be the only one with what it gave to the lost worker: it leaves after the next
             left, leaving = [member.number for member in members if member.state == "ready"], []
         spares = [one.number for one in self._spares() if not one.leaving]
         chosen = [*left, *spares[: max(0, self.bounds.wanted - len(left))]]

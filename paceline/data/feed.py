@@ -166,7 +166,7 @@ class Feed:
         loaded: deque[list[_Loaded]] = deque()
         step = start
         while step < stop + ahead:
-            # the next epoch may have no samples: end here, to be called again if training goes on
+            # the next epoch may have no samples: end here, to be called again if training continues
             stop = min(stop, step) if ahead and step > start and step >= self._order.known else stop
             if step < stop:
                 self._check_length(step)

@@ -109,8 +109,8 @@ class BatchOrder(ABC):
     grows = False  # whether an epoch that has not begun may become longer
     located = False  # whether a worker can read some of the samples only
     moves = False  # whether workers may send samples to others
-    wait_seconds = 0.0  # time for which workers wait for samples that none of them has any more
-    goes_on = False  # whether workers then go on without these samples
+    wait_seconds = 0.0  # time for which workers wait for samples that none of them still has
+    goes_on = False  # whether workers then continue without these samples
     incomplete = False  # whether they do now
     known = UNKNOWN  # first step whose microbatches workers do not know yet
     cut: Cut | None = None  # cut of the batches into microbatches, if the user gives one
@@ -215,7 +215,7 @@ class BatchOrder(ABC):
         """Tell the other workers which samples this one has. All workers of a membership call this together.
 
         Args:
-            without: whether to go on without samples of the run that no worker has. Defaults to False.
+            without: whether to continue without samples of the run that no worker has. Defaults to False.
 
         Raises:
             InputError, DisagreementError: together they do not have the samples of the run.
@@ -244,7 +244,7 @@ class BatchOrder(ABC):
         end = self.first_of(epoch + 1)
         if end == UNKNOWN:
             raise ConfigError(
-                "steps_per_epoch is not known, as the data are a stream: nobody knows how many samples will come. Use "
+                "steps_per_epoch is not known, as the data are a stream of unknown length. Use "
                 "session.batches(epochs=...), and batch.last for its last batch; give schedules a number of steps."
             )
         return end - self.first_of(epoch)

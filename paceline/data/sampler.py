@@ -154,7 +154,7 @@ class SampledOrder(BatchOrder):
         whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
         if not numbers.numel() or (self.drop_last and len(numbers) < self.batch):
             raise InputError(
-                f"The sampler gave {numbers.numel()} samples for epoch {epoch}, which is no batch: {_CURE}."
+                f"The sampler gave {numbers.numel()} samples for epoch {epoch}, which is not a batch: {_CURE}."
             )
         if numbers.ndim != 1 or not whole:
             raise InputError(
@@ -273,7 +273,7 @@ def function_of(sampler: Any) -> SampleNumbers:
     if isinstance(sampler, DistributedSampler):
         raise InputError(
             f"sampler is a {type(sampler).__name__}, but Paceline hands out the shares itself. Leave it out: the order "
-            f"is shuffled anew in each epoch, the same for any number of workers."
+            f"is shuffled again in each epoch, the same for any number of workers."
         )
     if isinstance(sampler, Sampler):
         return lambda seed, epoch: _of_torch(sampler, epoch)

@@ -119,7 +119,7 @@ def _growing(data: Growing, sampler: SampleNumbers | None, settings: Settings, b
     refuse_columns("The argument of Growing", data.initial)
     if sampler is not None:
         raise ConfigError(
-            "The epochs of a Growing data set are shuffled, because nobody knows their lengths before: leave out "
+            "The epochs of a Growing data set are shuffled, because their lengths are not known beforehand: leave out "
             "sampler, and a forward(model, microbatch, state) that needs an order of its own."
         )
     if settings.workers_per_loader:
@@ -172,15 +172,15 @@ def _located(data: Located, sampler: SampleNumbers | None, settings: Settings, b
         _check_streams(streams[0], data, settings)
     if data.lost == "leave out" and settings.exact:
         raise ConfigError(
-            "exact promises the bits of all shards, so Located(..., lost='leave out') cannot go on without a lost one: "
-            "leave out exact or lost."
+            "exact promises the bits of all shards, so Located(..., lost='leave out') cannot continue without a lost "
+            "one: leave out exact or lost."
         )
     exact, all_present = bool(settings.exact), not settings.local.sites
     return LocatedOrder(data, batch, parts, settings.seed, exact=exact, all_present=all_present)
 
 
 def _check_streams(name: str, data: Located, settings: Settings) -> None:
-    unknown = "nobody knows how many samples it has"
+    unknown = "its number of samples is unknown"
     refused = {
         "workers_per_loader": settings.workers_per_loader and "each loader process would read all of its samples",
         "memory_gigabytes": settings.memory_gigabytes and unknown,

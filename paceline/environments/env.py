@@ -333,7 +333,7 @@ def starts_anew() -> bool:
 
 
 def is_rehearsal() -> bool:
-    """Return whether this run only looks at steps, so that it reports to nobody and leaves no files behind."""
+    """Return whether this run only looks at steps, so that it sends no reports and leaves no files behind."""
     return starts_anew() or REPLAY in os.environ
 
 

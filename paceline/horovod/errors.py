@@ -31,5 +31,5 @@ class HostsUpdatedInterrupt(RuntimeError):
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("Workers come or go; hvd.elastic.run goes on with those that there are then.")
+        super().__init__("Workers come or go; hvd.elastic.run continues with those that remain or have joined.")
         self.skip_sync = skip_sync

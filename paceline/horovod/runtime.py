@@ -136,7 +136,7 @@ def re_form(planned: bool) -> None:
         with contextlib.suppress(HorovodInternalError):  # closing a connection can drop data that peers have not read
             _engine.submit(Request(GLOBAL, "re-form", "barrier"), Task([], [])).wait()
     if _engine is not None:
-        _engine.interrupt("the workers come together anew")
+        _engine.interrupt("the workers form a new generation")
     if _generations is not None:
         _generations.cut()
     shutdown()

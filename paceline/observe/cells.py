@@ -99,6 +99,6 @@ class Cells:
 
 
 def clear(base: sqlite3.Connection) -> None:
-    """Forget all sums, because the records are read anew."""
+    """Forget all sums, because the records are read again."""
     for table in ("cells", "late", "summed"):
         base.execute(f"DELETE FROM {table}")

@@ -62,7 +62,7 @@ _INDEXES = {"by_event": "event, step", "by_step": "step", "by_seconds": "event, 
 class Search:
     """Conditions on records. All of them must hold; an empty condition holds for every record."""
 
-    ranks: tuple[str, ...] = ()  # ranks, or names of processes that are no workers, such as ``launcher``
+    ranks: tuple[str, ...] = ()  # ranks, or names of processes that are not workers, such as ``launcher``
     events: tuple[str, ...] = ()  # names of events
     steps: range | None = None  # steps
     slower_than: float | None = None  # least duration in seconds

@@ -31,7 +31,7 @@ class NoiseScale:
     """Gradient noise scale of the second half of a run, in samples, with an interval of about 95 %."""
 
     batch: int  # samples in a step
-    samples: float | None  # noise scale. None if the mean gradient cannot be told from zero
+    samples: float | None  # noise scale. None if the mean gradient is indistinguishable from zero
     low: float
     high: float | None  # None if the interval has no upper end
     steps: int  # number of sampled steps

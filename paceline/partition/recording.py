@@ -1,7 +1,7 @@
 """Record of a forward pass: its layers, the operations between them, and the uses of each value.
 
 Values are the tensors that exist outside of layers: the model's input, the outputs of layers, and results of operations
-on these between layers. Tensors that depend on none of them (positions, masks) are no values: each stage computes them.
+on these between layers. Tensors that depend on none of these (positions, masks) do not count: each stage computes them.
 """
 
 from __future__ import annotations

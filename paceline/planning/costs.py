@@ -21,7 +21,7 @@ class Profile:
     samples: int  # number of samples in the measured microbatch
     microbatches: int  # number of microbatches in a step
     link_bytes_per_second: float | None  # bandwidth between two workers. None with a single worker.
-    passes: Mapping[int, tuple[LayerCost, ...]]  # cost of each layer in a pass over so many microbatches at once
+    passes: Mapping[int, tuple[LayerCost, ...]]  # costs of layers in one pass, by its number of microbatches
     core_load: float  # cores that a worker uses while it computes. 0 for layers that wait for something else.
     update_seconds: float  # seconds of the optimizer's update
     add_seconds: float  # seconds to add the gradients of a microbatch to those before it
@@ -95,7 +95,7 @@ def plan_text(profile: Profile, cut: Cut) -> str:
 class Work:
     """Measured costs of training a model."""
 
-    # costs of each layer in a pass over so many microbatches at once, by this number. A backward pass adds its
+    # costs of layers in one pass, by its number of microbatches. A backward pass adds its
     # gradients to those before it.
     passes: Mapping[int, tuple[LayerCost, ...]]
     microbatches: int  # microbatches of a batch
@@ -109,7 +109,7 @@ class Work:
     half_pass_seconds: float = 0.0  # the same of each half of a split backward pass
 
     def layers(self, microbatches: int) -> tuple[LayerCost, ...]:
-        """Return the cost of each layer in a pass over so many microbatches, along a line between measured numbers."""
+        """Return the cost of each layer in a pass over ``microbatches``, interpolated between measured numbers."""
         if microbatches in self.passes:
             return self.passes[microbatches]
         sizes = sorted(self.passes)

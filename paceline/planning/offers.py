@@ -81,7 +81,7 @@ class Market:
         convergent: bool,
         every: int | None = None,
     ) -> Iterator[Candidate]:
-        """Yield the candidates for training of so many steps on each type.
+        """Yield the candidates for training on each type.
 
         Args:
             measured: what was measured here, by the number of workers that computed at the same time.
@@ -177,7 +177,7 @@ def within(found: Sequence[Candidate], hours: float, money: float) -> list[Candi
         return kept or [*found]
     nearest, bill = min(bills, key=lambda pair: max(pair[1].hours.high / hours, pair[1].money.high / money))
     if math.isinf(bill.hours.high):
-        raise ConfigError("Training never ends: machines are lost faster than it goes on. Take other machines.")
+        raise ConfigError("Training never ends: machines are lost faster than it progresses. Take other machines.")
     limits = []
     if math.isfinite(hours):
         limits.append(f"ends within {hours:.3g} h")

@@ -40,7 +40,7 @@ def buckets_of(
 
     Args:
         size: bytes of a full bucket.
-        homes: number of workers that own the gradients. With 1, nobody does.
+        homes: number of workers that own the gradients. With 1, no worker does.
         windowed: whether later buckets overwrite earlier ones.
         whole: whether a layer belongs to one worker, as at parameter servers.
     """
@@ -266,6 +266,6 @@ class Reduction:
         return 0 < behind <= self._at_homes.copies and self._is_writer(home)
 
     def _await_left(self, count: int = 0) -> Iterator[Step]:
-        """Wait for what is on its way, but for the last ``count`` buckets."""
+        """Wait for all buckets on their way except the last ``count``."""
         while len(self._left) > count:
             yield Wait(self._left.popleft())

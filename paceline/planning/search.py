@@ -39,7 +39,7 @@ _WAITS = {
 }
 """What a worker waits for, by the first part of a key."""
 _TOLD = 0.01
-"""Least part of a step that a wait takes to be told."""
+"""Smallest part of a step for which a wait is reported."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Layout:
     others: tuple[Machine, ...] = ()  # the machines after the first, if they are not like it
 
     def place(self, workers: int) -> Place:
-        """Return the machines of so many workers."""
+        """Return the machines of ``workers`` workers."""
         of_worker = tuple(rank // self.per_machine for rank in range(workers))
         count = of_worker[-1] + 1
         return Place((self.machine, *(self.others or (self.machine,) * count))[:count], of_worker)

@@ -26,7 +26,7 @@ from paceline.schedule.tree import nodes_of
 
 
 class Compute(NamedTuple):
-    """Compute for so many seconds of a core; ``load``: cores used meanwhile, 0 for a layer that sleeps."""
+    """Compute for ``seconds`` of a core. ``load`` is the number of cores in use, 0 for a layer that sleeps."""
 
     seconds: float
     load: float = 1.0
@@ -155,7 +155,7 @@ class _Meeting:
 
     began: float
     among: int  # number of machines
-    sent: float = 0.0  # when the last of those who came has sent everything
+    sent: float = 0.0  # when the last worker that arrived has sent everything
     came: dict[int, Exchange] = field(default_factory=dict)
 
 
@@ -183,7 +183,7 @@ class Simulation:
         """Run a program for each simulated worker.
 
         Raises:
-            InputError: workers wait for what nobody sends.
+            InputError: workers wait for a message that no worker sends.
         """
         self._programs = programs
         self.outcome = Outcome({}, {rank: defaultdict(float) for rank in programs})
@@ -205,7 +205,7 @@ class Simulation:
         heappush(self._events, (time, self._count, who, version))
 
     def _advance(self, rank: int, now: float) -> None:
-        """Let a worker go on until it computes, waits or ends."""
+        """Let a worker continue until it computes, waits or ends."""
         for step in self._programs[rank]:
             match step:
                 case Compute():

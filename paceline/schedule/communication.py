@@ -64,7 +64,7 @@ def computing(seconds: float, groups: int) -> Computing:
 
 
 def link_of(buckets: Sequence[int], seconds: float, latency: float) -> Link:
-    """Return the link on which an exchange of buckets, with nothing else to do, takes so many seconds."""
+    """Return the link on which an exchange of buckets, with nothing else to do, takes ``seconds``."""
     return Link(latency, sum(buckets) / max(seconds - len(buckets) * latency, 1e-6))
 
 

@@ -37,7 +37,7 @@ class Move(NamedTuple):
 def place(
     holders: tuple[tuple[int, ...], ...], workers: int, speeds: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the microbatches of each worker, such that the last worker finishes as early as possible.
+    """Return the microbatches of each worker, so that the last worker finishes as early as possible.
 
     Args:
         holders: ranks of the workers that can compute each microbatch.
@@ -141,7 +141,7 @@ def after(sent: Sequence[Move], holders: Sequence[tuple[int, ...]]) -> tuple[tup
 
 
 def spread(sizes: Sequence[int], holders: Sequence[Sequence[int]], workers: int) -> list[list[int]]:
-    """Return the items of each worker, such that all workers have about as much to do.
+    """Return the items of each worker, so that all workers have about as much to do.
 
     The largest item that is left goes to the holder that has least to do (R. L. Graham, "Bounds on multiprocessing
     timing anomalies", 1969), after the items that only one worker has.

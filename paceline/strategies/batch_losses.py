@@ -99,7 +99,7 @@ class BatchLosses(Delegating):
 
     def _exchange(self, own: dict[str, Any], place: LossPlace | None) -> list[dict[str, Any]]:
         """Return the messages of all workers, or the own message if no other worker computes outputs."""
-        if place is not None and len(place.workers) == 1:  # the others go on with the second pass meanwhile
+        if place is not None and len(place.workers) == 1:  # the others have begun the second pass
             return [own]
         everyone = self._context.world.gather(own, "step")
         check_steps([one["step"] for one in everyone], {own["step"]})

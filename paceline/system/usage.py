@@ -53,7 +53,7 @@ def explained(session: type[_T]) -> type[_T]:
     answers: dict[str, Callable[..., Any]] = {
         "__init__": with_usage("paceline.Session", start, own=1)(vars(session)["__init__"]),
         "__getattr__": _refuse_attribute,
-        "__iter__": lambda _: _refuse(f"A session is no loop over batches: {_LOOP}."),
+        "__iter__": lambda _: _refuse(f"A session is not a loop over batches: {_LOOP}."),
         "__enter__": lambda _: _refuse(f"A session needs no `with`: write {start}. It ends with the script."),
         "__exit__": lambda *_: None,
     }

@@ -24,7 +24,7 @@ _UNUSED = (
 _UNEVEN = (
     "The collate function returned {sizes}. The loss is a mean over a microbatch, and each microbatch is weighted by "
     "its items, so samples do not have equal weight: the result is not that of one large batch. Return the loss as the "
-    "pair (sum, count), or leave samples out of the data set before paceline.start. Training goes on."
+    "pair (sum, count), or leave samples out of the data set before paceline.start. Training continues."
 )
 
 
@@ -79,10 +79,10 @@ class Batches:
     def _begin_epoch(self, first: int) -> None:
         if first == UNKNOWN:
             if self._context.order.grows:
-                self._context.order.steps_at(self._position.steps)  # tells that there are no samples
+                self._context.order.steps_at(self._position.steps)  # raises because there are no samples
             raise ConfigError(
-                "session.epochs cannot go on to the next epoch: the script has left the loop over the batches of a "
-                "stream early, and nobody knows where its epoch ends. Take all its batches, or give session.batches a "
+                "session.epochs cannot move on to the next epoch: the script has left the loop over the batches of a "
+                "stream early, so the end of its epoch is unknown. Take all its batches, or give session.batches a "
                 "number of steps."
             )
         self._position.aim_at(lambda: first)

@@ -205,7 +205,7 @@ class TrainingLoop:
                 self.context.loop.end_step(step)
                 self.records.add(step, result, time.perf_counter() - begin, again=True)
             self.progress.steps = step + 1
-            self._settle(step + 1)  # after a loss, others go on from here or from an earlier step, and save nothing
+            self._settle(step + 1)  # after a loss, others continue from here or from an earlier step, and save nothing
             if self._checkpointer.due(step + 1) and not self._script.is_ahead(step + 1):
                 self.strategy.synchronize(step + 1)
                 self._begin_save()

@@ -118,7 +118,7 @@ class Progress:
         self.results_of.setdefault(kind, {}).setdefault(call, []).append(result)
 
     def forget_maps(self, epoch: int) -> None:
-        """Drop the results of ``session.map`` in earlier epochs, in which no script begins any more.
+        """Drop the results of ``session.map`` in earlier epochs, in which no script can still begin.
 
         Calls outside of ``session.epochs`` keep theirs. The number of calls, which is part of :attr:`key`, stays.
         """
@@ -236,7 +236,7 @@ def furthest_of(everyone: Sequence[Progress | None]) -> Progress:
 
 
 def norm_of_done(everyone: Sequence[Progress | None], step: int) -> torch.Tensor | float | None:
-    """Return the norm of the gradients of a step from a worker that has done it. None if nobody has."""
+    """Return the norm of the gradients of a step from a worker that has done it. None if no worker has."""
     return next((one.result.norm for one in everyone if one and one.steps == step + 1 and one.result), None)
 
 

@@ -215,7 +215,7 @@ for batch in session.batches(steps=4):
         "start(); rate = float(input('learning rate: '))",
         1,
         "EOFError: EOF when reading a line (train.py:",
-        "What it means: the script waits for somebody to type, and a worker reads nothing from the terminal.",
+        "What it means: the script waits for input from the keyboard, and a worker reads nothing from the terminal.",
     ),
     "print": (
         "train(); print(); print('accuracy', 0.5); print('loss', 0.25); print('rank', second)",

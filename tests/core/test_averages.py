@@ -97,7 +97,7 @@ def test_the_averages_are_those_of_torch(printed: Printed, tmp_path: Path) -> No
     hogwild, unset, step = one["said"]
     assert hogwild.startswith("strategy 'hogwild' cannot keep an average of the weights (average = 'swa')")
     assert unset == "session.averaged() needs an average of the weights: set average='ema', or 'swa'."
-    assert step.startswith("session.step() inside session.averaged(): training goes on from the weights themselves.")
+    assert step.startswith("session.step() inside session.averaged(): training continues from the weights themselves.")
 
 
 STRATEGIES = """

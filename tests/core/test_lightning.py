@@ -152,7 +152,7 @@ def plateau(module: nn.Module) -> Any:
         (lambda module: [adam(module), adam(module)], r"returns several optimizers \(Adam, Adam\)"),
         (plateau, "ReduceLROnPlateau cannot be the scheduler"),
         (lambda module: None, "must return an optimizer, but it is a NoneType"),
-        (lambda module: scheduled(module, "dictionary"), r"StepLR goes on once in an epoch: give arguments\("),
+        (lambda module: scheduled(module, "dictionary"), r"StepLR advances once per epoch: give arguments\("),
     ],
     ids=["several", "plateau", "none", "epoch"],
 )

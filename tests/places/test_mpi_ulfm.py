@@ -47,7 +47,7 @@ def test_the_others_go_on(
     code, said = run(mpiexec, count, script)
     assert len(list(tmp_path.glob("killed-*"))) == len(lost), said
     assert (code, fingerprints(said)) == (0, (count - len(lost)) * [expected]), said
-    assert said.count("go on from step") == len(lost), said
+    assert said.count("continue from step") == len(lost), said
     until(lambda: str(tmp_path) not in _folders_of_coordinators())
 
 

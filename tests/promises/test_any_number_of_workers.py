@@ -249,7 +249,7 @@ def test_a_fingerprint_has_64_digits(everyone: Any, alone: Any) -> None:
     assert len(bytes.fromhex(found.pop())) == 32
 
 
-@pytest.mark.promise("docs/exact.md", "one binary tree over the microbatches, whoever computed them")
+@pytest.mark.promise("docs/exact.md", "one binary tree over the microbatches, whichever workers computed them")
 def test_the_machines_share_memory_where_they_can(everyone: Any) -> None:
     """Gradients cross shared memory, the network, or both; the bits are those of the test before."""
     assert {way: one[0]["allreduce"]["shared"] for way, one in everyone.items()} == {
@@ -339,7 +339,7 @@ def test_an_order_of_ones_own(everyone: Any, alone: Any) -> None:
 @pytest.mark.promise(
     "docs/streams.md",
     "The state belongs to a microbatch, so to the same rows in each step.",
-    "with the state going on as well",
+    "with the state carried on as well",
 )
 def test_a_state_from_batch_to_batch(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "recurrent")

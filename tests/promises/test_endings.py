@@ -126,7 +126,7 @@ def test_the_tracker_through_a_loss(good: Ran) -> None:
 
 @pytest.mark.promise(
     "docs/security.md",
-    "Whoever has no proof is refused: it learns that a Paceline run listens there, and nothing else.",
+    "A peer without a proof is refused: it learns that a Paceline run listens there, and nothing else.",
     "`events/launcher.jsonl` has a `refused` record with its address and the reason",
 )
 def test_a_stranger_is_refused(good: Ran) -> None:

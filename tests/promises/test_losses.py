@@ -156,7 +156,7 @@ def test_a_kill_in_a_forward_pass(launched: Any, wanted: Any) -> None:
 
 @pytest.mark.promise(
     "docs/guarantees.md",
-    "**With `exact=True` the result has the same bits** as if nothing had happened: whoever was lost",
+    "**With `exact=True` the result has the same bits** as if nothing had happened: whichever workers were lost",
     "But a worker may be lost when some of the others have made the update already, and some have not.",
 )
 def test_kills_inside_a_collective_and_after_the_update_over_the_network(launched: Any, wanted: Any) -> None:
@@ -185,7 +185,9 @@ def test_kills_in_an_evaluation_and_inside_a_save(launched: Any, wanted: Any) ->
 # joining, leaving, hanging
 
 
-@pytest.mark.promise("docs/guarantees.md", "**With `exact=True` the result has the same bits**", "and whoever joined.")
+@pytest.mark.promise(
+    "docs/guarantees.md", "**With `exact=True` the result has the same bits**", "or joined, at any moment."
+)
 @pytest.mark.promise(
     "docs/survive.md",
     "The others repeat the step without it. A standby takes its place at once; without one, a new process "

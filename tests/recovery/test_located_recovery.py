@@ -72,7 +72,7 @@ def test_a_run_survives_with_copies_and_stops_without(run: Run, undisturbed: Any
     lost = faults.kill(rank=1, step=5, point="in evaluate") + faults.kill(rank=0, step=6)
     killed = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=lost, HELD=json.dumps(copies), STRATEGY="stealing")
     assert killed.code == 2, killed.report()
-    assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
+    assert "No worker still has these shards of the data: 'c' of rank" in killed.said, killed.report()
     assert (killed.run / "checkpoints" / "step-000006").exists(), killed.report()  # saved before the end
     resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=json.dumps({"0": "abc", "1": "def"}), name="one")
     assert resumed.code == 0, resumed.report()
@@ -90,7 +90,7 @@ def test_streams_go_on_where_they_were(run: Run, undisturbed: Any) -> None:
     assert killed.code == 2, killed.report()
     joined = [killed.steps(name)[0] for name in killed.logs if name == "worker-3"]
     assert len(joined) == 1 and 5 < joined[0] < 13, killed.report()
-    assert "No worker has these shards of the data any more: 'c' of rank" in killed.said, killed.report()
+    assert "No worker still has these shards of the data: 'c' of rank" in killed.said, killed.report()
     others = json.dumps({"0": "abc", "1": "def"})
     resumed = run(SCRIPT, "-n", 2, "--resume", "auto", HELD=others, STREAMS="1", name="one")
     assert resumed.code == 0, resumed.report()
@@ -119,7 +119,7 @@ def test_workers_wait_for_a_worker_that_has_a_lost_shard(run: Run, undisturbed: 
     options = "-n", 2, "--elastic", "1:2", "--standby", 1
     killed = run(SCRIPT, *options, faults=faults.kill(rank=1, step=6), HELD=json.dumps(held), WAIT="60")
     assert killed.code == 0, killed.report()
-    assert "waiting at most 60 s (wait_seconds) for shards that no worker has any more: 'e' of" in killed.said, (
+    assert "waiting at most 60 s (wait_seconds) for shards that no worker still has: 'e' of" in killed.said, (
         killed.report()
     )
     assert killed.memberships() in ([[0, 1], [0], [0, joiner]] for joiner in (2, 3)), killed.report()
@@ -132,7 +132,7 @@ def test_a_worker_with_an_unknown_shard_leaves_and_the_run_goes_on(run: Run, und
     held = json.dumps({"0": "abcdef", "1": "abcdef", "2": "abg"})
     killed = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=6), HELD=held)
     assert killed.code == 0, killed.report()
-    assert "training goes on without a worker that was to join. Shard 'g' of rank 1 (" in killed.said, killed.report()
+    assert "training continues without a worker that was to join. Shard 'g' of rank 1 (" in killed.said, killed.report()
     (noted,) = killed.launcher("not-joined")
     assert "failed: InputError: Shard 'g' of rank 1 (" in noted["reason"], killed.report()
     assert {one["fingerprint"] for one in killed.printed()} == {alone["fingerprint"]}, killed.report()
@@ -144,6 +144,6 @@ def test_training_goes_on_without_a_lost_shard(run: Run) -> None:
     lost = faults.kill(rank=1, step=6)
     killed = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=lost, HELD=held, LOST="leave out")
     assert killed.code == 0, killed.report()
-    assert "training goes on without shards that no worker has any more" in killed.said, killed.report()
+    assert "training continues without shards that no worker still has" in killed.said, killed.report()
     samples = {one["step"]: one["samples"] for one in killed.events() if one["event"] == "step"}
     assert sum(samples[step] for step in range(8, 16)) == 40 + 90 + 64, killed.report()  # in the second epoch

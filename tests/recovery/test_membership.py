@@ -386,7 +386,7 @@ def test_one_that_cannot_take_part_has_not_finished(three: ScriptedMembership, s
 
 @pytest.mark.promise(
     "docs/survive.md",
-    "More than 10 losses (or 2 × MAX, if that is more) without a step in between end the run: that is no accident.",
+    "More than 10 losses (or 2 × MAX, if that is more) without a step in between end the run: they are not accidental.",
 )
 def test_losses_without_a_step_in_between() -> None:
     hand = ScriptedMembership(most=2, wanted=2)

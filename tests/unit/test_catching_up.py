@@ -637,7 +637,7 @@ def test_without_a_launcher_rank_0_says_that_workers_were_lost(
     launched.ulfm = ulfm
     changing([None], membership(1, 4, 5, lost=(7, 8))).of.re_form(Progress(7))
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == (["lost 2 of 4 workers; 2 go on from step 7"] if ulfm else [])
+    assert lines == (["lost 2 of 4 workers; 2 continue from step 7"] if ulfm else [])
     caplog.clear()
     changing([None], membership(1, 4, 5)).of.re_form(Progress(7))
     assert not caplog.records

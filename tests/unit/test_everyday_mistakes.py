@@ -291,7 +291,7 @@ def test_attributes_of_other_libraries(name: str, says: str) -> None:
 
 def test_a_session_is_no_loop_and_no_context() -> None:
     session: Any = start()
-    with pytest.raises(InputError, match=r"no loop over batches: write `for batch in session\.batches"):
+    with pytest.raises(InputError, match=r"not a loop over batches: write `for batch in session\.batches"):
         iter(session)
     with pytest.raises(InputError, match=r"write session = paceline\.start"), session:
         pass

@@ -225,7 +225,7 @@ def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> 
 
     assert threads.run(2, met) == [whole] * 2 and not marks
     assert threads.run(1, met) == [left] and orders[0].exchange is None  # what a lost worker sends never arrives
-    assert "goes on without shards" in marks[0] and "'b' of rank 1" in marks[0] and "'h' of rank 1" in marks[0]
+    assert "continues without shards" in marks[0] and "'b' of rank 1" in marks[0] and "'h' of rank 1" in marks[0]
     assert orders[0].samples_of(0) == sum(map(len, left[0])) < sum(map(len, whole[0]))
     assert threads.run(2, met) == [whole] * 2
 
@@ -234,7 +234,7 @@ def test_training_goes_on_without_a_lost_shard_until_a_worker_has_it_again() -> 
     only = only[0:1]
     only[0]._own = {"f": only[0]._own["f"]}
     threads.run(1, lambda world: only[0].meet(world, "start", without=True))
-    with pytest.raises(InputError, match=r"No worker has a sample of step \d+ any more"):
+    with pytest.raises(InputError, match=r"No worker still has a sample of step \d+"):
         epoch_of(only[0])
 
 

@@ -188,7 +188,7 @@ def test_what_is_printed(printed: Callable[..., str]) -> None:
         (["--step", "9" * 30], "names no steps"),
         (["--json", "--parquet", "x"], "cannot be used with --follow or --json"),
         (["--step", "first"], "--step 'first' names no steps: write --step 800, or --step 800:820"),
-        (["--slower-than", "5 minutes"], "is no time: write a number and us, ms, s, m or h"),
+        (["--slower-than", "5 minutes"], "is not a time: write a number and us, ms, s, m or h"),
         (["--sql", "delete from records"], "cannot be run: cannot modify records because it is a view"),
         (["--sql", "attach '/tmp/other' as other"], "cannot be run: not authorized"),
         (

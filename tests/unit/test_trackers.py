@@ -277,7 +277,7 @@ def test_what_is_logged_is_sorted_out() -> None:
     ("values", "said"),
     [
         ([1], "takes a mapping of names to values, not a list"),
-        ({"": 1}, "'' is no name"),
+        ({"": 1}, "'' is not a valid name"),
         ({"loss": 1.0}, "'loss' is recorded in each step"),
         ({"a": object()}, "'a' is a object; give a number"),
         ({"a": torch.zeros(7, 4, 4)}, r"'a' has the shape \[7, 4, 4\]"),

@@ -105,7 +105,7 @@ def test_a_folder_with_an_index_and_a_nested_file(tmp_path: Path) -> None:
     assert {name: value.tolist() for name, value in read(tmp_path).items()} == {"a": [1, 1], "b": [0, 0, 0]}
     index["weight_map"]["c"] = "../outside.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"names '\.\./outside.safetensors', which is no file beside it"):
+    with pytest.raises(CheckpointError, match=r"names '\.\./outside.safetensors', which is not a file beside it"):
         read(tmp_path)
     torch.save({"epoch": 3, "model": {"a": torch.ones(2)}}, tmp_path / "w.pt")
     assert list(read(tmp_path / "w.pt", "model")) == ["a"]

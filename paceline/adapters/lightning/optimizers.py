@@ -60,7 +60,7 @@ def _scheduler(given: Any, steps_per_epoch: int | None) -> LRScheduler:
     if interval == "epoch":
         if steps_per_epoch is None:
             raise InputError(
-                f"{type(scheduler).__name__} goes on once in an epoch: give arguments(module, steps_per_epoch=...), "
+                f"{type(scheduler).__name__} advances once per epoch: give arguments(module, steps_per_epoch=...), "
                 f"or return it with 'interval': 'step'."
             )
         every *= steps_per_epoch

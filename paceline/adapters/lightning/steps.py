@@ -121,7 +121,7 @@ def _check(module: Any) -> None:
     kind = type(module).__name__
     for name in ("training_step", "configure_optimizers"):
         if not callable(getattr(module, name, None)):
-            raise InputError(f"{kind} has no method {name}: it is no LightningModule.")
+            raise InputError(f"{kind} has no method {name}: it is not a LightningModule.")
     if not getattr(module, "automatic_optimization", True):
         raise InputError(
             f"{kind} optimizes manually (automatic_optimization is False), which its training_step cannot do on "

@@ -118,7 +118,7 @@ class Averages:
         """Raise ConfigError if the averages are chosen during training."""
         if self.chosen:
             raise ConfigError(
-                "session.step() inside session.averaged(): training goes on from the weights themselves. Leave the "
+                "session.step() inside session.averaged(): training continues from the weights themselves. Leave the "
                 "block before the next step."
             )
 

@@ -116,7 +116,7 @@ def _read_parts(index: str, key: str | None) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in names:
         if not isinstance(name, str) or os.path.basename(name) != name:
-            raise CheckpointError(f"{index} names {name!r}, which is no file beside it.")
+            raise CheckpointError(f"{index} names {name!r}, which is not a file beside it.")
         found.update(_read_file(place(f"{index.rpartition('/')[0]}/{name}"), key))
     return found
 

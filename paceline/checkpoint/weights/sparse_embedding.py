@@ -30,7 +30,7 @@ class RowSource(Protocol):
         """Return the rows at sorted indices without duplicates."""
 
     def check(self) -> None:
-        """Raise InputError if the rows cannot be read any more."""
+        """Raise InputError if the rows can no longer be read."""
 
 
 def without_memory(like: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def check(alerts: Sequence[str], notify: str | None) -> None:
         )
     try:
         wrong = not urlsplit(notify).hostname if notify.startswith(_URL) else not shlex.split(notify)
-    except ValueError:  # a quotation that is not closed, or a port that is no number
+    except ValueError:  # a quotation that is not closed, or a port that is not a number
         wrong = True
     if wrong:
         raise ConfigError(

@@ -161,7 +161,7 @@ def seconds_of(text: str) -> float:
     (0.05, 1.5, 2.0)
     """
     if (found := re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(us|ms|s|m|h)?", text.strip())) is None:
-        raise ConfigError(f"--slower-than {text!r} is no time: write a number and us, ms, s, m or h, such as 50ms.")
+        raise ConfigError(f"--slower-than {text!r} is not a time: write a number and us, ms, s, m or h, such as 50ms.")
     return float(found[1]) * _UNITS[found[2] or "s"]
 
 
@@ -174,7 +174,7 @@ def line_of(record: Record) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Return the local time of day in milliseconds, or the number itself if it is no date."""
+    """Return the local time of day in milliseconds, or the number itself if it is not a date."""
     try:
         return datetime.fromtimestamp(seconds).strftime("%H:%M:%S.%f")[:-3]
     except (OverflowError, ValueError, OSError):

@@ -12,7 +12,7 @@ from paceline.cli.observing.logs import Collect, Run, RunsDir, up_to_date
 from paceline.errors import InputError
 
 CONTEXT: dict[str, object] = {}
-MORE_HELP = """ Names the rank, the stage or the part of a step that takes more time than it has to.
+MORE_HELP = """ Names the rank, the stage or the part of a step that takes more time than necessary.
 
 The run may still train. Exit code: 2 without a complete step.
 """

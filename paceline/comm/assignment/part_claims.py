@@ -6,7 +6,7 @@
     worker 0    ▓0.0  ▓1.0  ▓1.1  ▓2.1  ▓3.0  ▓3.1  ...      each part is computed once
     worker 1    ▓0.1        ▓2.0        ▓4.0        ...      this worker takes twice as long
 
-A worker claims parts of its batch until none is left, and goes on to the next batch. It waits for no part that another
+A worker claims parts of its batch until none is left, and moves on to the next batch. It waits for no part that another
 worker computes.
 
 The same table decides which workers take part in an exchange that does not wait for all of them::
@@ -52,7 +52,7 @@ class PartClaims(Protocol):
         """Report that this worker has reached the exchange after ``step``, and wait until its participants are decided.
 
         The decision is final. They are all workers or, ``grace`` seconds after a quorum has formed, those that have
-        arrived. Only a worker that took part in the previous exchange decides on a quorum: late workers never go on
+        arrived. Only a worker that took part in the previous exchange decides on a quorum: late workers never continue
         alone, and what a quorum is may follow from the previous exchange.
 
         Returns:
@@ -60,7 +60,7 @@ class PartClaims(Protocol):
         """
 
     def forget(self) -> None:
-        """Forget the claims up to now. All workers call this when none of them claims these parts any more."""
+        """Forget the claims up to now. All workers call this when none of them still claims these parts."""
 
 
 def claims_for(world: World) -> PartClaims:

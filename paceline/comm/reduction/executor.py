@@ -37,7 +37,7 @@ from paceline.system import fault_points
 
 
 class Reduction:
-    """Average of tensors over all workers, computed anew in each step.
+    """Average of tensors over all workers, computed again in each step.
 
     Args:
         world: all workers or a subgroup.
@@ -161,7 +161,7 @@ class Reduction:
         self._send_full()
 
     def divide_by(self, divisor: Divisor) -> None:
-        """Set the divisor of this step's sums, and go on with the buckets that needed it."""
+        """Set the divisor of this step's sums, and continue with the buckets that needed it."""
         self.divisor = divisor
         if self.needs_divisor:
             self.needs_divisor = False

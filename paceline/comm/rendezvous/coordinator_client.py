@@ -133,7 +133,7 @@ class CoordinatorClient:
                 saves = message["save"] and message.get("saver") == self.number
                 return Departure(message["code"], message["reason"], saves)
             if kind == "dismissed":
-                return Departure(PREEMPTED, "preempted; the others go on")
+                return Departure(PREEMPTED, "preempted; the others continue")
             if kind == "refused":
                 raise StartError(
                     f"This worker does not match the run that it joins: {message['key']} is {message['here']} here "

@@ -72,7 +72,7 @@ KNOWN_ERRORS = (
     KnownError(
         "Input in a worker",
         r"EOF when reading a line|\bBdbQuit\b",
-        "the script waits for somebody to type, and a worker reads nothing from the terminal",
+        "the script waits for input from the keyboard, and a worker reads nothing from the terminal",
         ("input(), or a question of a library", "breakpoint() or pdb.set_trace()"),
         "take the value from the arguments of the script or from the environment: `paceline run -n 2 train.py "
         "--lr 0.1`; for a debugger start one process: `python train.py`",
@@ -250,7 +250,7 @@ KNOWN_ERRORS = (
         (
             "/etc/hosts maps the machine's own name to 127.0.0.1 or 127.0.1.1, and gloo believes it",
             "GLOO_SOCKET_IFNAME=lo from an earlier experiment",
-            "on one machine: that process has ended meanwhile, see its log",
+            "on one machine: that process has since ended, see its log",
         ),
         "`getent hosts $(hostname)` must give an address that the others reach; else mend /etc/hosts, or set "
         "GLOO_SOCKET_IFNAME to the interface between the machines",
@@ -302,7 +302,7 @@ KNOWN_ERRORS = (
         "Collective timed out",
         r"Watchdog caught collective operation timeout|Some NCCL operations have failed or timed out"
         r"|Timed out waiting \d+ms for (recv|send) operation|monitoredBarrier",
-        "a rank waited in a collective for another one that did not come in time",
+        "a rank waited in a collective for another rank that did not reach it in time",
         (
             "one rank is elsewhere: it loads data, saves, evaluates, or has left the loop early",
             "one rank failed or was killed without closing its connections: its log has the true cause",
@@ -319,7 +319,7 @@ KNOWN_ERRORS = (
         (
             "a worker failed before: its log has the cause",
             "fewer were started than WORLD_SIZE says, or two with the same rank",
-            "machines that start minutes after each other",
+            "machines that start minutes apart",
         ),
         "count the workers that run and look at the output of those that are missing; give all the same WORLD_SIZE, "
         "MASTER_ADDR and MASTER_PORT; a longer timeout_seconds if they are only late",
@@ -363,7 +363,7 @@ KNOWN_ERRORS = (
             "the kernel ended it for lack of memory (`dmesg`), or the scheduler did",
             "a network link that went down",
         ),
-        "look for the rank that ended first, and read its log; with --elastic MIN:MAX the others go on without it",
+        "look for the rank that ended first, and read its log; with --elastic MIN:MAX the others continue without it",
         transport=True,
     ),
     KnownError(

@@ -17,13 +17,13 @@ from paceline.errors import counted, name_ranks
 _LONGEST = 400  # maximum number of characters in the first line
 _WORTH_TELLING = 1.0  # shortest wait of other ranks that the message reports, in seconds
 _CURES = {
-    "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
+    "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or a user with `kill`",
     "out-of-memory": LESS_TO_HOLD,
     "crashed": "native code crashed: PYTHONFAULTHANDLER=1 prints the line of the script",
     "exit": "the script ended itself (sys.exit or os._exit): see its last output",
     "ended-early": "all workers must take the same batches and make the same calls (evaluate, save, fingerprint): look "
     "for a loop that some ranks leave before the others, or a call behind `if rank == 0`",
-    "not-started": "look at what the script does before paceline.start; timeout_seconds is how long the others wait",
+    "not-started": "look at what the script does before paceline.start; the others wait for timeout_seconds",
     "lost-connection": "look at that machine and at the network, and start it there again",
 }
 
@@ -230,11 +230,11 @@ def _cure(failure: Failure, context: Context) -> str:
         return f"{notes.rstrip('.')}; {cure}" if notes else cure
     if failure.kind == "hang" and cause is not None:
         place = f"look at {failure.last_seen.line}" if failure.last_seen.line else "see its last output"
-        more = "" if coordinator.elastic else "; with --elastic MIN:MAX the others go on without it"
+        more = "" if coordinator.elastic else "; with --elastic MIN:MAX the others continue without it"
         return f"{place}; hang_seconds and timeout_seconds are the deadlines{more}"
     cure = _CURES.get(failure.kind, "")
     if failure.kind == "killed" and not coordinator.elastic:
-        cure += "; with --elastic MIN:MAX the others go on"
+        cure += "; with --elastic MIN:MAX the others continue"
     return cure
 
 

@@ -16,7 +16,7 @@ def encoded(samples: Any) -> list[bytes]:
     """Encode samples.
 
     Raises:
-        InputError: they are no list, or a sample has a type that cannot be sent and saved.
+        InputError: they are not a list, or a sample has a type that cannot be sent and saved.
     """
     if not isinstance(samples, list | tuple):
         raise InputError(

@@ -127,7 +127,7 @@ class KeyedDataset(Dataset[Any]):
         return Attributes({"data": self._fixed}, set(), copies=False)
 
     def _read_again(self, request: LoadRequest, item: Any, sizes: dict[str, int]) -> None:
-        """Read samples of the first request again, and check that they repeat and draw anew. Undo all side effects.
+        """Read samples of the first request again, and check that they repeat and draw again. Undo all side effects.
 
         Args:
             sizes: sizes of the containers in the data set before the first read.
@@ -164,7 +164,7 @@ class KeyedDataset(Dataset[Any]):
         else:
             return
         if stops:
-            raise InputError(f"{text} With audit_action='warn' training goes on.")
+            raise InputError(f"{text} With audit_action='warn' training continues.")
         _log.warning(text)
 
 

@@ -15,12 +15,12 @@ _LISTED = 8
 
 
 class ShardsLost(InputError):
-    """No worker has some shards of the run any more: ``names``, and with their holders ``shards``."""
+    """Some shards of the run are lost: ``names``, and with their last holders ``shards``."""
 
     def __init__(self, shards: str, names: Sequence[str]) -> None:
         super().__init__(
-            f"No worker has these shards of the data any more: {shards}. An epoch uses each sample once, so training "
-            f"cannot go on without them. Resume the run with workers that have them. A run survives the loss of a "
+            f"No worker still has these shards of the data: {shards}. An epoch uses each sample once, so training "
+            f"cannot continue without them. Resume the run with workers that have them. A run survives the loss of a "
             f"machine if each of its shards is on another machine, too, or if Located(..., wait_seconds=...) lets the "
             f"others wait for a worker that has them."
         )

@@ -44,7 +44,7 @@ class MoveChoice:
         self._newest, self._began = -1, 0.0
 
     def begin(self, step: int, now: float) -> bool:
-        """Record the beginning of a step, and return whether enough steps have been measured to go on."""
+        """Record the beginning of a step, and return whether enough steps have been measured to decide."""
         if self.sends is not None or step == self._newest:  # the next phase of a step
             return False
         if self._newest < 0:

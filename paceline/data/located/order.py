@@ -70,7 +70,7 @@ class LocatedOrder(BatchOrder):
         self._choice = MoveChoice({"never": False, "samples": True, "auto": None}[data.move])
         self._run = Holding({}, {}, {}, {})  # shards of the run and their holders; empty before the workers have met
         self._placement, self._ranks = "", dict[str, tuple[int, ...]]()
-        self.lost_since: dict[str, float] = {}  # times at which workers found that no worker has a shard any more
+        self.lost_since: dict[str, float] = {}  # times at which workers found a shard lost
         self._set_shards(self._own)
 
     def _set_shards(self, shards: Mapping[str, ShardFacts]) -> None:
@@ -179,14 +179,14 @@ class LocatedOrder(BatchOrder):
             return parts
         found = [part for part in parts if self._names[part.shard] in self._ranks]
         if not found:
-            raise InputError(f"No worker has a sample of step {step} any more: its shards are lost.")
+            raise InputError(f"No worker still has a sample of step {step}: its shards are lost.")
         return found
 
     def _unknown(self, step: int) -> InputError | ConfigError:
         if empty := [name for name, one in self._run.readings.items() if one.is_empty]:
             return InputError(
                 f"Shard {empty[0]!r} gives no samples in epoch {len(self._run.readings[empty[0]].ends)}. Each epoch "
-                f"iterates over a stream anew: an object that is used up after one pass must begin again in __iter__."
+                f"iterates over a stream again: an object that is used up after one pass must begin again in __iter__."
             )
         return ConfigError(
             f"The batch of step {step} is not known, because workers tell each other about streams in session.step: "
@@ -294,7 +294,7 @@ class LocatedOrder(BatchOrder):
     def load(self, state: dict[str, Any]) -> None:
         """Take the shards of the run from a state. The workers compare them with their own when they meet."""
         shards = {name: ShardFacts(*one) for name, one in state["shards"].items()}
-        readings = {  # a stream that was used up may begin anew here
+        readings = {  # a stream that was used up may begin again here
             name: Reading(*one)._replace(is_empty=False) for name, one in state.get("readings", {}).items()
         }
         self._run = Holding(shards, state["holders"], {**state.get("choices", {}), **self._run.choices}, readings)

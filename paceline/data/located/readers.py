@@ -1,7 +1,7 @@
 """Reading of the streams that this worker has, which all workers tell each other about.
 
-Each worker reads ahead of training in all of its streams, and says how far: that they go on, or where they end. So all
-know the microbatches of the next steps, whoever has them. A stream that several workers have is read by each.
+Each worker reads ahead of training in all of its streams, and reports how far they continue, or where they end. So all
+know the microbatches of the next steps, whichever worker has them. A stream that several workers have is read by each.
 """
 
 from __future__ import annotations

@@ -44,11 +44,11 @@ class Located(Dataset[Any]):
         shards: data sets with a length and items by number, or streams, by the names of the shards. Unless
             ``move="never"``, a worker may have none.
         move: ``"never"`` if no sample may be sent to another worker, ``"samples"`` to send as many as give all workers
-            an even share of each batch, or ``"auto"`` to try this and go on if steps take less time. The same on all
+            an even share of each batch, or ``"auto"`` to try this and keep it if steps take less time. The same on all
             workers. Defaults to ``"never"``.
         wait_seconds: time for which a run under ``paceline run --elastic`` waits for a worker with a shard that no
             worker has any more. The same on all workers. Defaults to 0.
-        lost: whether the run then stops, or goes on with ``"leave out"``, without the microbatches of the shard. The
+        lost: whether the run then stops, or continues without the microbatches of the shard, with ``"leave out"``. The
             same on all workers. Defaults to ``"stop"``.
 
     Raises:
@@ -65,11 +65,11 @@ class Located(Dataset[Any]):
             )
         if lost not in get_args(Lost):
             raise InputError(
-                f"Located(..., lost={lost!r}) is unknown: give 'stop', or 'leave out' to go on without a shard that no "
-                f"worker has any more."
+                f"Located(..., lost={lost!r}) is unknown: give 'stop', or 'leave out' to continue without a shard that "
+                f"no worker still has."
             )
         if not isinstance(wait_seconds, int | float) or not 0 <= wait_seconds < math.inf:
-            raise InputError(f"Located(..., wait_seconds={wait_seconds!r}) is no number of seconds from 0.")
+            raise InputError(f"Located(..., wait_seconds={wait_seconds!r}) is not a number of seconds from 0.")
         known = isinstance(shards, Mapping)
         few = not shards and move == "never"
         if not known or few or not all(isinstance(name, str) and name for name in shards):

@@ -218,7 +218,7 @@ def _is_compiled(one: object) -> bool:
 
 
 def _may_depend(value: object) -> bool:
-    """Return whether a value may depend on the samples. Devices and lists of sizes do not, even if created anew."""
+    """Return whether a value may depend on the samples. Devices and lists of sizes do not, even if created again."""
     if isinstance(value, torch.Tensor | numpy.ndarray | float | int | complex | numpy.generic):
         return True
     if isinstance(value, _NEVER_DEPEND) or callable(value):

@@ -121,7 +121,7 @@ def versions_of(tensors: Collection[torch.Tensor]) -> list[int]:
 
 
 def put_into(now: Any, sent: Any) -> bool:
-    """Copy a tensor from :func:`sent` into ``now``. Return False if ``now`` is no array of this shape and dtype."""
+    """Copy a tensor from :func:`sent` into ``now``. Return False if ``now`` is not an array of this shape and dtype."""
     if not (is_array(now) and isinstance(sent, torch.Tensor)):
         return False
     tensor = torch.as_tensor(now)
@@ -195,7 +195,7 @@ class Owner:
 
     @property
     def is_mutable(self) -> bool:
-        """Whether a value that is no dictionary may change and stay the same object."""
+        """Whether a value that is not a dictionary may change and stay the same object."""
         return any(not isinstance(one, dict) and seen != Mark((id(one),)) for _, one, seen in self._mutable)
 
     def values(self) -> dict[Any, Any]:

@@ -68,7 +68,7 @@ def check_rows(order: BatchOrder, data: Any) -> None:
 def _short(order: BatchOrder, step: int) -> InputError:
     return InputError(
         f"The batch of step {step} has {order.samples_of(step)} samples instead of {order.batch}, so its rows do not "
-        f"go on from those of the batch before, whose state they would get: set drop_last=True, or give full batches."
+        f"continue those of the previous batch, whose state they would get: set drop_last=True, or give full batches."
     )
 
 

@@ -119,7 +119,7 @@ class Stream:
         if not self._pending or digest(self._pending[0]) != digest(first):
             raise InputError(
                 f"This {type(self._data).__name__} gives its samples only once, but each epoch, and a resumed run, "
-                f"reads them again. Give an object whose __iter__ begins anew: a class whose __iter__ is a generator "
+                f"reads them again. Give an object whose __iter__ begins again: a class whose __iter__ is a generator "
                 f"function, or a list."
             )
 
@@ -159,8 +159,8 @@ class Stream:
                 self._pending.clear()
         if time.perf_counter() - begin > _LONG_SECONDS and first < self._index * self._batch:
             _log.warning(
-                "read past %d samples of the stream to go on in the middle of epoch %d; a data set with state_dict and "
-                "load_state_dict spares that",
+                "read past %d samples of the stream to continue in the middle of epoch %d; a data set with state_dict "
+                "and load_state_dict spares that",
                 *(self._index * self._batch - first, self._epoch),
             )
         if not self.draws and was_drawn():
@@ -199,8 +199,8 @@ class Stream:
                 f"drop_last leaves nothing."
             )
         return InputError(
-            f"The stream gave no samples in epoch {self._epoch}. Each epoch iterates over data anew: an object that is "
-            f"used up after one pass must begin again in __iter__."
+            f"The stream gave no samples in epoch {self._epoch}. Each epoch iterates over data again: an object that "
+            f"is used up after one pass must begin again in __iter__."
         )
 
     def _pull(self) -> None:
@@ -239,7 +239,7 @@ class Stream:
                 f"The stream gives another sample {self._count} in epoch {self._epoch} than it gave before, so the "
                 f"batches would not be the same on all workers and after a resume. Its order may follow from the epoch "
                 f"(set_epoch) and from the global generators of torch, random and numpy, which are keyed; not from the "
-                f"rank, the time, or a generator that goes on from pass to pass."
+                f"rank, the time, or a generator that continues from pass to pass."
             )
         _log.warning(
             "the state_dict of the %s does not lead to the samples that follow, as with a shuffle buffer that is not "

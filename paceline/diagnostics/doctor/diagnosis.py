@@ -128,8 +128,8 @@ def _lost(where: Rendezvous) -> Finding:
         "machines",
         "failure",
         f"the connection to {where} ended before the report",
-        "The first machine asks all others, and has ended or cannot be reached any more.",
-        f"look at what the doctor says on {where.name}; paceline run, which may listen there, is no doctor",
+        "The first machine asks all others, and has ended or can no longer be reached.",
+        f"look at what the doctor says on {where.name}; paceline run, which may listen there, is not a doctor",
     )
 
 

@@ -214,7 +214,7 @@ def unreachable(where: Rendezvous, cause: str) -> Finding:
 
 
 def _without_secret(values: str, cure: str) -> Joined:
-    why = "Only who knows the secret of the run may take part."
+    why = "Only a process that knows the secret of the run may take part."
     return Joined(problem=Finding("secret", "failure", values, why, cure))
 
 

@@ -122,8 +122,8 @@ class Waits:
         return HorovodInternalError(f"Rank {self.rank}: {what} failed: {why or reason_of(error)}")
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
-        """Build the error for failed gradients in the script's thread, once the engine's thread knows who left."""
-        for _ in range(round(EXPLAIN_SECONDS / _POLL_SECONDS)):  # a clock would go on while this process is stopped
+        """Build the error for failed gradients in the script's thread, once the engine's thread knows which left."""
+        for _ in range(round(EXPLAIN_SECONDS / _POLL_SECONDS)):  # a clock would run on while this process is stopped
             if self.gone or name in self.stalled:
                 break
             time.sleep(_POLL_SECONDS)

@@ -40,7 +40,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         raise OSError(f"a message of {length} bytes")
     message = json.loads(_exactly(channel, length))
     if not isinstance(message, dict):
-        raise OSError("a message that is no object")
+        raise OSError("a message that is not an object")
     return message, files
 
 

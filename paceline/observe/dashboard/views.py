@@ -8,7 +8,7 @@
     stages       cells of all events             what a step consists of
     heat         cells of steps                  own time of each rank, over the steps
     waits        late                            which rank waited for which
-    membership   events of the membership        who joined and who was lost
+    membership   events of the membership        workers that joined or were lost
     memory       events ``usage``, ``memory``    memory of the workers, and what was predicted for each rank
     network      cells of messages               bytes of a step
     logs         search                          newest matching records
@@ -311,7 +311,7 @@ def _is_list(record: Record) -> bool:
 
 
 def _text_of(record: Record) -> str:
-    """Return what a record of the membership says, in a line."""
+    """Return a line that describes a record of the membership."""
     event = record["event"]
     if event == "membership" and _is_list(record):
         joined, gone = (record.get(name) or "none" for name in ("joined", "gone"))

@@ -140,8 +140,8 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
     """
     found: dict[tuple[int, int], dict[int, Times]] = defaultdict(dict)
     waits: dict[tuple[int, int], Links] = defaultdict(dict)
-    calls: dict[tuple[int, int], list[float]] = defaultdict(list)  # what the script's collective calls take
-    ended: dict[tuple[int, int], float] = {}  # times by rank and generation; what a recovery takes is of no step
+    calls: dict[tuple[int, int], list[float]] = defaultdict(list)  # durations of the script's collective calls
+    ended: dict[tuple[int, int], float] = {}  # times by rank and generation: a recovery is part of no step
     for record in records:
         rank, generation, time = record["rank"], record["generation"], record["time"]
         if record["event"] == "start":  # maybe of a resumed run
@@ -166,7 +166,7 @@ def _steps(records: Iterable[Record], links: dict[int, Links]) -> dict[tuple[int
                 case [int(sender), wait] if (late := number(wait)) is not None:
                     waits[generation, step][sender, rank] = late
     for key, step in found.items():
-        least = min(calls[key])  # even who comes last waits for the calls themselves
+        least = min(calls[key])  # even the last rank to arrive waits for the calls themselves
         for rank, times in step.items():
             step[rank] = times._replace(script=times.script + least, awaited=max(0.0, times.awaited - least))
     found = dict(sorted(found.items()))
@@ -188,7 +188,7 @@ def _add_links(
         before = key[0]
         for rank, times in step.items():
             own[rank] += times.own
-        for (sender, rank), late in waits.get(key, {}).items():  # a sender that computes for longer is no slow link
+        for (sender, rank), late in waits.get(key, {}).items():  # a sender that computes for longer is not a slow link
             late = max(0.0, late - max(0.0, own.get(sender, math.inf) - own[rank]))
             known = links[key[0]]
             known[sender, rank] = known.get((sender, rank), 0.0) + late

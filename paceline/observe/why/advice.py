@@ -18,7 +18,7 @@ from paceline.schedule.shares import even
 from paceline.schedule.speed_shares import fit_counts
 
 CROWDED = 0.1
-"""Share of the time for which workers lack a core, from which on it is told. Loader processes would lack one, too."""
+"""Smallest reported share of the time in which workers lack a core. Loader processes would lack one, too."""
 _STOLEN = 64  # microbatches of a worker from which more of them would save no more time
 _SAVING = 0.01
 """Share of the time that saves take at the best interval, sqrt(stall / (2 MTBF)), for 20 s and a day."""

@@ -38,7 +38,7 @@ _OF_RANK_0 = ("checkpoint", "weights")  # pauses in which rank 0 writes for all
 
 @dataclass(frozen=True)
 class Culprit:
-    """Part of the time that would be saved if the rank or the part of a step took no longer than it has to."""
+    """Part of the time that would be saved if the rank or the part of a step took no longer than necessary."""
 
     kind: str  # "compute", "update", "load", "script", "start", a pause, or "exchange" if it is a link
     share: float  # of the time of the run

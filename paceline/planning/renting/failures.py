@@ -115,7 +115,7 @@ class Expected:
 
 
 def replay(job: Job, interruptions: Interruptions, histories: int = 1000, seed: int = 0) -> Expected:
-    """Return what to expect of a run, from replays of so many histories.
+    """Return the expected course of a run, from replays of random histories.
 
     >>> from paceline.planning.renting.interruptions import Exponential
     >>> job = Job(steps=3600, step_seconds=1.0, machines=4, copies=4, recovery_seconds=1.0)
@@ -154,7 +154,7 @@ class _Replay:
     stalled: float = 0.0  # until this time
     lost: int = 0  # training machines lost since the last step
     holders: int = 0  # machines that had the state at the first of these losses
-    unloaded: bool = False  # whether a checkpoint must be loaded before training goes on
+    unloaded: bool = False  # whether a checkpoint must be loaded before training continues
     rollbacks: int = 0
     absent: float = 0.0  # seconds for which the provider had no machine, over all machines
     training: set[int] = field(default_factory=set)

@@ -20,7 +20,7 @@ _COLUMNS = ["time", "machine", "event"]
 _START, _INTERRUPTION, _OBSERVED = "start", "interruption", "observed"
 _FORMS = "in seconds", "a date"
 _SILENCES, _SILENT = 20, 5
-"""A silence in a trace of at least so many silences is a gap if it is so many times as long as the second longest."""
+"""A trace's longest silence is a gap if the trace has at least 20 and it is 5 times as long as the second longest."""
 
 
 class Interruption(NamedTuple):
@@ -35,7 +35,7 @@ class Interruptions(Protocol):
     """Random process by which machines are lost."""
 
     def history(self, random: Random, slots: int) -> Iterator[Interruption]:
-        """Yield the interruptions of so many machines, without end, in the order of their times."""
+        """Yield the interruptions of ``slots`` machines, without end, in the order of their times."""
         ...
 
 
@@ -46,7 +46,7 @@ class Exponential:
     per_hour: float  # interruptions per hour of a machine
 
     def history(self, random: Random, slots: int) -> Iterator[Interruption]:
-        """Yield the interruptions of so many machines."""
+        """Yield the interruptions of ``slots`` machines."""
         time, rate = 0.0, slots * self.per_hour / 3600
         while rate:
             time += random.expovariate(rate)
@@ -69,7 +69,7 @@ class Trace:
     delays: tuple[float, ...]
 
     def history(self, random: Random, slots: int) -> Iterator[Interruption]:
-        """Yield the interruptions of so many machines."""
+        """Yield the interruptions of ``slots`` machines."""
         begin = random.random() * self.seconds
         place, turn = bisect_right(self.losses, (begin, math.inf)), 0
         while self.losses:
@@ -95,7 +95,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace: CSV with the columns time, machine, event.
 
     Times are seconds, or dates of ISO 8601, in ascending order. Events are ``start``, ``interruption``, and
-    ``observed``, a row without a machine that says that the recording went on. A machine whose first row is an
+    ``observed``, a row without a machine that says that the recording continued. A machine whose first row is an
     interruption was up when the recording began, at its first row.
 
     Raises:

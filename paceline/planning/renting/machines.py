@@ -158,7 +158,7 @@ def _validated(table: dict[str, Any], where: str, known: Mapping[str, MachineTyp
 
 @dataclass(frozen=True)
 class Extrapolated:
-    """Costs of layers on a type of machine on which nobody measured them."""
+    """Costs of layers on a type of machine on which they were not measured."""
 
     layers: tuple[LayerCost, ...]  # the costs
     text: str  # label for people

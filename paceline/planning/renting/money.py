@@ -23,7 +23,7 @@ class Bill:
 
 
 def undisturbed(kind: MachineType, machines: int, seconds: float) -> Bill:
-    """Return the bill of training for so many seconds without an interruption.
+    """Return the bill of training for ``seconds`` without an interruption.
 
     >>> small = MachineType("small", cores=4, price_per_hour=2.0, minimum_seconds=3600.0, start_up_seconds=60.0)
     >>> undisturbed(small, machines=3, seconds=600).money

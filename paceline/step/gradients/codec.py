@@ -7,7 +7,7 @@ earlier steps, so that no worker waits for others before it encodes::
                all of them fit       decode the sums, update the model, accept the largest values
                one does not fit      all workers compute step s again, with scales that fit
 
-All workers learn the largest gradient by a maximum over microbatches, which depends on nobody's order or share, so all
+All workers learn the largest gradient by a maximum over microbatches, which does not depend on order or shares, so all
 take the same decision. The bounds are part of the training state: they are saved in checkpoints and sent to workers
 that join. They are bounds of the unscaled loss's gradients, so a new loss scale does not change them. A scale for
 integers from a running norm, without a round of its own, is that of IntSGD (Mishchenko et al. 2021, arXiv 2102.08374);

@@ -54,7 +54,7 @@ class LaneMemory:
         )
 
     def share(self, microbatches: int) -> list[range]:
-        """Return the microbatches of each rank in a batch of so many: those of its lanes."""
+        """Return the microbatches of each rank, which are those of its lanes."""
         lanes = even(self._context.order.microbatches, self._context.world.size)
         return [range(min(own.start, microbatches), min(own.stop, microbatches)) for own in lanes]
 

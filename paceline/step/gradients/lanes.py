@@ -14,7 +14,7 @@ are wider.
 
 A lane may be negative: the word is the sum of numbers, not of bit patterns. So the sum of words has the sums of codes
 in its lanes, and every exchange that adds up integers adds up words, the all-reduce of a back end as well. Sums of
-integers have no order, so the result does not depend on who adds up what.
+integers have no order, so the result does not depend on which worker adds up which sum.
 
 The random numbers are keyed by the seed, the step, the microbatch and the parameter, as everything that is random in a
 step. Unbiased random rounding to few levels is QSGD (Alistarh et al. 2017, arXiv 1610.02132).
@@ -50,7 +50,7 @@ class Lanes(NamedTuple):
 
 
 def lanes_for(limit: int, microbatches: int) -> Lanes:
-    """Return the narrowest lanes that hold the sum of so many codes. The back ends add up these types only.
+    """Return the narrowest lanes that hold the sum of ``microbatches`` codes. The back ends add up these types only.
 
     >>> lanes_for(127, 16)
     Lanes(dtype=torch.int64, per_word=5, width=12)
@@ -64,7 +64,7 @@ def lanes_for(limit: int, microbatches: int) -> Lanes:
 
 
 def widest(lanes: Lanes, microbatches: int) -> int:
-    """Return the largest code whose sum over so many microbatches fits into a lane.
+    """Return the largest code whose sum over ``microbatches`` fits into a lane.
 
     >>> widest(lanes_for(7, 8), 8)
     15
@@ -98,7 +98,7 @@ def unpack(words: torch.Tensor, lanes: Lanes, numel: int, dtype: torch.dtype = t
 
 
 def words_of(numel: int, lanes: Lanes) -> int:
-    """Return the number of words for so many codes."""
+    """Return the number of words for ``numel`` codes."""
     return -(-numel // lanes.per_word)
 
 

@@ -98,7 +98,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _what_else(entry: Any, name: str) -> str:
-    """Describe an output that is no dense tensor, and what to return instead."""
+    """Describe an output that is not a dense tensor, and what to return instead."""
     if not isinstance(entry, torch.Tensor):
         cure = " Name its tensors in a dictionary." if isinstance(entry, tuple | list) and not name else ""
         return f"is {described(entry)}.{cure}"

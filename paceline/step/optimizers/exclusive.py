@@ -1,7 +1,7 @@
 """Guards of optimizers.
 
-Only the session calls ``step``: a script that calls it too would update the model twice. And nobody takes the state of
-an optimizer for the whole state while it is divided among the workers.
+Only the session calls ``step``: a script that calls it too would update the model twice. And no other code may
+mistake the state of an optimizer for the whole state while it is divided among the workers.
 """
 
 from __future__ import annotations

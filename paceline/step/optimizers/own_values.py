@@ -28,8 +28,8 @@ _PLAIN = bool, int, float, str, type(None), numpy.bool_, numpy.int32, numpy.int6
 _DEEPEST = 8
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "deque": deque}
 _NOT_KEPT = (
-    "The update has changed {name}, a {kind}, which checkpoints and joining workers do not get: a resumed run goes on "
-    "with what the optimizer begins with. Keep numbers and tensors, best in optimizer.state[parameter]."
+    "The update has changed {name}, a {kind}, which checkpoints and joining workers do not get: a resumed run "
+    "continues with what the optimizer begins with. Keep numbers and tensors, best in optimizer.state[parameter]."
 )
 
 

@@ -20,8 +20,8 @@ from paceline.system.torch_internals import BUFFERS, MODULES, PARAMETERS
 _is_none = partial(is_, None)
 _OTHER_NAMES = (
     "The {kind} {name!r} {happened} after paceline.start. A checkpoint, and the state that a joining worker gets, "
-    "would not fit the model with which the script begins, so no run could go on from it. {cure}; change values, not "
-    "names, in the loop."
+    "would not fit the model with which the script begins, so no run could continue from it. {cure}; change values, "
+    "not names, in the loop."
 )
 _PRUNE_BEFORE = (
     "Call torch.nn.utils.prune.identity(module, {name!r}) before paceline.start, which makes the mask, and prune in "

@@ -369,5 +369,5 @@ def tell(context: TrainingContext, text: str) -> None:
         InputError: the run is to stop.
     """
     if context.settings.stops_at_difference:
-        raise InputError(f"{text} With audit_action='warn' training goes on.")
+        raise InputError(f"{text} With audit_action='warn' training continues.")
     warn(context, text)

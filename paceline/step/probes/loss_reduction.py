@@ -54,7 +54,7 @@ _QUEUE = (
 )
 _NOT_TRIED = (
     "The loss could not be checked: the forward pass raised {error} when it was given some samples of a microbatch "
-    "once, twice and three times. Training goes on. Make sure that it returns a mean over its samples, or the pair "
+    "once, twice and three times. Training continues. Make sure that it returns a mean over its samples, or the pair "
     "(sum, count)."
 )
 
@@ -82,7 +82,7 @@ def check_loss_reduction(context: TrainingContext, groups: Sequence[MicrobatchGr
     if certain:
         raise InputError(text)
     if text:
-        warn(context, f"{text} It is not certain, so training goes on.")
+        warn(context, f"{text} It is not certain, so training continues.")
 
 
 def _probe(context: TrainingContext, groups: Sequence[MicrobatchGroup], step: int) -> tuple[str, bool]:

@@ -44,7 +44,7 @@ _OWN_BACKWARD = (
 _KEPT_GRAPH = (
     "The loss depends on a tensor that an earlier forward pass has kept with its graph, such as a hidden state. Each "
     "worker computes other microbatches, so the result would depend on the number of workers. Carry it as the state of "
-    "forward(model, microbatch, state), or compute it anew in each forward pass."
+    "forward(model, microbatch, state), or compute it again in each forward pass."
 )
 
 
@@ -69,7 +69,7 @@ def check_repeatable(context: TrainingContext, group: MicrobatchGroup, step: int
     if text:
         text = f"{text}. {CURE}"
         if context.settings.stops_at_difference:
-            raise InputError(f"{text} With audit_action='warn' training goes on.")
+            raise InputError(f"{text} With audit_action='warn' training continues.")
         warn(context, text)
         context.probe_results.told.add(False)
     elif grows:
@@ -88,7 +88,7 @@ def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple
     if different:
         return _differing(different, changed), ""
     named = ", ".join(changed[:3])
-    text = f"The forward pass changes {named} each time, which is no buffer of the model" if changed else ""
+    text = f"The forward pass changes {named} each time, which is not a buffer of the model" if changed else ""
     return text, next(iter(grows), "")
 
 

@@ -71,6 +71,6 @@ def _slices(value: torch.Tensor, sizes: tuple[int, ...]) -> list[nn.Parameter]:
 
 
 def _example(size: int, value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of so many elements with as many dimensions as a parameter."""
+    """Return a tensor of ``size`` elements with as many dimensions as a parameter."""
     shape = [size] if value.ndim <= 1 else [1] * (value.ndim - 2) + [96, size // 96]
     return value.detach().new_empty(shape)

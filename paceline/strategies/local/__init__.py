@@ -1,1 +1,1 @@
-"""Local training: replicas of the model that train on their own and meet every so many steps."""
+"""Local training: replicas of the model that train on their own and are averaged periodically."""

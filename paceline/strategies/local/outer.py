@@ -1,7 +1,7 @@
-"""Outer steps of local training, each of a fragment of the model, which may be on its way while inner steps go on.
+"""Outer steps of local training, each of a fragment of the model, which may be on its way while inner steps continue.
 
 Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the model is cut into fragments, each with its own outer
-step in a period, and inner steps go on while it is on its way::
+step in a period, and inner steps continue while it is on its way::
 
     local.every = 6, local.fragments = 2, local.delay = 2       S sent   + added up   L landed
 

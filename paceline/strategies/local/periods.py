@@ -7,7 +7,7 @@ ones let it fall further at the end::
     steps of the periods     8       O 8       O 6     O 4   O 3 ...
 
 The losses are those of the last batch of each period over all replicas, which all workers know. So the periods do not
-depend on the number of workers, nor on who trains which replica.
+depend on the number of workers, nor on which worker trains which replica.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def adapted(every: int, first: float, loss: float) -> int:
     Args:
         every: number of steps of the first period, and the largest that is returned.
         first: loss at the end of the first period.
-        loss: loss now. If one of them is no positive number, the rule does not apply, and the period is the longest.
+        loss: loss now. If either is not a positive number, the rule does not apply, and the period is the longest.
 
     >>> [adapted(8, 4.0, loss) for loss in (4.0, 2.0, 0.9, 0.4, 9.0)]
     [8, 6, 4, 3, 8]

@@ -120,7 +120,7 @@ class Sites(Strategy):
         order, settings = context.order, context.settings
         assert isinstance(order, LocatedOrder)
         self._context, self._order, self._local = context, order, settings.local
-        if context.replicas:  # of a run without sites that this one goes on from
+        if context.replicas:  # from the checkpoint of a run without sites
             context.replicas.clear()
             context.strategy_state.pop(STATE, None)
         context.strategy_state.setdefault(STATE, {"momentum": {}})

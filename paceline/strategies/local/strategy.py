@@ -1,4 +1,4 @@
-"""Local training: replicas train on their own, and an outer optimizer brings them together every so many steps.
+"""Local training: replicas train on their own, and an outer optimizer brings them together periodically.
 
 ::
 
@@ -61,7 +61,7 @@ from paceline.system.wires import OUTER
 OF_SITES = tuple(f"local.{key}" for key in ("sampled", "masked", "threshold", "clip", "noise", "delta"))
 """Settings that only replicas of sites read."""
 _MOST_INCOMPLETE = 8
-"""Most outer steps in a row that go on without late workers. The next one needs all workers."""
+"""Most consecutive outer steps without late workers. The next one needs all workers."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -133,7 +133,7 @@ def _check_quorum(settings: Settings) -> None:
         )
     if not local.uneven:
         raise ConfigError(
-            f"local.quorum = {local.quorum} lets outer steps go on without a late worker, which catches up only if "
+            f"local.quorum = {local.quorum} lets outer steps proceed without a late worker, which catches up only if "
             f"others take its parts of the batches: set local.uneven = True, or leave out local.quorum."
         )
     given = {"wire": repr(settings.wire)} if settings.wire != "float32" else {}

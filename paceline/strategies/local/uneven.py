@@ -11,9 +11,9 @@
 A part is the share of a batch on which a replica would train if all made the same number of inner steps. These are the
 dynamic local updates of asynchronous local SGD (Liu et al. 2024, arXiv 2401.09135), but with synchronous outer steps.
 
-With ``local.quorum`` an outer step goes on without late workers (Douillard et al. 2026, arXiv 2604.21428). A late one
+With ``local.quorum`` an outer step proceeds without late workers (Douillard et al. 2026, arXiv 2604.21428). A late one
 passes the batches whose parts others have claimed, and sends the update of its replica in its next outer step. With a
-quorum no worker leaves parts to others: if they were late, nobody would compute these parts.
+quorum no worker leaves parts to others: if they were late, no worker would compute these parts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ClaimedParts:
         return self._claims.arrive(step, enough, grace)
 
     def exchanged(self, paces: Sequence[float], complete: bool) -> None:
-        """Begin anew after an exchange, in which the workers have told their :attr:`pace`.
+        """Begin again after an exchange, in which the workers have reported their :attr:`pace`.
 
         Args:
             paces: seconds of each worker for a part, 0 if unknown. Empty if this worker is to leave no parts to others.

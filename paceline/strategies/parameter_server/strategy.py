@@ -95,7 +95,7 @@ def validate_servers(settings: Settings, model: nn.Module, order: BatchOrder, wo
         kind, most = ("dedicated servers", workers - 1) if server.dedicated else ("servers", workers)
         raise ConfigError(
             f"server.count = {server.count} {kind} need more than {workers} workers"
-            f"{', of whom some compute' if server.dedicated else ''}: use at most {most}, or more workers."
+            f"{', of which some compute' if server.dedicated else ''}: use at most {most}, or more workers."
         )
     if server.mode == "sync" and (server.scale_lr or server.drop_after is not None):
         name = "scale_lr" if server.scale_lr else "drop_after"

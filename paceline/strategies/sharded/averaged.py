@@ -44,7 +44,7 @@ class DividedAverages:
         try:
             self._give({index: value.to(self._kept[index].dtype) for index, value in averages.items()})
             yield
-        except WorkerLost:  # the others give nothing any more
+        except WorkerLost:  # the others send nothing more
             raise
         except Exception:
             self._give_back()

@@ -166,10 +166,10 @@ class TableRows:
         return found
 
     def check(self) -> None:
-        """Raise InputError if the rows cannot be read any more."""
+        """Raise InputError if the rows can no longer be read."""
         if self._pulled is None:
             raise InputError(
-                "The rows of a paceline.SparseEmbedding are on several machines, and no session trains it any more: "
+                "The rows of a paceline.SparseEmbedding are on several machines, and no session trains it now: "
                 "evaluate, predict and export before the session ends, or build the model again and start from a "
                 "checkpoint."
             )

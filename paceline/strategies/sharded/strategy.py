@@ -19,7 +19,7 @@ some may have heard from all and others not::
 
     worker 0   means ─ norms ─ update ───────────┐ step done       The others have all their means and catch up: with
     worker 1   means ─ norms ?                   ├ update          the norm of worker 0 they make the same update.
-    worker 2   means (of worker 3, too) ─ norms ?┘ update          If nobody is done, all take the step again.
+    worker 2   means (of worker 3, too) ─ norms ?┘ update          If none is done, all repeat the step.
     worker 3   means ─ norms †
 """
 
@@ -234,7 +234,7 @@ class Sharded(Strategy):
         gradients = self._means([index for index in self._shard.own if used[self._slices[index].parameter]])
         owned = {index: value for index, value in gradients.items() if self._slices[index].owner == rank}
         copied = {index: value for index, value in gradients.items() if index not in owned}
-        if self._context.world.shared_memory is not None:  # in the memory of their owners, which go on using it
+        if self._context.world.shared_memory is not None:  # in the memory of their owners, which still use it
             copied = {index: value.clone() for index, value in copied.items()}
         self._divided.hashes = None
         self._is_whole &= self._weights is None  # others may update shared weights while this worker waits

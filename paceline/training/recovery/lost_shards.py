@@ -7,7 +7,7 @@
     worker 2    ............................ ready, with shard b ─ membership 2 ─ catch up ─ step 7
 
 The workers decide together, several times a second, whether to wait on. They wait ``wait_seconds`` from the loss, also
-if the membership changes meanwhile.
+if the membership changes during the wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def join_data(context: TrainingContext, generation: Generation) -> None:
     All workers call this together, before a state moves.
 
     Raises:
-        InputError: this worker is refused. The run goes on without it.
+        InputError: this worker is refused. The run continues without it.
         WorkerLost: another worker is refused.
     """
     world, order = context.world, context.order
@@ -53,9 +53,9 @@ def join_data(context: TrainingContext, generation: Generation) -> None:
     if world.rank in refused:
         assert world.coordinator is not None
         world.coordinator.report_unfit()
-        raise InputError(f"{refused[world.rank]} The run goes on without this worker.")
+        raise InputError(f"{refused[world.rank]} The run continues without this worker.")
     if refused:
-        _tell(context, f"training goes on without a worker that was to join. {' '.join(refused.values())}")
+        _tell(context, f"training continues without a worker that was to join. {' '.join(refused.values())}")
         raise WorkerLost(f"Rank {min(refused)} leaves the run: {refused[min(refused)]}", tuple(refused))
 
 
@@ -74,14 +74,14 @@ def meet(context: TrainingContext, doing: str) -> None:
         if not order.goes_on:
             raise
         order.meet(world, doing, without=True)
-        _tell(context, f"training goes on without shards that no worker has any more (lost='leave out'): {lost.shards}")
+        _tell(context, f"training continues without shards that no worker still has (lost='leave out'): {lost.shards}")
 
 
 def _wait(context: TrainingContext, doing: str, lost: ShardsLost) -> None:
     world, order, launched = context.world, context.order, env.launch_info()
     assert isinstance(order, LocatedOrder)
     seconds, coordinator = order.wait_seconds, world.coordinator
-    if not seconds or coordinator is None or launched is None or not launched.elastic:  # nobody can join
+    if not seconds or coordinator is None or launched is None or not launched.elastic:  # no worker can join
         return
     order.lost_since = {name: order.lost_since.get(name, time.monotonic()) for name in lost.names}
 
@@ -94,7 +94,7 @@ def _wait(context: TrainingContext, doing: str, lost: ShardsLost) -> None:
     left = seconds - waited
     if left > 0:
         what = f"waiting at most {math.ceil(left)} s (wait_seconds)"
-        _tell(context, f"{what} for shards that no worker has any more: {lost.shards}")
+        _tell(context, f"{what} for shards that no worker still has: {lost.shards}")
     while not joins and waited <= seconds:
         time.sleep(_POLL_SECONDS)
         joins, waited = meanwhile()

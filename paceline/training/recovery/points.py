@@ -45,7 +45,7 @@ class Point:
 
     steps: int
     tensors: Mapping[str, torch.Tensor]  # state that every worker has
-    rest: Any  # what is no tensor (checkpoint.training_state)
+    rest: Any  # everything but tensors (checkpoint.training_state)
     replicas: Mapping[str, torch.Tensor]  # tensors of the replicas of this worker and of the one before
 
 
@@ -59,7 +59,7 @@ class Points:
 
     @property
     def wanted(self) -> bool:
-        """Whether workers may be lost, leave or join while the others go on with replicas."""
+        """Whether workers may be lost, leave or join while the others continue with replicas."""
         return env.survives_losses() and registry.lanes_of(self._context) > 0
 
     @property

@@ -165,7 +165,7 @@ class Recovery:
         """Join a generation, perhaps on another device, with the data of the run."""
         world = self._context.world
         before = world.device
-        self._context.held.is_handed_on = False  # the workers divide the state anew, with this one
+        self._context.held.is_handed_on = False  # the workers divide the state again, with this one
         self._formation.join(generation)
         if world.device != before:
             self._undo_warm_up()
@@ -188,7 +188,7 @@ class Recovery:
         if count and launched is not None and launched.ulfm and self._context.world.rank == 0:
             # no launcher reports the loss
             left = len(generation.members)
-            _log.warning("lost %d of %d workers; %d go on from step %d", count, left + count, left, step)
+            _log.warning("lost %d of %d workers; %d continue from step %d", count, left + count, left, step)
         self._context.events.mark(
             "recovered" if generation.number > 0 else "gathered",
             step=step,

@@ -33,7 +33,7 @@ def assemble(context: TrainingContext, everyone: Sequence[Progress | None]) -> b
     if all(one is None or one.owned is None for one in everyone):
         return True
     steps = {one.steps + one.ahead for one in everyone if one is not None}
-    if max(steps) > furthest_of(everyone).steps:  # nobody is left who has done the step to its end
+    if max(steps) > furthest_of(everyone).steps:  # no remaining worker has completed the step
         return False
     whole = _whole(everyone)
     if any(whole):
@@ -80,7 +80,7 @@ def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Share
 
 
 def hash_shares(strategy: Strategy, progress: Progress) -> None:
-    """Hash a divided state at a position at which the workers compare, or compared before they divided it anew.
+    """Hash a divided state at a position at which the workers compare, or compared before they divided it again.
 
     All workers call this together.
     """

@@ -46,7 +46,7 @@ from paceline.system.torch_internals import (
 _RECORD_BYTES, _STATE_BYTES = 1000, 5056
 """Approximate size of a recorded operation, and of the state of the CPU's generator."""
 _HELD = 2  # Limit of the bytes in memory, as a multiple of the largest storage. ``orthogonal_`` needs two of that size.
-_UNUSED_EVERY = 32  # number of operations between two searches for storages that the script does not use any more
+_UNUSED_EVERY = 32  # number of operations between two searches for storages that the script no longer uses
 _BY_ADDRESS = {"__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "apply_", "data_ptr", "map2_", "map_"}
 _BY_ADDRESS |= {"numpy", "share_memory_", "storage", "to_dlpack", "tolist", "untyped_storage"}
 """Functions of tensors that read or write memory without an operator."""

@@ -118,7 +118,7 @@ def memory(limits: Limits, workers: int) -> Finding:
         check,
         "failure" if each < _TOO_LITTLE_MEMORY else "warning",
         f"too little memory: {whose}; {size(each)} for each of {counted(workers, 'worker')}",
-        "Python and torch alone take half a gigabyte in each worker; who takes more than there is, is killed with "
+        "Python and torch alone take half a gigabyte in each worker; a process that takes more is killed with "
         "signal 9.",
         "start fewer workers here, end what else runs, or raise the limit (--memory of the container, "
         "resources.limits.memory of the pod, --mem of the Slurm job)",

@@ -74,7 +74,7 @@ class Following:
             return None
         self._answered = time.monotonic()
         if not job:
-            say(f"the {self._kind.resource} {self._pods.name} is gone: somebody removed it")
+            say(f"the {self._kind.resource} {self._pods.name} is gone: it was removed")
             return state.exit_code(state.failed_pod(pods))
         self._show(pods)
         if (ended := state.end_of(job)) is None:

@@ -36,8 +36,8 @@ _OF_SSH = (
     ("could not resolve", "there is no host of this name; check the spelling, and ~/.ssh/config"),
     (
         "identification has changed",
-        "its host key is not the one that is known here: another machine may answer in its place. Ask who runs it; if "
-        "the machine is a new one, `ssh-keygen -R {name}` removes the old key",
+        "its host key is not the one known here: another machine may answer in its place. Ask its administrator; "
+        "if the machine is a new one, `ssh-keygen -R {name}` removes the old key",
     ),
     (
         "host key",

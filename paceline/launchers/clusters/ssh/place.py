@@ -97,7 +97,7 @@ class Ssh(Place):
         if code == CONNECTION_FAILED:
             raise WorkerLost(
                 f"The connection to {agents[0].machine}, the first host, is lost, and the coordinator with it: the run "
-                f"is over. With --resume auto and the same --name it goes on from its newest checkpoint."
+                f"is over. With --resume auto and the same --name it continues from its newest checkpoint."
             )
         return code
 

@@ -1,1 +1,1 @@
-"""Sums of updates of which nobody sees a single update (secure aggregation)."""
+"""Sums of updates in which no worker sees the update of another (secure aggregation)."""

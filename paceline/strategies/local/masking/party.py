@@ -9,8 +9,8 @@
     unmask     sum - own masks - masks with parties whose vector is missing
 
 The masks between two parties cancel in the sum. Whole numbers are added modulo 2**64, so the sum is exact, and a masked
-vector is uniformly distributed to whoever lacks the keys. A party reveals only one of the two shares, so that a vector
-which arrives late stays hidden. Parties are honest but curious: fewer than ``threshold`` of them learn nothing from
+vector is uniformly distributed for a reader without the keys. A party reveals only one of the two shares, so a late
+vector stays hidden. Parties are honest but curious: fewer than ``threshold`` of them learn nothing from
 what all of them have seen, except the sum.
 """
 
