@@ -77,7 +77,7 @@ _ELSEWHERE = {
     "device": "Each worker moves the model and the batches to its own device, session.device: leave it out.",
     "shuffle": "Samples are shuffled again in each epoch: leave it out. sampler= gives them another order.",
     "workers": "The launcher starts them: paceline run -n 4 train.py.",
-    "num_workers": "Loader processes are workers_per_loader=...; workers are started by paceline run -n 4 train.py.",
+    "num_workers": "For loader processes set workers_per_loader=...; paceline run -n 4 train.py starts workers.",
     "batch_size": "Did you mean 'batch'? It is the number of samples over all workers.",
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "It is the argument loss=..."),
     **dict.fromkeys(("dataset", "train_data", "train_set", "loader", "dataloader"), "It is the argument data=..."),
@@ -118,7 +118,7 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        own = " One that the script registers can only be set in the script." if known is STRATEGIES else ""
+        own = " A strategy that the script registers can only be set there." if known is STRATEGIES else ""
         raise ConfigError(f"There is no strategy {quoted(name)}.{hint} The strategies are: {', '.join(known)}.{own}")
 
 
@@ -221,7 +221,7 @@ def _of_json(path: Path, text: bytes) -> dict[str, Any]:
 
 
 class SavedPlan(NamedTuple):
-    """What ``paceline plan --save`` writes, besides settings."""
+    """Values that ``paceline plan --save`` writes besides settings."""
 
     workers: int
     machines: int
@@ -229,10 +229,10 @@ class SavedPlan(NamedTuple):
 
 
 def saved_plan(plan: Path | None, script: Path | None = None) -> SavedPlan | None:
-    """Return what ``paceline plan`` has saved, or None for other plan files.
+    """Return the values that ``paceline plan`` has saved, or None for other plan files.
 
     Raises:
-        ConfigError: the plan is unusable, or for a script with another name than this one.
+        ConfigError: the plan is unusable, or for a script of another name.
     """
     if plan is None or plan.suffix != ".json":
         return None
@@ -242,7 +242,7 @@ def saved_plan(plan: Path | None, script: Path | None = None) -> SavedPlan | Non
     if script is not None and isinstance(planned, str) and planned != script.name:
         raise ConfigError(
             f"The plan file {plan} is for {quoted(planned)}, and this script is {script.name!r}, whose layers and "
-            f"times may be others: run paceline plan --save again, or change 'script' in the file if it has a new name."
+            f"times may differ: run paceline plan --save again, or change 'script' in the file if it has a new name."
         )
     high = values.get("high") if values.get("machine") == "this machine" else None
     machines = values.get("machines")

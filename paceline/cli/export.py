@@ -10,7 +10,7 @@ import typer
 CONTEXT: dict[str, object] = {}
 MORE_HELP = """ Needs neither the script nor its workers.
 
-The file is the same as one by session.export() after the step of the checkpoint.
+The file equals the one that session.export() writes after the step of the checkpoint.
 
 Exit code: 2 if the format of FILE is not available, 4 if no complete checkpoint can be read.
 """
@@ -28,7 +28,7 @@ def command(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint, or a folder of them: the newest; a path or a URL.",
+            help="A checkpoint, or a folder of which the newest is taken; a path or a URL.",
             metavar="CHECKPOINT",
             show_default=False,
         ),

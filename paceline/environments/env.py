@@ -22,10 +22,10 @@ PLAN = "PACELINE_PLAN"
 TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
 TRIED_STEPS = "PACELINE_TRIED_STEPS"  # number of steps after which a run of ``paceline plan`` ends
-REPLAY = "PACELINE_REPLAY"  # what ``paceline replay`` has requested, as JSON
+REPLAY = "PACELINE_REPLAY"  # request of ``paceline replay``, as JSON
 BRANCH = "PACELINE_BRANCH"  # branch of ``paceline tune``, as JSON
-SHOW_CONFIG = "PACELINE_SHOW_CONFIG"  # file to write the settings to for ``paceline config``, in place of training
-PROFILE = "PACELINE_PROFILE"  # file to write layer costs to for ``paceline profile``, in place of training
+SHOW_CONFIG = "PACELINE_SHOW_CONFIG"  # file to write the settings to for ``paceline config``, instead of training
+PROFILE = "PACELINE_PROFILE"  # file to write layer costs to for ``paceline profile``, instead of training
 COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
 WORKER_SECRET = "PACELINE_WORKER_SECRET"
@@ -68,8 +68,8 @@ class Replay:
     """Request of ``paceline replay``: the step after which the run ends, and what to observe in it."""
 
     step: int
-    observe: str  # what ``diagnostics.replay.observer`` shows; empty to only repeat the step
-    directory: Path  # where to write what is too large for a record
+    observe: str  # values that ``diagnostics.replay.observer`` shows. Empty to only repeat the step.
+    directory: Path  # folder for values that are too large for a record
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ def horovod_number(name: str, default: float) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise ConfigError(f"HOROVOD_{name}={text!r} in the environment is not a number from 0 on.")
+        raise ConfigError(f"HOROVOD_{name}={text!r} in the environment is not a number of at least 0.")
     return value
 
 
@@ -303,7 +303,7 @@ def changed(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def trace() -> Trace | None:
-    """Return what ``paceline verify`` has requested this run to record, if anything."""
+    """Return the request of ``paceline verify``, if any."""
     if TRACE_DIRECTORY not in os.environ:
         return None
     return Trace(Path(os.environ[TRACE_DIRECTORY]), int(os.environ[TRACE_STEPS]))
@@ -315,7 +315,7 @@ def tried_steps() -> int | None:
 
 
 def replay() -> Replay | None:
-    """Return what ``paceline replay`` has requested, if anything."""
+    """Return the request of ``paceline replay``, if any."""
     if REPLAY not in os.environ:
         return None
     asked = json.loads(os.environ[REPLAY])
@@ -323,17 +323,17 @@ def replay() -> Replay | None:
 
 
 def branch() -> Branch | None:
-    """Return the branch of ``paceline tune`` that this run is, if it is one."""
+    """Return this run's branch of ``paceline tune``, if any."""
     return Branch(**json.loads(os.environ[BRANCH])) if BRANCH in os.environ else None
 
 
 def starts_anew() -> bool:
-    """Return whether this run starts from the script's beginning, also if the script resumes."""
+    """Return whether this run starts from the script's beginning, even if the script resumes."""
     return not {TRACE_DIRECTORY, BRANCH, TRIED_STEPS}.isdisjoint(os.environ)
 
 
 def is_rehearsal() -> bool:
-    """Return whether this run only looks at steps, so that it sends no reports and leaves no files behind."""
+    """Return whether this run only examines steps, so that it sends no reports and leaves no files behind."""
     return starts_anew() or REPLAY in os.environ
 
 

@@ -52,7 +52,7 @@ def first_host(nodes: str) -> str:
 
 
 def open_mpi(environment: Mapping[str, str]) -> Start | None:
-    """Return the start by Open MPI 4 or 5, or None. With ``--with-ft ulfm`` processes survive the loss of another."""
+    """Return the start by Open MPI 4 or 5, or None. With ``--with-ft ulfm`` processes survive each other's loss."""
     rank, size, local_rank, local_size = (
         f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
@@ -70,7 +70,7 @@ def hydra(environment: Mapping[str, str]) -> Start | None:
     if "PMI_ID" in environment and names[0] not in environment and "MPI_LOCALRANKID" in environment:
         raise ConfigError(
             "mpiexec with -pmi-port does not say how many workers there are: leave -pmi-port out, or set RANK and "
-            "WORLD_SIZE of each."
+            "WORLD_SIZE of each process."
         )
     if not {*names} <= environment.keys():
         return None

@@ -71,7 +71,7 @@ def fill_in(engine: Engine, wanted: Sequence[ProcessSet]) -> None:
 
 
 def forget() -> None:
-    """Detach all process sets from an engine that is shut down."""
+    """Detach all process sets from an engine that has been shut down."""
     for one in (global_process_set, *_added):
         one._enter(None, None)
     global_process_set.ranks = []
@@ -82,12 +82,12 @@ def add(engine: Engine, given: ProcessSet | Sequence[int]) -> ProcessSet:
     """Add a process set and return it, as ``add_process_set`` does."""
     one = given if isinstance(given, ProcessSet) else ProcessSet(given)
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or not 0 <= one.ranks[0] <= one.ranks[-1] < engine.size:
-        raise ValueError(f"{one}: there are ranks 0 to {engine.size - 1}, each once.")
+        raise ValueError(f"{one}: give ranks from 0 to {engine.size - 1}, each at most once.")
     request = Request(GLOBAL, ADD_SET, ADD_SET, splits=tuple(one.ranks), detail=str(one.ranks))
     handle = engine.submit(request, Task([], []))
     handle.wait()
     if handle.value < 0:
-        raise ValueError(f"{one}: there is a process set of these ranks.")
+        raise ValueError(f"{one}: there already is a process set of these ranks.")
     one._enter(engine, handle.value)
     _added.append(one)
     return one

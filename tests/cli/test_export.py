@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.promise(
-    "paceline/cli/export.py", "The file is the same as one by session.export() after the step of the checkpoint."
+    "paceline/cli/export.py", "The file equals the one that session.export() writes after the step of the checkpoint."
 )
 def test_the_file_is_that_of_the_session(folder: Path, paceline: Paceline) -> None:
     result = paceline("export", folder / "checkpoints", "one.pt", "--dtype", "bfloat16")

@@ -149,7 +149,7 @@ except ValueError as error:
 try:
     hvd.add_process_set([0])
 except ValueError as error:
-    assert "there is a process set" in str(error)
+    assert "there already is a process set" in str(error)
 for _ in range(1 + rank):  # operations without a name are counted in each set by itself
     alone = even if rank == 0 else last
     if alone.size() == 1:

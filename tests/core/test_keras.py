@@ -202,7 +202,7 @@ for one, other in zip(loaded.optimizer.variables, model.optimizer.variables, str
 try:
     hvd.DistributedOptimizer(loaded.optimizer)
 except ValueError as error:
-    assert "distributed already" in str(error)
+    assert "already distributed" in str(error)
 else:
     raise AssertionError("an optimizer was distributed twice")
 hvd.shutdown()

@@ -39,7 +39,7 @@ class Gone:
 
 def test_an_error_of_spark_is_told_while_slots_are_awaited() -> None:
     context, request = Gone(), Request(Path("train.py"), workers=2, nodes=(2, 2))
-    with pytest.raises(StartError, match=r"how many slots it has: java.*: stopped"):
+    with pytest.raises(StartError, match=r"Spark does not report its number of slots: java.*: stopped"):
         _Jobs(context, [], request).__enter__()
 
 

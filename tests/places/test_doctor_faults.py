@@ -193,7 +193,7 @@ PYTHON = ".".join(map(str, sys.version_info[:3]))
         ("torch version", "2.0.0 (imported: 2."),
         ("NumPy version", "NumPy version differs"),
         ("clock", "h2 is 300.0 s behind"),
-        ("processor canary", "the same computation has other bits"),
+        ("processor canary", "the same computation gives different bits"),
         ("instruction sets", "processors differ"),
         ("script", "the content of the script differs"),
         ("data", "the data set differs: 1 files, 5 bytes, hash"),
@@ -214,7 +214,7 @@ ESTABLISHED = "ct state established,related accept"
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        ("drop", "no answer: a firewall drops what is sent"),
+        ("drop", "no answer: a firewall drops the packets"),
         ("reject", "connection rejected by a firewall"),
         ("reject with tcp reset", "a firewall resets it"),
     ],
@@ -259,7 +259,7 @@ def test_large_packets_that_do_not_pass(hosts: TwoHosts) -> None:
 @needs_firewall
 @pytest.mark.parametrize(
     ("rule", "text"),
-    [("drop", "no answer: a firewall drops what is sent"), ("reject", "connection rejected by a firewall")],
+    [("drop", "no answer: a firewall drops the packets"), ("reject", "connection rejected by a firewall")],
 )
 def test_a_firewall_before_the_rendezvous(hosts: TwoHosts, rule: str, text: str) -> None:
     hosts.firewall("h1", f"tcp dport {PORT} {rule}")

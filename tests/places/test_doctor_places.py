@@ -79,7 +79,7 @@ def test_hosts_of_ssh_that_lack_something(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.skipif(missing_command("nft") is not None, reason=str(missing_command("nft")))
 @pytest.mark.parametrize(
     ("rule", "text"),
-    [("drop", "no answer: a firewall drops what is sent"), ("reject", "connection rejected by a firewall")],
+    [("drop", "no answer: a firewall drops the packets"), ("reject", "connection rejected by a firewall")],
 )
 def test_a_host_of_ssh_that_the_others_do_not_reach(hosts: Hosts, tmp_path: Path, rule: str, text: str) -> None:
     rules = "table inet test { chain one { type filter hook input priority 0; iif lo accept; tcp dport 22 accept; "

@@ -139,7 +139,7 @@ FOUND["there"] = raised(lambda: paceline.ParquetDataset.from_spark(vectors, "vec
 def test_what_is_refused(spark: SparkCluster, tmp_path: Path) -> None:
     found = driven(spark, tmp_path, REFUSED)
     assert "needs 5 slots of 1 CPUs" in found["slots"] and "Spark has 4" in found["slots"]
-    assert "StartError: -n 3: Spark gives a task no 3 CPUs: " in found["cpus"]
+    assert "StartError: -n 3: Spark does not give a task 3 CPUs: " in found["cpus"]
     assert found["no session"] == "ConfigError: on = a int: give the name of a place, or a SparkSession."
     assert "'day' of the DataFrame is of type date" in found["date"]
     assert "Column 'y' has nulls in row group 0" in found["null"]

@@ -83,7 +83,7 @@ def test_the_launcher_knows_the_strategies_and_says_what_the_workers_say() -> No
     for name in ("hogwildd", "nothing-like-it"):
         with pytest.raises(ConfigError) as said:
             registry.entry_of(name)
-        with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))} One that the script registers"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))} A strategy that the script registers"):
             check_strategy(name)
 
 

@@ -147,7 +147,7 @@ def links(there: Link = FAST, back: Link = FAST) -> dict[tuple[str, str], Link]:
         (replace(FAST, speed=1e8), replace(FAST, speed=1e8), "link speed", "slower than the other links (8000 Mbit/s)"),
         (replace(FAST, latency=0.02), replace(FAST, latency=0.02), "latency", "high latency: 20 ms"),
         (replace(FAST, loss=0.02), FAST, "packet loss", "packets are lost: 2 %"),
-        (replace(FAST, speed=0.0), FAST, "large packets", "smaller than 1500"),
+        (replace(FAST, speed=0.0), FAST, "large packets", "is below 1500"),
     ],
 )
 def test_links(there: Link, back: Link, check: str, text: str) -> None:

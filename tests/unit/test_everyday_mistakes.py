@@ -145,7 +145,7 @@ def test_one_error(name: str) -> None:
         ("lr", r"there is no setting 'lr'\. The optimizer has it: optimizer=partial"),
         ("epochs", r"`for epoch in session\.epochs"),
         ("device", r"session\.device: leave it out"),
-        ("num_workers", r"workers_per_loader=\.\.\.; workers are started by paceline run -n 4"),
+        ("num_workers", r"workers_per_loader=\.\.\.; paceline run -n 4"),
         ("criterion", r"It is the argument loss="),
         ("batch_sise", r"Did you mean 'batch"),
     ],

@@ -51,7 +51,7 @@ def sort_out(values: Any) -> Logged:
     logged = Logged()
     for name, value in values.items():
         if not isinstance(name, str) or not name.strip():
-            raise InputError(f"session.log: {name!r} is not a valid name; names are strings that are not empty.")
+            raise InputError(f"session.log: {name!r} is not a valid name; names are non-empty strings.")
         if name in STEP_VALUES:
             raise InputError(f"session.log: {name!r} is recorded in each step; choose another name for this value.")
         if isinstance(value, str):

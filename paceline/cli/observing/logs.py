@@ -35,7 +35,7 @@ CONTEXT: dict[str, object] = {}
 MORE_HELP = """ The run may still train, or have died.
 
 Each record is an event of a worker, or of the launcher: a step, an exchange of data, a loss, a checkpoint. All given
-conditions must hold. The exit code is 0 also if no record is found.
+conditions must hold. The exit code is 0 even if no record is found.
 """
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _COMMON = ("time", "event", "rank", "generation", "step")
@@ -55,7 +55,7 @@ def command(  # noqa: PLR0913 - each argument is an option
         str | None, typer.Option(help="Records that took at least this long, such as 50ms.", metavar="TIME")
     ] = None,
     text: Annotated[str, typer.Option(help="Records whose text contains these words.", metavar="WORDS")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with records as they are written.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with records as they are written.")] = False,
     sql: Annotated[
         str | None, typer.Option(help="Print the rows of an SQL query on the table `records`.", metavar="QUERY")
     ] = None,
@@ -111,7 +111,7 @@ def up_to_date(runs_dir: Path, run: str | None, collect: list[Path] | None) -> I
 def _check_together(sql: str | None, follow: bool, as_json: bool, parquet: Path | None, all_records: bool) -> None:
     """Raise ConfigError if options were given that exclude each other."""
     if sql is not None and (follow or parquet is not None or not all_records):
-        raise ConfigError("--sql selects by itself: write the conditions into the query, and give --json at most.")
+        raise ConfigError("--sql selects the records: write the conditions into the query. Only --json can be added.")
     if (follow or as_json) and parquet is not None:
         raise ConfigError("--parquet writes a whole file, so it cannot be used with --follow or --json.")
 

@@ -57,7 +57,7 @@ def _first_value(one: RecordedRun, two: RecordedRun, step: int) -> str:
     if not states(step, 1):
         return (
             f"Replays of both runs are equal after step {step}, so one of them was not trained by its script alone: "
-            f"replay each to see which one does not have its recorded bits. Look for a faulty machine."
+            f"replay each to see which one does not reproduce its recorded bits. Look for a faulty machine."
         )
     if states(step, 0) and not (step and states(0, 0)):
         step = first_of(-1, step, lambda at: states(at, 1))

@@ -19,8 +19,8 @@ _PROHIBITED = {9, 10, 13}  # ICMP codes by which a firewall prohibits a connecti
 _CAUSES = {
     "refused": "connection refused: the machine answers, but no program listens on this port",
     "rejected": "connection rejected by a firewall (it answers with ICMP)",
-    "no answer": "no answer: a firewall drops what is sent, or the address is wrong",
-    "no machine": "no machine answers at this address: it is off, its cable is out, or the address is wrong",
+    "no answer": "no answer: a firewall drops the packets, or the address is wrong",
+    "no machine": "no machine answers at this address: it is off, its cable is unplugged, or the address is wrong",
     "no route": "this machine has no route to that network",
 }
 

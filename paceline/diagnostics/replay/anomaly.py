@@ -33,7 +33,7 @@ def single(group: MicrobatchGroup, at: int) -> MicrobatchGroup:
 
 
 def find_anomaly(context: TrainingContext, step: int, group: MicrobatchGroup) -> list[Finding]:
-    """Return the layer and samples in which a value is not finite first. Empty if all values are finite."""
+    """Return the layer and samples in which a value first is not finite. Empty if all values are finite."""
     (microbatch,) = group.microbatches
     numbers = context.order.microbatches_of(step)[microbatch]
     watch = _watched(context, step, group)
@@ -56,7 +56,7 @@ def find_anomaly(context: TrainingContext, step: int, group: MicrobatchGroup) ->
 
 
 def _watched(context: TrainingContext, step: int, group: MicrobatchGroup) -> _Watch:
-    """Compute a microbatch with hooks on all modules, and return them."""
+    """Compute a microbatch with hooks on all modules, and return the hooks."""
     model = context.compute.model
     watch = _Watch(model)
     for name, parameter in model.named_parameters():

@@ -31,7 +31,7 @@ def DistributedOptimizer(
         ValueError: ``optimizer`` is already distributed, or ``groups`` is less than 1.
     """
     if getattr(optimizer, _MARK, False):
-        raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already.")
+        raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is already distributed.")
     if groups is not None and groups < 1:
         raise ValueError(f"DistributedOptimizer: groups={groups}; there must be at least one.")
     base = type(optimizer)

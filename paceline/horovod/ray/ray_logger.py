@@ -34,7 +34,7 @@ def log(info_dict: Any, chief_only: bool = True) -> None:
     if chief_only and env.text("HOROVOD_RANK") != "0":
         return
     if _queue is None:
-        warnings.warn("ray_logger.log: the call has no callbacks, so the value goes nowhere.", stacklevel=2)
+        warnings.warn("ray_logger.log: the call has no callbacks, so the value is dropped.", stacklevel=2)
     else:
         _queue.put(info_dict)
 

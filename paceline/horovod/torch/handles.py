@@ -13,7 +13,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether an operation has ended, so that :func:`synchronize` does not block.
+    """Return whether an operation has ended, so that :func:`synchronize` would not block.
 
     Raises:
         TypeError: ``handle`` is not a handle.

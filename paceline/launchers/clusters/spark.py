@@ -94,7 +94,7 @@ def _connect(master: str, request: Request) -> Any:
     variables = env.inherited()
     if shutil.which("java") is None and not (Path(variables.get("JAVA_HOME", "/none")) / "bin" / "java").exists():
         raise StartError(
-            "--on spark needs Java 17 or newer, and there is no java in PATH nor in JAVA_HOME. Install one, such as "
+            "--on spark needs Java 17 or newer, and neither PATH nor JAVA_HOME has a java. Install one, such as "
             "default-jre-headless on Debian."
         )
     _check_master(master)
@@ -115,7 +115,7 @@ def _master_of(session: Any) -> str:
         connect = ".connect." in type(session).__module__
         raise ConfigError(
             "on = a session of Spark Connect: it runs no jobs of Python functions. Use on='spark' with master=..., or "
-            "a SparkSession that is made with .master(...)."
+            "a SparkSession made with .master(...)."
             if connect
             else f"on = a {type(session).__name__}: give the name of a place, or a SparkSession."
         )
@@ -151,7 +151,7 @@ class _Jobs:
     def __enter__(self) -> _Jobs:
         """Wait for slots for all agents, and check that an executor can run one."""
         try:
-            with _explained("--on spark: Spark does not tell how many slots it has"):
+            with _explained("--on spark: Spark does not report its number of slots"):
                 self._await_slots()
             self._check_executor()
         except BaseException:  # such as Ctrl-C
@@ -180,7 +180,7 @@ class _Jobs:
             raise StartError(found[0])
 
     def _await_slots(self) -> None:
-        """Wait until there are slots for all agents, unless fewer may begin or the jobs make Spark start executors."""
+        """Wait until there are slots for all agents, unless fewer may begin, or Spark starts executors for the jobs."""
         tasks, cpus = len(self._agents), self._request.workers
         allocates = self._context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true"
         if self._request.smallest < self._request.largest or allocates:
@@ -253,7 +253,7 @@ def _with_cpus(rows: Any, cpus: int) -> Any:
         return rows  # local tasks are threads of one process, whose CPUs Spark does not partition
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-    with _explained(f"-n {cpus}: Spark gives a task no {cpus} CPUs"):
+    with _explained(f"-n {cpus}: Spark does not give a task {cpus} CPUs"):
         return rows.withResources(ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus)).build)
 
 
@@ -272,7 +272,7 @@ def _explanation(error: Exception) -> str:
     """Return why a task has failed: an exception of Python in it, or Spark's reason for its loss."""
     text = str(error)
     if (module := re.search(r"No module named '(paceline|pyspark)[.']", text)) is not None:
-        return f"The executors' Python has no {module[1]}: install it there, or name another Python by PYSPARK_PYTHON."
+        return f"The executors' Python has no {module[1]}: install it there, or name another Python in PYSPARK_PYTHON."
     if "PythonException" not in text:
         return _reason_of(error)
     raised = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Lost): ", line)]

@@ -58,7 +58,7 @@ def versions(machines: Machines) -> list[Finding]:
         same(
             f"{name if name != 'numpy' else 'NumPy'} version",
             {machine: _version(name, facts) for machine, facts in machines.items()},
-            "Another version may compute other bits, or order random numbers differently; workers refuse to start.",
+            "Another version may compute different bits, or order random numbers differently; workers refuse to start.",
             "install the same versions everywhere: pip freeze on one machine, pip install -r on the others",
         )
         for name in libraries
@@ -114,9 +114,9 @@ def instructions(loaded: Machines) -> Finding:
         "instruction sets",
         values,
         "processors differ",
-        "Libraries add in another order with other instructions: other bits, which workers refuse with exact=True; and "
-        "the oldest processor sets the pace.",
-        "use machines of one kind; or on all of them ATEN_CPU_CAPABILITY set to what the oldest can",
+        "With other instructions, libraries add in another order and get other bits, which workers refuse with "
+        "exact=True; the oldest processor sets the pace.",
+        "use machines of one kind, or set ATEN_CPU_CAPABILITY on all of them to what the oldest supports",
     )
 
 
@@ -129,7 +129,7 @@ def canary(loaded: Machines) -> Finding:
     return Finding(
         check,
         "failure",
-        f"the same computation has other bits: {who(values)} (processors: {who(models)})",
+        f"the same computation gives different bits: {who(values)} (processors: {who(models)})",
         "exact=True cannot give the same bits on these machines; without it results vary by rounding.",
         "use machines with the same processor and libraries, and the same variables for them (ATEN_CPU_CAPABILITY, "
         "MKL_ENABLE_INSTRUCTIONS, ONEDNN_MAX_CPU_ISA)",
@@ -145,8 +145,8 @@ def gpus(loaded: Machines) -> Finding:
         check,
         values,
         "GPUs differ",
-        "Workers without a GPU train on the CPU, or the run does not start; unlike GPUs compute other bits, and the "
-        "slowest sets the pace.",
+        "Workers without a GPU train on the CPU, or the run does not start; different GPUs compute different bits, and "
+        "the slowest sets the pace.",
         "use machines of one kind, and look for CUDA_VISIBLE_DEVICES, nvidia-smi and a torch without CUDA",
     )
 
@@ -170,7 +170,7 @@ def script(machines: Machines) -> Finding:
     return same(
         check,
         {name: one["hash"] for name, one in given.items()},
-        "Machines would train different programs; workers compare it, and refuse to start.",
+        "Machines would train different programs; workers compare the script, and refuse to start.",
         "copy the same files to every machine",
         "the content of the script",
     )
@@ -186,7 +186,7 @@ def data(machines: Machines) -> Finding:
         why = "Every worker reads its own share of every batch."
         return Finding(check, "failure", f"the data set {'; '.join(absent)}", why, cure)
     values = {name: f"{one['files']} files, {size(one['bytes'])}, hash {one['hash']}" for name, one in given.items()}
-    why = "The same number of a sample must be the same sample on all machines."
+    why = "A sample number must mean the same sample on all machines."
     return same(check, values, why, cure, "the data set")
 
 
@@ -217,8 +217,8 @@ def mtu(machines: Machines) -> Finding:
         "MTU",
         values,
         "MTU differs",
-        "A packet that one machine sends may be too large for the other, or for a switch between: connections open, "
-        "and stop at the first large message.",
+        "A packet that one machine sends may be too large for the other, or for a switch between them: connections "
+        "open, and stop at the first large message.",
         "set the same MTU on all interfaces of this network, and on its switches (ip link set DEVICE mtu 1500)",
         "unknown",
     )
@@ -235,5 +235,5 @@ def memory(machines: Machines) -> Finding:
         "warning",
         f"memory differs: {who({name: size(value) for name, value in values.items()})}",
         "A worker that fits into one machine is killed on the other.",
-        "give the machines the same memory limit, or start fewer workers where there is less",
+        "give the machines the same memory limit, or start fewer workers where it is smaller",
     )

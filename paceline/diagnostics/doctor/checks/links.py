@@ -64,7 +64,7 @@ def connection(link: Link) -> Finding:
         check,
         "failure",
         f"{what}: {link.problem}",
-        "Any two workers connect to each other on ports that the system gives; gloo and NCCL then fail with "
+        "Any two workers connect to each other on ports that the system chooses; gloo and NCCL then fail with "
         "'Connection refused', 'Connection timed out' or 'unhandled system error'.",
         "let all TCP ports through between these machines, in both directions (nft list ruleset, iptables -L, the "
         "security group of the cloud)",
@@ -108,7 +108,7 @@ def large_packets(passed: bool, mtu: int, place: str) -> Finding:
     return Finding(
         check,
         "failure",
-        f"small messages pass and large ones do not: the MTU on the way is smaller than {mtu}, as the machines believe",
+        f"small messages pass and large ones do not: the MTU on the way is below {mtu}, which both machines assume",
         "Connections open, and workers hang at the first gradient until the timeout.",
         "set the MTU of the interfaces to that of the network between (often 1500, in a VPN or overlay 1400 to 1450), "
         "and let ICMP 'fragmentation needed' through the firewall",
@@ -121,9 +121,7 @@ def speed(there: float, back: float, ends: tuple[str, str], usual: float) -> Fin
     each = f"{_rate(there)} from {here} to {other}, {_rate(back)} from {other} to {here}"
     slower, faster = sorted((there, back))
     why = f"{size(4e8)} of gradients (100 million parameters) take {4e8 / max(slower, 1.0):.1f} s there each step."
-    cure = (
-        "look at the negotiated speed (ethtool), the cable, traffic shaping (tc qdisc), the kind of the cloud machine"
-    )
+    cure = "look at the negotiated speed (ethtool), the cable, traffic shaping (tc qdisc), the type of cloud machine"
     if slower < _FAST_ENOUGH and faster > _ASYMMETRIC * slower:
         return Finding(check, "warning", f"asymmetric link: {each}", why, cure, place)
     if slower < _SLOW:

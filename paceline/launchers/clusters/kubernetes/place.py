@@ -46,13 +46,13 @@ class Kubernetes(Place):
             raise ConfigError(f"--kind {quoted(options.kind)}: give one of {', '.join(KINDS)}.")
         if not options.image:
             raise ConfigError(
-                "--on kubernetes needs --image: one with Paceline, the script and its packages, as "
-                "docs/places/kubernetes.md builds it."
+                "--on kubernetes needs --image: an image with Paceline, the script and its packages. "
+                "docs/places/kubernetes.md builds one."
             )
         if options.gpus is not None and options.gpus < 1:
-            raise ConfigError(f"--gpus {options.gpus}: give the GPUs of each pod, or leave it out.")
+            raise ConfigError(f"--gpus {options.gpus}: give the number of GPUs of each pod, or leave it out.")
         if request.secret_file is not None:
-            raise ConfigError("--secret-file has no effect with --on kubernetes: a Secret of the run is made.")
+            raise ConfigError("--secret-file has no effect with --on kubernetes: the run makes its own Secret.")
         run = request.name or f"{request.script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         name = object_name(run)
         least, most = request.nodes or (1, 1)
@@ -103,7 +103,7 @@ class Kubernetes(Place):
         secret = json.dumps(manifests.secret(pods, placement.agents[0].environment[env.SECRET]))
         following = Following(kubectl, kind, pods, request.patience_seconds)
         try:
-            # kubectl takes a stream for JSON if it begins with a brace
+            # kubectl mistakes a stream for JSON if it begins with a brace
             kubectl.run("apply", "-f", "-", given=f"---\n{secret}\n---\n{placement.text}")
         except StartError:
             following.remove()
