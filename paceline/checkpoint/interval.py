@@ -1,12 +1,12 @@
 """Interval between saves with ``checkpoint.every = "auto"``.
 
-A save costs its stall; a failure costs the work since the last save. Their sum is least at about
+A save costs its stall; a failure costs the work since the last save. Their sum is smallest at about
 
     interval = sqrt(2 * stall * MTBF)
 
 (Young 1974, "A first order approximation to the optimum checkpoint interval"). The code uses the refinement of Daly
-2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37. The time that the
-background thread writes after the stall adds a constant to the cost of each failure, so it does not move the optimum.
+2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37. The time for which
+the background thread writes after the stall adds a constant to the cost of each failure, and does not move the optimum.
 But a save cannot begin before the last save has ended, so the duration of a save is a lower bound for the interval.
 """
 

@@ -143,7 +143,7 @@ class World(Waiting):
             try:
                 values.append(decode(message))
             except ValueError as error:
-                raise WorkerLost(f"Rank {self.rank}: what rank {rank} sent cannot be read: {error}.") from error
+                raise WorkerLost(f"Rank {self.rank}: the message of rank {rank} cannot be read: {error}.") from error
         return values
 
     def _exchange(self, own: bytes) -> list[bytes]:

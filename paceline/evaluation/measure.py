@@ -47,7 +47,7 @@ def evaluate(
     """Measure the model on a data set. All workers call this together, and fail together (``gathering``).
 
     Returns:
-        the result, and the workers' notice (``comm.world``) of whether the membership is to change.
+        the result, and the workers' notice (``comm.world``), which says whether the membership will change.
 
     Raises:
         InputError: the data or the contributions cannot be used, a weight of the model changed, or another worker
@@ -97,7 +97,7 @@ def _check_sendable(contribution: Any, what: str) -> None:
         check(contribution)
     except TypeError as error:
         raise InputError(
-            f"{what}: not all that the workers give each other can be sent: {error}. Give {what}(..., forward=...), a "
+            f"{what}: a value that the workers exchange cannot be sent: {error}. Give {what}(..., forward=...), a "
             f"function of (model, microbatch) that returns tensors, numbers and texts in tuples, lists and "
             f"dictionaries, such as the logits of an output."
         ) from None

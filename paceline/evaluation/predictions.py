@@ -24,7 +24,7 @@ class Predictions:
     def __init__(self, forward: Forward | None, *, by_loss: bool) -> None:
         if forward is None and not by_loss:
             raise InputError(
-                "In a session with forward= nothing says what the model's output is: give predict(data, forward), a "
+                "In a session with forward= the model's output is unknown: call predict(data, forward) with a "
                 "function of (model, microbatch) that returns it."
             )
         self._forward = _output if forward is None else forward
@@ -38,8 +38,8 @@ class Predictions:
         outlines = list(map(_outline, contributions))
         if (other := next((one for one in outlines if one != outlines[0]), None)) is not None:
             raise InputError(
-                f"The outputs have other parts in other microbatches, {outlines[0]} and {other}: they cannot become "
-                f"one. Return the same parts for every microbatch."
+                f"The parts of the outputs differ between microbatches, {outlines[0]} and {other}: they cannot be "
+                f"joined. Return the same parts for every microbatch."
             )
         return _joined(contributions)
 
@@ -82,7 +82,7 @@ def _joined(parts: list[Any]) -> Any:
         other = next((one for one in parts if one.shape[1:] != first.shape[1:]), None)
         if other is not None:
             raise InputError(
-                f"The outputs have other sizes in other microbatches, {list(first.shape)} and {list(other.shape)}: "
+                f"The sizes of the outputs differ between microbatches, {list(first.shape)} and {list(other.shape)}: "
                 f"they cannot become one tensor. Pad them to one size, or return a list with one entry for each sample."
             )
         return torch.cat(parts)

@@ -148,7 +148,7 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         assert "The metric 'b' must be a function" in wrong["no metric"]
         assert "empty" in wrong["nothing"]
         assert "predict(data, forward)" in wrong["no forward"]
-        assert "other sizes in other microbatches" in wrong["sizes"]
+        assert "sizes of the outputs differ between microbatches" in wrong["sizes"]
         assert "a tensor of type torch.float32" in wrong["scalar"]
         assert "gave no samples" in wrong["empty"]
         assert "a list, has no samples" in wrong["no samples"]
@@ -156,7 +156,7 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         assert "leave out forward=" in wrong["no use"]
         assert "evaluate: not all" in wrong["given"] and "Sample, which cannot be sent" in wrong["given"]
         assert "predict: not all" in wrong["entries"] and "Sample, which cannot be sent" in wrong["entries"]
-        assert "other parts in other microbatches" in wrong["parts"]
+        assert "parts of the outputs differ between microbatches" in wrong["parts"]
     for one in three:
         wrong = one["wrong"]
         assert "evaluate: The workers do not agree on data length: rank 0: 60, rank 1: 59" in wrong["lengths"]

@@ -82,8 +82,8 @@ def test_all_workers_raise_what_one_does(printed: Printed, tmp_path: Path, worke
             quoted = f"InputError: session.{method} failed on rank 1: LookupError: no such class"
             assert text == ("LookupError: no such class" if rank == 1 else quoted)
         begin = "InputError: " if rank == 0 else "InputError: session.predict failed on rank 0: InputError: "
-        assert sizes.startswith(f"{begin}The outputs have other sizes")
+        assert sizes.startswith(f"{begin}The sizes of the outputs differ")
         begin = "InputError: " if rank == 1 else "InputError: session.evaluate failed on rank 1: InputError: "
         assert data == f"{begin}evaluate: the data set, a list, has no samples (its length is 0)."
         begin = "InputError: " if rank == 1 else "InputError: session.predict failed on rank 1: InputError: "
-        assert entries.startswith(f"{begin}predict: not all that the workers give each other can be sent: it is a b")
+        assert entries.startswith(f"{begin}predict: a value that the workers exchange cannot be sent: it is a b")

@@ -216,7 +216,7 @@ def test_three_workers_train_as_one_and_notice_other_samples(
         assert numbers.startswith(
             "DisagreementError: session.extend got different numbers of samples (rank 0 2, rank 1 3, rank 2 4). Give"
         )
-        assert "different samples: sample 1 of 3 on rank 2 is not that of rank 0. Give the same list" in other
+        assert "different samples: sample 1 of 3 on rank 2 differs from rank 0's. Give the same list" in other
         assert "cannot keep sample 1 of 2: it is a builtins.object, which cannot be sent" in kind
 
 

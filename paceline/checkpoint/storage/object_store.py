@@ -24,7 +24,7 @@ _ATTEMPTS = 10
 
 
 class ObjectStore(Storage):
-    """Checkpoint storage at a URL. Requires atomic puts that every later list shows, but no conditional puts.
+    """Checkpoint storage at a URL. Requires atomic puts, visible to every later list, but no conditional puts.
 
     Files ``.writers/<writer>`` publish the names of writers. A writer that removes an unfinished checkpoint of another
     writer first adds a file ``fenced``, so that a late manifest does not complete it. The empty ``fenced`` file stays.

@@ -91,7 +91,7 @@ class HierarchicalExchange:
         most = max(map(len, self._host_nodes))
         if (most + 1) * self._columns > TAGS:
             raise ConfigError(
-                f"The ranks of a machine are not consecutive, so that it has {most} sums to send, each in "
+                f"The ranks of a machine are not consecutive, so it has {most} sums to send, each in "
                 f"{self._columns} parts: more than the {TAGS - self._columns} messages of a bucket. Number the ranks "
                 f"machine by machine, or set reduction='collective'."
             )

@@ -1,6 +1,6 @@
 """Exchange of rank 0's port between the processes of one machine, over a Unix socket named after their job.
 
-The socket's name is abstract: it is in no folder, disappears with the process that bound it, and is local to a network
+The socket's name is abstract: it lies in no folder, vanishes with the process that bound it, and is local to a network
 namespace, as loopback is. The kernel reports the user of the peer. Other users get no answer and are not trusted.
 """
 
@@ -76,7 +76,7 @@ def _ask(job: str) -> int | None:
         except OSError:  # rank 0 does not serve yet
             return None
         if (user := _user(asking)) != os.getuid():
-            raise PermissionError(f"a process of user {user} answers in the place of rank 0")
+            raise PermissionError(f"a process of user {user} answers in place of rank 0")
         try:
             answer = asking.recv(_PORT.size)
         except OSError:

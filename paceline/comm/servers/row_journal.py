@@ -1,4 +1,4 @@
-"""Journal of the rows that an update in place changes, so that survivors can leave out an update that does not count.
+"""Journal of the rows that an update in place changes, so that survivors can undo an update that does not count.
 
 ::
 
@@ -7,8 +7,8 @@
     claims     version 4                                        the worker is lost: rows 3, 7 come from the journal
 
 The journal lies in shared memory. Workers use it in turn, with the lock of the table of steps. If the holder of this
-lock is killed, the kernel gives it to the next worker, before anyone knows of the loss. So an update begins with the
-rows from the journal, too.
+lock is killed, the kernel gives it to the next worker, before anyone knows of the loss. So each update
+restores the rows of the journal first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NONE = -1
 
 
 class RowJournal:
-    """Rows of some tables, and of their optimizer states, as they were before an update.
+    """Rows of some tables and of their optimizer states before an update.
 
     Args:
         memory: memory that the workers share. All workers construct the journal together.
@@ -50,7 +50,7 @@ class RowJournal:
         _HEADER.pack_into(self._block, 0, _NONE, 0)
 
     def keep(self, version: int) -> None:
-        """Keep the rows that have a gradient, before the update with this number, without those of a lost worker."""
+        """Keep the rows that the update ``version`` will change, after undoing an update of a lost worker."""
         self.restore(version - 1)
         self.begin()
         fence()
@@ -73,7 +73,7 @@ class RowJournal:
         _HEADER.pack_into(self._block, 0, version, len(text))
 
     def restore(self, version: int) -> None:
-        """Put back the rows that the update after ``version`` has changed, where this worker's tables lie."""
+        """Restore the rows that the update after ``version`` has changed, in this worker's tables."""
         number, length = _HEADER.unpack_from(self._block, 0)
         if number != version + 1:
             return

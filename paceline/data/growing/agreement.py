@@ -1,4 +1,4 @@
-"""Encoding of samples that a script adds, and the check that all workers add the same."""
+"""Encoding of samples that a script adds, and the check that all workers add the same samples."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def encoded(samples: Any) -> list[bytes]:
     """Encode samples.
 
     Raises:
-        InputError: they are not a list, or a sample has a type that cannot be sent and saved.
+        InputError: the samples are not a list, or a sample has a type that cannot be sent and saved.
     """
     if not isinstance(samples, list | tuple):
         raise InputError(
-            f"session.extend takes a list of samples, each as the data set gives it, but it got a "
+            f"session.extend takes a list of samples, each as the data set returns it, but it got a "
             f"{type(samples).__name__}. Write session.extend([sample]) to add one sample."
         )
     found = []
@@ -56,7 +56,7 @@ def agree(world: World, samples: list[bytes]) -> int:
     else:
         known = world.gather(digests, "extend")
         first = next(number for number, found in enumerate(zip(*known, strict=True)) if len(set(found)) > 1)
-        what = f"samples: sample {first} of {counts[0]} on {name_ranks(others)} is not that of rank 0"
+        what = f"samples: sample {first} of {counts[0]} on {name_ranks(others)} differs from rank 0's"
     raise DisagreementError(
         f"session.extend got different {what}. Give the same list on every worker, else the order of the data set "
         f"would depend on the number of workers. Use session.once(function) to make the samples on one worker for all."

@@ -60,7 +60,7 @@ class MoveChoice:
         return median(self._seconds)
 
     def go_on(self, seconds: float, step: int, readers: Sequence[Readers], workers: int) -> str:
-        """Go on to the next kind of steps, or decide, and return what to tell. Equal on all workers.
+        """Begin the next kind of steps, or decide. Return the text to log, which is equal on all workers.
 
         Args:
             seconds: time of a measured step on the slowest worker.

@@ -33,11 +33,11 @@ Array: TypeAlias = "torch.Tensor | numpy.ndarray[Any, Any]"
 
 
 class PlainValues:
-    """Plain values of objects and of the objects that they hold, with temporary restore of earlier values.
+    """Plain values of objects and of the objects that they hold, with temporary restoration of earlier values.
 
-    A script may change its data set in the loop, as ``train_set.strength = step / 1000``. Microbatches that are loaded
-    later in the step, because they were stolen, audited or left by a lost worker, must be read with the same values as
-    the first microbatches.
+    A script may change its data set in the loop, for example ``train_set.strength = step / 1000``. Microbatches that
+    are loaded later in the step, because they were stolen, audited or left by a lost worker, must be read with the same
+    values as the first microbatches.
 
     Args:
         objects: objects by name. They are searched for values once, by the constructor.
@@ -90,7 +90,7 @@ class PlainValues:
 def _hidden(owner: object, before: dict[Any, Any]) -> list[str]:
     """Return the attributes of an object that hide plain values of its class, and did not when ``before`` was read.
 
-    The loop has set them since, as by ``train_set.strength = 0.5`` with ``strength = 0.0`` in the class.
+    The loop has since set them, for example by ``train_set.strength = 0.5`` with ``strength = 0.0`` in the class.
     """
     added = [key for key, one in getattr(owner, "__dict__", {}).items() if key not in before and _is_restored(one)]
     return [key for key in added if _is_restored(getattr(type(owner), key, _ABSENT))]
@@ -112,7 +112,7 @@ def is_array(value: Any) -> TypeGuard[Array]:
 def versions_of(tensors: Collection[torch.Tensor]) -> list[int]:
     """Return the number of changes in place of each tensor.
 
-    The override of a subclass, as that of parameters of another stage, would take 50 times as long.
+    The override of a subclass, such as that of another stage's parameters, would take 50 times as long.
     """
     with without_subclasses():
         with suppress(RuntimeError):  # tensors from inference mode have no number
@@ -147,7 +147,7 @@ def _copied(value: Any) -> Any:
 class _Copy:
     """Copy of a tensor or an array. Copies are equal if their contents are.
 
-    Those of one tensor on a device are equal if it was not changed in place: the host would wait for their contents.
+    Copies of one tensor on a device are equal if it was not changed in place, which spares the host a wait.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -165,7 +165,7 @@ class _Copy:
 
 
 class Mark(NamedTuple):
-    """Change marker of a value that is not saved: its identity and the identities of what it holds."""
+    """Change marker of a value that is not saved: its identity and the identities of its contents."""
 
     held: tuple[Any, ...]
 
@@ -195,7 +195,7 @@ class Owner:
 
     @property
     def is_mutable(self) -> bool:
-        """Whether a value that is not a dictionary may change and stay the same object."""
+        """Whether a value that is not a dictionary may change in place."""
         return any(not isinstance(one, dict) and seen != Mark((id(one),)) for _, one, seen in self._mutable)
 
     def values(self) -> dict[Any, Any]:
@@ -226,7 +226,7 @@ class ObjectValues:
     """Values of many objects, compared together in loops that run in C. Only objects that differ are read again.
 
     An object that has changed together with a dictionary twice is compared by itself from then on, because the script
-    may change a dictionary in each step. So is a mapping view, whose length says less than that of a dictionary.
+    may change a dictionary in each step. So is a mapping view, because its length says less than a dictionary's.
     """
 
     def __init__(self, owners: Sequence[Owner]) -> None:

@@ -109,7 +109,7 @@ class Dashboard(ThreadingHTTPServer):
 
     Args:
         runs: directories of the runs, in the order in which the page lists them.
-        address: host and port to listen on. Port 0 takes a free one.
+        address: host and port to listen on. Port 0 picks a free port.
         token: first part of each address. A request without it is refused.
 
     Raises:
@@ -125,7 +125,7 @@ class Dashboard(ThreadingHTTPServer):
         self._host = address[0]
 
     def knows(self, host: str) -> bool:
-        """Return whether a request is for this server. True for any name if the server listens for other machines.
+        """Return whether a request is for this server. True for any name if the server listens to other machines.
 
         The port is not compared, because a tunnel may have another one.
         """

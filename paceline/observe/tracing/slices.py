@@ -9,7 +9,7 @@
     rank 1   receive                  ├ receive ┤
 
 A record with ``seconds`` is a slice that ends at its time; any other record is an instant. Slices on a track lie beside
-or inside each other. If two of a kind overlap otherwise, as exchanges of buckets do, the second is on another track.
+or inside each other. Slices of a kind that overlap otherwise, such as exchanges of buckets, get several tracks.
 
 A receive ends after its send began. If the error of two clocks hides that, the receive ends later in the trace, and its
 field ``moved`` has the seconds.
@@ -118,7 +118,7 @@ def _name(record: Record) -> str:
 
 
 def apart(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Distribute slices to tracks on each of which any two are one inside the other, or one after the other.
+    """Distribute slices to tracks so that any two slices on a track are nested or disjoint.
 
     >>> first, second, inside = Slice("a", 0, 4, {}), Slice("b", 2, 6, {}), Slice("c", 1, 3, {})
     >>> [[one.name for one in track] for track in apart([first, second, inside])]
@@ -140,7 +140,7 @@ def apart(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _flows(records: Iterable[Record]) -> tuple[dict[int, int], dict[int, float]]:
-    """Return the number of the flow of each send and receive, by identity, if both records of it are there.
+    """Return the number of the flow of each send and receive, by identity, if both of its records exist.
 
     Also return the seconds by which a receive must end later, by identity, if it ends before its send begins.
     """

@@ -56,7 +56,7 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Trace:
-    """Recorded interruptions, replayed in a circle from a random time on.
+    """Recorded interruptions, replayed cyclically from a random time.
 
     When the recording loses a part of its machines, each machine of a run is lost with this probability. So bursts and
     quiet hours remain, for any number of machines.
@@ -95,7 +95,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace: CSV with the columns time, machine, event.
 
     Times are seconds, or dates of ISO 8601, in ascending order. Events are ``start``, ``interruption``, and
-    ``observed``, a row without a machine that says that the recording continued. A machine whose first row is an
+    ``observed``, a row without a machine, which says that the recording continued. A machine whose first row is an
     interruption was up when the recording began, at its first row.
 
     Raises:
@@ -169,7 +169,7 @@ def _check_silences(path: Path, rows: Sequence[_Row]) -> None:
 
 
 def _trace(path: Path, rows: Sequence[_Row]) -> Trace:
-    """Build a trace, and check that each machine starts and is interrupted in turns."""
+    """Build a trace, and check that each machine starts and is interrupted alternately."""
     first: dict[str, _Row] = {}
     for row in rows:
         if row.event != _OBSERVED:

@@ -26,8 +26,8 @@ _is_recording: ContextVar[bool] = ContextVar("_is_recording", default=False)
 def deferred() -> Iterator[None]:
     """Build a model without memory for its parameters and buffers.
 
-    :func:`paceline.start` gives each of them the value that it would have without ``deferred``, with the same bits, one
-    after the other. Building the model needs memory for about two of its largest parameters. Between the block and
+    :func:`paceline.start` computes the value that each of them would have without ``deferred``, with the same bits, one
+    at a time. Building the model needs memory for about two of its largest parameters. Between the block and
     ``start``, the model has its names, shapes and types, but its values cannot be used. In the block, values can be
     used and random numbers are drawn as usual. Values from NumPy, files or other libraries, and tensors that
     a module holds as plain attributes, stay in memory.
@@ -40,8 +40,8 @@ def deferred() -> Iterator[None]:
         (torch.Size([1000, 1000]), 0)
 
     Raises:
-        InputError: a module is built from a tensor subclass with its own operators, or later, the script uses a value
-            before :func:`paceline.start`.
+        InputError: a module is built from a tensor subclass with its own operators, or the script uses a value before
+            :func:`paceline.start`.
     """
     if _is_recording.get():
         yield
@@ -111,7 +111,7 @@ def _names(modules: list[nn.Module]) -> dict[int, str]:
 
 
 def materialize(model: nn.Module, device: torch.device | None = None, *, later: bool = False) -> None:
-    """Give parameters and buffers of a model their initial values, one after the other.
+    """Give parameters and buffers of a model their initial values, one at a time.
 
     Tensors that already have values are left alone. The parameters stay the same objects. Tensors that share a storage
     still share it, unless they move to another device, as with ``Module.to``.
@@ -139,7 +139,7 @@ def materialize(model: nn.Module, device: torch.device | None = None, *, later: 
             one.on_demand = True
             del users[one]
     freed = FreedMemory()
-    while users:  # leaves nothing that holds the memory of a value that has gone elsewhere
+    while users:  # keeps no reference to the memory of a value that has moved
         one = next(iter(users))
         one.fill()
         for tensor in users.pop(one):
@@ -152,7 +152,7 @@ def materialize(model: nn.Module, device: torch.device | None = None, *, later: 
 
 
 def initial_hashes(model: nn.Module) -> dict[str, str]:
-    """Return a hash of each value by name. That of a value which is not computed yet is the hash of its record."""
+    """Return a hash of each value by name. A value that is not computed yet has the hash of its record."""
     values = [*model.named_parameters(), *model.named_buffers()]
     return {name: (_record_of(value) or hash_of(value).hex())[:16] for name, value in values}
 
@@ -168,7 +168,7 @@ def _record_of(tensor: torch.Tensor) -> str:
 
 
 def write_values(tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the values of a tensor into another one of its layout, which is all the memory that they need."""
+    """Write the values of a tensor into another one of the same layout, without any further memory."""
     if (found := deferred_in(tensor)) is not None:
         found.write(target)
     else:
@@ -176,7 +176,7 @@ def write_values(tensor: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def move_into(tensor: torch.Tensor, memory: torch.Tensor) -> None:
-    """Give a tensor other memory that holds its values. A tensor without values gets them thereby."""
+    """Let a tensor use other memory, which holds its values. A deferred tensor is no longer deferred."""
     if (found := deferred_in(tensor)) is not None:
         found.release(tensor)
     tensor.data = memory
