@@ -2,9 +2,9 @@
 
 In a direct reduce-scatter and all-gather of ``n`` bytes over ``P`` machines, a machine that reduces the share ``x``
 sends and receives ``n (1 + (P - 2) x)`` bytes: its chunks for the others, and its means. So machine ``i`` with a link
-of ``B_i`` bytes per second needs at most the time ``T`` if ``x_i <= (T B_i / n - 1) / (P - 2)``. The least ``T`` for
-which these shares add up to 1 is ``n max(1 / min B, 2 (P - 1) / sum B)``. With one link of eight at half the rate this
-is 2 n / B, where equal shares, as in a ring, take 3.5 n / B.
+of ``B_i`` bytes per second needs at most the time ``T`` if ``x_i <= (T B_i / n - 1) / (P - 2)``. The smallest ``T``
+for which these shares add up to 1 is ``n max(1 / min B, 2 (P - 1) / sum B)``. With one link of eight at half the rate
+this is 2 n / B, where equal shares, as in a ring, take 3.5 n / B.
 
 A slow machine sends all its chunks before it receives the last means. Of ``C`` buckets only the last does not overlap,
 so the reduction takes ``1 + 1 / C`` times as long, which favors small buckets (:func:`bucket_bytes`).
@@ -20,7 +20,7 @@ _BUCKETS = 16
 _LEAST_MESSAGE = 2**16
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 SHARED_WINDOWED = SMALLEST_BUCKET // 2
-"""Size of a full bucket in a window that workers share: a window is memory that owners save, and no link carries it."""
+"""Size of a full bucket in a shared window: small, because a window saves memory, and no link carries its buckets."""
 _MESSAGE_BYTES = 2**19
 WINDOW_BUCKETS = 3
 """Number of full buckets that fit in the memory for the sums of a node, if buckets overwrite earlier ones."""
@@ -69,10 +69,10 @@ def window_bytes(workers: int, shared: bool) -> int:
 
 
 def windows(sizes: Sequence[int], capacity: int) -> list[tuple[int, int]]:
-    """Place blocks in a memory that is used again and again, each behind the one before it.
+    """Place blocks in memory that is reused cyclically, each behind the previous one.
 
     Returns:
-        for each block, its offset, and the index of the last block before it in the same place, or -1.
+        for each block, its offset, and the index of the last earlier block that overlaps it, or -1.
 
     >>> windows([40, 40, 40, 10], 100)
     [(0, -1), (40, -1), (0, 0), (40, 1)]

@@ -40,7 +40,7 @@ def mean_loss(parts: Sequence[MicrobatchResult], exact: Exact) -> float:
     if count == 0:
         raise InputError(
             "The loss of the whole batch has a count of 0: there is nothing to take a mean over. A pair is the sum of "
-            "the losses and what it is to be divided by; a metric is returned as loss, {'name': value}."
+            "the losses and its divisor; a metric is returned as loss, {'name': value}."
         )
     return _sum(parts, [part.loss for part in parts], exact) / count
 
@@ -143,8 +143,8 @@ def sparse_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
     """Return the coalesced gradient of an embedding. Raises InputError if it is dense."""
     if not gradient.is_sparse:
         raise InputError(
-            f"The parameter {name!r} of an embedding with sparse=True gets a dense gradient, as the forward pass also "
-            f"uses it elsewhere: use sparse=False."
+            f"The parameter {name!r} of an embedding with sparse=True gets a dense gradient, because the forward pass "
+            f"also uses it elsewhere: use sparse=False."
         )
     return gradient.coalesce()
 

@@ -50,7 +50,7 @@ class HeldShare:
     ``names``: parameters and slices of parameters (``schedule.slices``). Their values are in the parameters, unless
     they are in ``tensors``. ``tensors``: their optimizer state by name. ``is_handed_on``: whether this worker, which
     leaves, has given others what only it had. ``has_weights``: whether the values of all other parameters are those of
-    the same step. ``number``: number of the share, and of how many, if it is one of an equal division.
+    the same step. ``number``: number of the share, and number of shares, if the division is equal.
     """
 
     names: set[str] = field(default_factory=set)

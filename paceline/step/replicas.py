@@ -43,15 +43,15 @@ _CAUSES = {
         "worker has other samples; or an optimizer that does not do the same everywhere."
     ),
     "buffer": (
-        "Either the script calls the model on some ranks only, in training mode, as to draw samples on rank 0: call it "
-        "in model.eval(), or on all ranks. Or the forward pass changes it behind torch's back, through .data or as "
-        "fused quantization observers do: change it by a plain operation, from the first step on."
+        "Either the script calls the model on some ranks only, in training mode, for example to draw samples on rank "
+        "0: call it in model.eval(), or on all ranks. Or the forward pass changes it behind torch's back, through "
+        ".data or as fused quantization observers do: change it by a plain operation, from the first step on."
     ),
     "freezing": "Call requires_grad_() alike on all workers.",
     "mode": "Call model.train() and model.eval() alike on all workers.",
     "data": (
         "Every worker must read the whole stream in the same order; Paceline hands out the shares. Look for a split by "
-        "the rank, as by torch.distributed.get_rank() or split_dataset_by_node, or a generator or time of its own."
+        "the rank, such as by torch.distributed.get_rank() or split_dataset_by_node, or a generator or time of its own."
     ),
     "optimizer": (
         "The optimizer does not do the same on all workers: look for a rank, a time, or a generator of its own in it."
@@ -72,7 +72,7 @@ def digest_at(value: torch.Tensor) -> int | torch.Tensor:
 
 
 def digests_of(values: Sequence[torch.Tensor]) -> list[int]:
-    """Return the digests of several tensors. Those of tensors on an accelerator are read in one transfer."""
+    """Return the digests of several tensors. Digests of tensors on an accelerator are read in one transfer."""
     on_device = {place: _sum_of_words(value) for place, value in enumerate(values) if value.device.type != "cpu"}
     read = iter(HostCopy(torch.stack([*on_device.values()])).wait().tolist() if on_device else ())
     return [next(read) % _WORD if place in on_device else digest_of(value) for place, value in enumerate(values)]
@@ -170,9 +170,7 @@ def compare(context: TrainingContext, what: str, samples: dict[str, int] | None 
     text += _joined_text(*context.audits.newcomers) + _held_text(context.world.gather(_held(context), what))
     if context.settings.exact or all(one == everyone[0][1] for _, one, _ in everyone):
         raise DisagreementError(text)
-    text += (
-        " (The workers have other processors, numbers of threads or precisions, so it may be no more than rounding.)"
-    )
+    text += " (The workers have different processors, numbers of threads or precisions, so this may be mere rounding.)"
     _log.warning(text)
     context.events.mark("note", text=text, warning=True)
     return False
@@ -243,7 +241,7 @@ def _held_text(everyone: Sequence[dict[str, str]]) -> str:
     return (
         f" On each worker {' and '.join(shown)} {'has' if len(shown) == 1 else 'have'} another value, as after "
         f"the forward pass of its own microbatches: if the loop reads it, return it as a metric, as (loss, "
-        f"{{'name': value}}), and take report.metrics."
+        f"{{'name': value}}), and read report.metrics."
     )
 
 
@@ -274,7 +272,7 @@ def difference(everyone: Sequence[dict[str, int]]) -> str:
                 mode = "evaluation" if everyone[0].get(full) else "training"
                 return f"{module} is in {mode} mode on {ranks}, and not on rank 0. {_CAUSES[kind]}"
             if kind == "data":
-                return f"The stream gives other samples on {ranks} than on rank 0 in step {name}. {_CAUSES[kind]}"
+                return f"The stream gives different samples on {ranks} than on rank 0 in step {name}. {_CAUSES[kind]}"
             spelled = "state of the optimizer" if kind == "optimizer" else kind
             return f"The {spelled} {name!r} on {ranks} differs from rank 0's. {_CAUSES[kind]}"
     return ""

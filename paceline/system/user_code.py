@@ -127,11 +127,11 @@ def script_files() -> dict[str, Path]:
 
 @functools.cache
 def _is_installed(name: str) -> bool:
-    """Return whether a top-level module is a library's, so that none of about 2,000 modules below it is looked at."""
+    """Return whether a top-level module belongs to a library, so that about 2,000 modules below it can be skipped."""
     return not is_user_code(getattr(sys.modules.get(name), "__file__", None) or "")
 
 
 def _source_of(file: str) -> str:
-    """Return the real path of a module's source; empty if it has none, or if an installed package has it."""
+    """Return the real path of a module's source; empty if it has none, or belongs to an installed package."""
     path = os.path.realpath(file) if os.path.isabs(file) and file.endswith(".py") else ""
     return "" if "site-packages" in path else path

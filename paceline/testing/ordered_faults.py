@@ -136,7 +136,7 @@ def from_environment(text: str, rank: Callable[[], int]) -> OrderedFaults:
     plan, run = read(text), env.run_directory()
     directory = plan.directory or (run / "faults" if run else None)
     if directory is None:
-        raise ConfigError(f"{env.FAULTS} names no directory in which to mark what has happened.")
+        raise ConfigError(f"{env.FAULTS} names no directory in which to mark injected faults.")
     return OrderedFaults(plan, directory, rank)
 
 

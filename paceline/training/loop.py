@@ -138,7 +138,7 @@ class TrainingLoop:
         self.position.move_to(step + 1)
 
     def _settle(self, steps: int) -> None:
-        """Settle the step that was done, and keep the state after it if the workers go back to it after a loss."""
+        """Settle the step that was done, and keep the state after it if the workers would return to it after a loss."""
         self._repeat_lost_steps(steps)
         self.strategy.settle()
         if self._recovery is not None and self.progress.steps == steps and not self._script.is_ahead(steps):
@@ -227,7 +227,7 @@ class TrainingLoop:
             kind: kind of the call, from ``training.progress``.
             act: function that makes the call after all workers have reached it. Returns the result and the largest
                 notice of any worker.
-            then: function that is called when the result is known, also if it was stored. Defaults to no action.
+            then: function that is called when the result is known, even if it was stored. Defaults to no action.
             calls: store of the results. Defaults to the progress.
         """
         self.check_open()
@@ -261,7 +261,7 @@ class TrainingLoop:
         if steps < self.progress.repeat_until:  # other workers are repeating steps up to repeat_until
             return
         self._meet("synchronizing")
-        if self.progress.compared >= steps:  # the other workers have passed this position already
+        if self.progress.compared >= steps:  # the other workers have already passed this position
             return
         if self.context.settings.exact:
             compare(self.context, "synchronizing")
@@ -322,7 +322,7 @@ class TrainingLoop:
             world.gather(None, "start")
         self.strategy.close()
         self.context.end()
-        self._recovery = None  # and what it keeps in memory
+        self._recovery = None  # with the states that it keeps in memory
         world.end_servers()
         if world.coordinator is not None:
             self._formation.leave()
@@ -336,7 +336,7 @@ class TrainingLoop:
         if self._closed:
             raise ConfigError(
                 "This session ended when the script started the next one: on several workers they train one after "
-                "the other. Put models that are trained in turns into one module, with one session."
+                "the other. Put models that are trained in turn into one module, with one session."
             )
 
     def _together(self, act: Callable[[], _T]) -> _T:

@@ -157,7 +157,7 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     context, formation, run_spec = build.build_context(given, resolved, who, log, coordinator, largest)
     context.world.mark = log.mark if log.keeps("transfer") else None
     atexit.register(log.close)
-    _count = number  # also if start fails from now on, because the coordinator knows this session number
+    _count = number  # even if start fails after this line, because the coordinator knows this session number
     accepts = _accepted(replace(given, model=context.compute.model), context, largest or who.world_size)
     run = _begin(context, formation, run_spec, folder, number, tracking, accepts)
     if (profile_to := env.path(env.PROFILE)) is not None:
@@ -229,7 +229,7 @@ def _begin(
 
 
 def _accepted(given: build.Components, context: TrainingContext, largest: int) -> list[str]:
-    """Return those of ``_CHANGES`` that this run would accept in place of its own settings."""
+    """Return the items of ``_CHANGES`` that this run would accept instead of its own settings."""
     found = []
     for change in _CHANGES:
         key, _, value = change.partition("=")

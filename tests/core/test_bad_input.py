@@ -305,7 +305,7 @@ TOGETHER = {
         "        return iter([*classes(20)][RANK if self.passes > 1 else 0:])\n"
         "go(data=Split(), batch=8)",
         "DisagreementError",
-        ["stream gives other samples on rank 1", "step 3.", "get_rank()"],
+        ["stream gives different samples on rank 1", "step 3.", "get_rank()"],
     ),
     "no batch of the session": Bad(
         "paceline.start(**given).step((torch.zeros(1, 12), torch.zeros(1)))",

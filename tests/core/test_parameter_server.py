@@ -326,7 +326,7 @@ tell(remarks=session._context.warnings, fingerprint=session.fingerprint())
     everyone = printed(script, 2, tmp_path)
     assert everyone[0] == everyone[1]
     text = " ".join(everyone[0]["remarks"])
-    assert "promises no exact bits" in text and "batch norm" in text and "8 updates so far" in text
+    assert "does not promise exact bits" in text and "batch norm" in text and "8 updates so far" in text
 
 
 UNSHARED = """

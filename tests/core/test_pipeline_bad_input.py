@@ -118,7 +118,7 @@ REFUSED = {
     "too few microbatches for PipeDream-2BW": Bad(
         "go(pipeline={'schedule': '2bw'}, microbatches=2)",
         "ConfigError",
-        ["3 workers", "not 2", "pipeline.update_every, by default the microbatches of a batch"],
+        ["3 workers", "not 2", "pipeline.update_every, by default the number of microbatches in a batch"],
         workers=3,
     ),
     "an unknown schedule": Bad("go(pipeline={'schedule': 'zb'})", "ConfigError", ["pipeline.schedule = 'zb'", "zb-h1"]),

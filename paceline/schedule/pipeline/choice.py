@@ -85,7 +85,7 @@ def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: i
     turns = math.lcm(*replicas)
     if microbatches % turns:
         raise ConfigError(
-            f"pipeline.replicas = {list(replicas)} take the {microbatches} microbatches of a batch in turns: set "
+            f"pipeline.replicas = {list(replicas)} take the {microbatches} microbatches of a batch in turn: set "
             f"microbatches to a multiple of {turns}."
         )
     try:
@@ -94,7 +94,7 @@ def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: i
         return pipedream_pipeline(len(replicas), every, settings.vertical_sync, replicas)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}. Here every is pipeline.update_every, by default the microbatches of a batch."
+            f"{error}. Here every is pipeline.update_every, by default the number of microbatches in a batch."
         ) from error
 
 

@@ -8,7 +8,7 @@
 
 A lane is the number of a microbatch in the batch. It belongs to the settings, not to a worker: workers hold lanes, and
 hand them over, so the result does not depend on the number of workers. A lane's errors are tensors of a divided state,
-as those of a replica (``strategies.local``): they are saved, and sent to the worker that takes the lane over.
+like those of a replica (``strategies.local``): they are saved, and sent to the worker that takes the lane over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.step.context import TrainingContext
 from paceline.step.divided.optimizer_state import DividedOptimizerState
 
 POINT_STEPS = 100
-"""Steps between two points to go back to after a loss. A point sends the errors of each lane to a second worker."""
+"""Steps between two recovery points. At each point the errors of a lane are sent to a second worker."""
 
 
 class LaneMemory:
@@ -43,14 +43,14 @@ class LaneMemory:
         self.divided = DividedOptimizerState(context, self._tensors, REPLICA)
         if context.update.closure_users:
             raise ConfigError(
-                f"wire = {context.settings.wire!r} keeps what a step has not sent for the next one, but "
+                f"wire = {context.settings.wire!r} keeps the unsent part of a step for the next one, but "
                 f"{context.update.closure_users[0]} computes the loss several times in each step: use another format, "
                 f"or an optimizer without a closure."
             )
         held = 8 * len(self._lanes) * sum(sizes.values())
         context.warnings.append(
-            f"wire = {context.settings.wire}: this worker needs {held / 2**20:.1f} MiB for what {len(self._lanes)} "
-            f"microbatches have not sent yet"
+            f"wire = {context.settings.wire}: this worker needs {held / 2**20:.1f} MiB for parts of gradients that "
+            f"{len(self._lanes)} microbatches have not sent yet"
         )
 
     def share(self, microbatches: int) -> list[range]:
@@ -59,7 +59,7 @@ class LaneMemory:
         return [range(min(own.start, microbatches), min(own.stop, microbatches)) for own in lanes]
 
     def error(self, parameter: str, lane: int) -> torch.Tensor:
-        """Return what a lane has not sent of the gradients of a parameter, as a one-dimensional tensor."""
+        """Return the unsent part of a lane's gradients of a parameter, as a one-dimensional tensor."""
         return self._tensors()[_name(lane, parameter)]
 
     def keep(self, parameter: str, lane: int, error: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class LaneMemory:
         self._next[_name(lane, parameter)] = error
 
     def accept(self, finite: Mapping[str, bool]) -> None:
-        """End a step. Errors of other parameters than the ``finite`` ones stay as before the step."""
+        """End a step. Errors of parameters that are not ``finite`` stay as before the step."""
         for name, error in self._next.items():
             if finite.get(name.partition("/feedback/")[2]):
                 self._errors[name] = error
@@ -83,7 +83,7 @@ class LaneMemory:
         return self._tensors() if notice or steps % POINT_STEPS == 0 else None
 
     def leave(self) -> frozenset[str] | None:
-        """Leave the errors to the next strategy. Returns what ``Strategy.close`` does."""
+        """Leave the errors to the next strategy. Return the result of ``Strategy.close``."""
         self._context.replicas.update(self._tensors())
         return None if self._context.world.size == 1 else frozenset()
 

@@ -1,4 +1,4 @@
-"""Attributes of an optimizer besides ``state`` and ``param_groups``, as a Lookahead's slow weights and step counter.
+"""Attributes of an optimizer besides ``state`` and ``param_groups``, such as slow weights of a Lookahead.
 
 Numbers, text, tensors, arrays, generators, and containers and plain objects of these are saved in checkpoints and sent
 to joiners. A parameter is saved by its name. Other values are not saved, but their replacement causes a warning.
@@ -29,13 +29,13 @@ _DEEPEST = 8
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "deque": deque}
 _NOT_KEPT = (
     "The update has changed {name}, a {kind}, which checkpoints and joining workers do not get: a resumed run "
-    "continues with what the optimizer begins with. Keep numbers and tensors, best in optimizer.state[parameter]."
+    "continues with the optimizer's initial value. Keep numbers and tensors, preferably in optimizer.state[parameter]."
 )
 
 
 _NOT_OF_ALL = (
-    "{what} in {name}, and with strategy {strategy!r} not every worker makes every update: no worker has the whole of "
-    "it to save or to send to a joiner. Keep it in optimizer.state[parameter], or use strategy 'allreduce'."
+    "{what} in {name}, and with strategy {strategy!r} not every worker makes every update: no worker has all of it "
+    "to save or to send to a joiner. Keep it in optimizer.state[parameter], or use strategy 'allreduce'."
 )
 
 
@@ -77,7 +77,7 @@ class OwnValues:
         return found
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state` returned. Tensors and containers stay the same objects."""
+        """Restore values that :meth:`state` returned. Tensors and containers stay the same objects."""
         owners = dict(self._owners())
         for name, written in state.items():
             where, _, key = name.rpartition(".")

@@ -33,7 +33,7 @@ _CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
 _OTHERS = 3
 _SUM = (
     "The loss grows with the number of samples, as with reduction='sum': {values} for the same samples once, twice and "
-    "three times. A scalar is taken for the mean over its samples, so gradients would be {parts} times too small for "
+    "three times. A scalar is taken as the mean over its samples, so gradients would be {parts} times too small for "
     "a sum over the batch, and also too large for a mean. Return a mean, or the pair (sum, count)."
 )
 _MEAN = (
@@ -47,10 +47,10 @@ _NO_COUNT = (
     "beside the loss by its name, as in (loss, {{'accuracy': value}})."
 )
 _QUEUE = (
-    "The forward pass puts samples into the buffer {name!r}, as into a queue. A batch is computed in {microbatches} "
-    "microbatches, each from the buffers at the start of the step, and a buffer becomes the mean of its values after "
-    "them, which is not a queue. Keep the queue outside of the model and fill it in the loop; or set microbatches=1, "
-    "for one worker."
+    "The forward pass puts samples into the buffer {name!r}, as if it were a queue. A batch is computed in "
+    "{microbatches} microbatches, each from the buffers at the start of the step, and a buffer becomes the mean of its "
+    "values after them, which is not a queue. Keep the queue outside of the model and fill it in the loop; or set "
+    "microbatches=1, for one worker."
 )
 _NOT_TRIED = (
     "The loss could not be checked: the forward pass raised {error} when it was given some samples of a microbatch "

@@ -7,7 +7,7 @@ SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706)::
        └──────────────────────────────── minus ────────────────────────────────┘
 
 The rest belongs to the replica, so it is saved and handed over with it. Every worker adds up the messages of all
-replicas in their order, so the sum depends on no worker.
+replicas in their order, so the sum does not depend on the workers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from paceline.system.wires import OUTER
 _DECAY = 0.95
 """Part of the rest that is kept for the next outer step, as in the paper."""
 _BLOCK = 256
-"""Numbers of a block, so that a position has 8 bits."""
+"""Number of values in a block, whose positions then have 8 bits."""
 _GROUP = 16
-"""Blocks of a group, which has a small and a large size for all its numbers, each in 16 bits."""
+"""Number of blocks in a group, which has one small and one large size for all its values, each in 16 bits."""
 
 
 def validate(settings: Settings, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ def encode(values: torch.Tensor, kept: int) -> torch.Tensor:
     """Return a message, in bytes, with the largest numbers of each block of a one-dimensional tensor.
 
     Args:
-        kept: numbers of a block that are sent, of 256.
+        kept: number of values that are sent of each block of 256.
 
     >>> encode(torch.randn(4096), 4).numel() / 4096 * 8 / (4 / 256)  # bits for each of them
     10.5
@@ -103,7 +103,7 @@ class SparseReducer(Reducer):
         fragment: int, shares: Sequence[Sequence[int]], replicas: Mapping[int, Replica],
     ) -> None:  # fmt: skip
         super().__init__(context, parameters, workers, overlap=False)
-        self._codec, self.expect = None, None  # messages are encoded here, also with exact = "fixed-point"
+        self._codec, self.expect = None, None  # messages are encoded here, even with exact = "fixed-point"
         self._values = [*parameters.values()]
         self._fragment, self._shares, self._replicas = fragment, shares, replicas
         self._per_block = max(1, round(context.settings.wire_ratio * _BLOCK))
@@ -152,7 +152,7 @@ class SparseReducer(Reducer):
         return True
 
     def accept(self, applied: bool = True) -> None:
-        """Keep what the replicas have not sent, unless no update was made with what they have sent."""
+        """Keep the unsent rests of the replicas, unless no update was made with the sent parts."""
         for number, rest in self._rests.items() if applied else ():
             self._replicas[number].rests[self._fragment] = rest
 

@@ -50,7 +50,7 @@ class Server(ABC):
     """Storage of the weights between the steps."""
 
     computes = True  # whether this worker computes steps. Otherwise it only serves.
-    # parameters and buffers that could be restored after a loss. None if all of them could.
+    # parameters and buffers that could be restored after a loss. None if all could.
     owned: frozenset[str] | None = None
 
     def __init__(self, shared: Shared) -> None:
@@ -306,11 +306,11 @@ def _different(places: list[str]) -> DisagreementError:
 def _warnings(context: TrainingContext) -> list[str]:
     """Return warnings about guarantees that asynchronous training does not give."""
     warnings = [
-        f"strategy {context.settings.strategy} promises no exact bits: the result depends on which worker was faster; "
-        f"the loss of a report is that of the newest step that its worker knows of"
+        f"strategy {context.settings.strategy} does not promise exact bits: the result depends on which worker was "
+        f"faster; the loss of a report is that of the newest step that its worker knows"
     ]
     if context.compute.buffers.live:
         warnings.append(
-            "running statistics, as of batch norm, are those of the last update: updates of other workers are lost"
+            "running statistics, such as those of batch norm, are those of the last update: other workers' are lost"
         )
     return warnings

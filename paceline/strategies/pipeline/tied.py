@@ -2,7 +2,7 @@
 
 The first stage that uses a tied parameter owns it: the owner adds up the gradients of all stages, updates the parameter
 and sends the new weights to the other stages. In one process, autograd adds the gradients of a microbatch from the last
-use to the first. The owner adds in the same order, for each microbatch and use with ``exact``, otherwise once a step.
+use to the first. The owner adds in the same order, for each microbatch and use with ``exact``, otherwise once per step.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class PreparedShards:
     See ``checkpoint.load.Shares``, and ``step.divided.moves.NewShares`` after a change of the membership.
 
     Args:
-        moves: whether the workers hold the state in other shares, which they move. By default all have its weights.
+        moves: whether the workers hold the state in other shares and move it. By default all have the weights.
         owners: which workers own slices. Defaults to all.
 
     Attributes:
@@ -35,7 +35,7 @@ class PreparedShards:
         shard: this worker's shard of the optimizer.
         of_parameter: slices of each parameter by name.
         is_loaded: whether the shard has the state of a checkpoint, so that no worker has the whole state.
-        number: number of this worker's share, and of how many.
+        number: number of this worker's share, and number of shares.
         owners: ranks of the owners of slices.
     """
 
@@ -145,7 +145,7 @@ class PreparedShards:
 
     @torch.no_grad()
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """See ``Shares``. After :meth:`move`, ``tensors`` has buffers at most, and no worker waits for another one."""
+        """See ``Shares``. After :meth:`move`, ``tensors`` has only buffers, and no worker waits for another."""
         for name, value in self._model.named_buffers():
             value.copy_(tensors.pop(f"buffer/{name}", value))
         if self._moved is not None:
@@ -161,7 +161,7 @@ class PreparedShards:
         FreedMemory().trim()
 
     def _enter(self) -> None:
-        """Move the parameters into the shared weights, with the values of what this worker still holds."""
+        """Move the parameters into the shared weights, with the values that this worker still holds."""
         kept = {name: self._value_of(name).clone() for name in self._held.names}
         if self.weights is not None:
             self.weights.enter()
@@ -176,7 +176,7 @@ class PreparedShards:
     def hand_on(self, leaving: Collection[int], what: str) -> None:
         """Give the optimizer state that only leaving workers hold to others. All workers call this together.
 
-        The weights are those that all workers see after a step.
+        Weights that all workers see after a step need no transfer.
         """
         sizes = [one.stop - one.start for one in self.slices]
         found = heirs_of([*map(self.holders, self.slices)], sizes, leaving, self._world.size)
@@ -187,7 +187,7 @@ class PreparedShards:
             self._held.add(map(self.shard.name_of, mine), moved)
 
     def take_rows(self, values: dict[str, torch.Tensor]) -> None:
-        """Take this worker's rows of tables that the machines divide from whole tables, and remove these."""
+        """Copy this worker's rows of tables that the machines divide out of ``values``, and remove the tables there."""
         names = list(self.of_parameter)
         if self.weights is not None:
             for index in self.weights.divided:
@@ -197,7 +197,7 @@ class PreparedShards:
                 values.pop(names[place], None)
 
     def settle(self) -> None:
-        """Give all workers the weights that each of them has written into its parameters. All workers call this."""
+        """Publish the weights that each worker has written into its parameters. All workers call this."""
         if self.weights is not None:
             self.weights.take(received=True)
             self.weights.publish()
@@ -271,7 +271,7 @@ def prepare(context: TrainingContext, moves: bool = False, owners: Owners | None
 
 
 def prepared(context: TrainingContext, owners: Owners | None = None) -> PreparedShards:
-    """Return what :func:`prepare` has made for this membership, or divide the state now."""
+    """Return the result of :func:`prepare` for this membership, or divide the state now."""
     if context.prepared and context.prepared[0].generation == context.world.generation:
         made: PreparedShards = context.prepared.pop()
         return made
@@ -280,10 +280,10 @@ def prepared(context: TrainingContext, owners: Owners | None = None) -> Prepared
 
 
 def forget(context: TrainingContext) -> frozenset[str] | None:
-    """Release what was prepared for a membership that no strategy was built for.
+    """Release the prepared shards of memberships without a strategy.
 
     Returns:
-        as :meth:`PreparedShards.release`.
+        the same as :meth:`PreparedShards.release`.
     """
     owned: frozenset[str] | None = None
     while context.prepared:

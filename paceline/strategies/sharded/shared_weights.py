@@ -9,10 +9,10 @@
 If the script writes to a weight, only its own worker sees the change until the next update (copy on write). The owner
 of a slice then copies its own change into the file. All workers must make the same change, as with an all-reduce. The
 slices of another machine are written into the file by one worker each, which receives them or makes the same update.
-A copy on the machine of the owner updates weights of its own, because an owner that is lost may have written half of
-its slice into the file. Of tables that the machines divide (``sharded.pulled_rows``), the file has only the slices that
-this machine's workers update, at its end. The script sees none of them, so they have no private mapping, which would
-count towards RLIMIT_DATA.
+A worker that keeps a copy on the owner's machine updates its own memory, because a lost owner may have written half of
+its slice into the file. Tables that the machines divide (``sharded.pulled_rows``) are at the end of the file, with only
+the slices that this machine's workers update. The script sees none of them, so they have no private mapping, which
+would count towards RLIMIT_DATA.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SharedWeights:
 
     Attributes:
         own: the slices that this worker updates, by index. They are in the file if this worker writes them there.
-        copied: the slices in ``own`` that are not in the file, in which a lost owner may have updated a half of them.
+        copied: the slices in ``own`` outside of the file, where a lost owner may have updated half of a slice.
         received: slices in the file that this worker receives from other machines, by index.
         divided: the slices in ``own`` of tables that the machines divide.
     """
@@ -198,7 +198,7 @@ class SharedWeights:
         torch.autograd.graph.increment_version(self._parameters)
 
     def look(self) -> None:
-        """Look at what the script has changed since the last update, before any worker makes the next one."""
+        """Take over the script's changes since the last update, before any worker makes the next one."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
             if parameter.data_ptr() != view.data_ptr():  # the script has replaced ``.data``
                 if (was := _kind(view)) != (now := _kind(parameter)):
@@ -213,10 +213,10 @@ class SharedWeights:
             value.copy_(part_of(self._views[one.parameter], one))
 
     def take(self, received: bool = False) -> None:
-        """Copy changes that the script has made to the slices that this worker updates into the file.
+        """Copy the script's changes to the slices that this worker updates into the file.
 
         Args:
-            received: whether to copy those of slices that it receives, too.
+            received: whether to copy changes to slices that it receives, too.
         """
         others = [(part, self._slices[index]) for index, part in self.received.items()] if received else []
         for part, one in [*self._taken, *others]:
@@ -273,7 +273,7 @@ def _kind(value: torch.Tensor) -> str:
 
 
 def _like(value: torch.Tensor, one: Slice) -> torch.Tensor:
-    """Return a tensor without memory of the shape of a slice of a table."""
+    """Return a tensor without memory in the shape of a slice of a table."""
     rows = (one.stop - one.start) * len(value) // value.numel()
     return torch.empty(rows, *value.shape[1:], dtype=value.dtype, device="meta")
 
