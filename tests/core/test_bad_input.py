@@ -344,11 +344,11 @@ PROMISES = {
         "docs/data.md", "A `DataLoader` is refused, with what to give instead: its data set, batch and `collate`."
     ),
     "no data": promise("docs/errors.md", "paceline: rank 1: InputError: The data set is empty."),
-    "a stream": promise("docs/streams.md", "A generator object is refused, as it gives its samples only once."),
+    "a stream": promise("docs/streams.md", "A generator object is refused, because it gives its samples only once."),
     "fewer microbatches than workers": promise("docs/batch-size.md", "**More workers than microbatches** is refused."),
     "scaling without a batch that grows": promise(
         "docs/batch-size.md",
-        "`scale_lr` without `batch_per_worker` is refused: a batch that stays the same needs no other rate.",
+        "`scale_lr` without `batch_per_worker` is refused: a constant batch needs no other rate.",
     ),
     "a schedule that needs a metric": promise(
         "docs/train.md", "one whose `step` needs a metric, such as `ReduceLROnPlateau`, is refused"

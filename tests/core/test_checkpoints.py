@@ -210,7 +210,8 @@ def test_resumed(attempts: list[dict[str, Any]]) -> None:
 
 @pytest.mark.promise(
     "docs/checkpoint-stores.md",
-    'If the newest checkpoint is damaged for one of the workers, `resume="auto"` takes the one before, on all workers.',
+    'If the newest checkpoint is damaged for one of the workers, `resume="auto"` takes the previous one, on all '
+    "workers.",
     "The damaged one is renamed to `damaged-step-000100`, so nothing is lost.",
 )
 @pytest.mark.parametrize("how", DAMAGED[:-1])

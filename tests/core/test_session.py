@@ -45,9 +45,7 @@ tell(
 """
 
 
-@pytest.mark.promise(
-    "docs/batch-size.md", "With `warmup_steps=w` the rate goes up in a straight line from the script's"
-)
+@pytest.mark.promise("docs/batch-size.md", "With `warmup_steps=w` the rate rises linearly from the script's rate")
 def test_the_learning_rate_follows_the_workers_only_when_asked(printed: Printed, tmp_path: Path) -> None:
     for one in printed(HEAD + RATES, 4, tmp_path):
         assert one["linear"]["rates"] == pytest.approx([0.25, 0.4, 0.4, 0.4, 0.4])

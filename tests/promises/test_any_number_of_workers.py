@@ -272,9 +272,7 @@ def test_the_bits_of_fixed_point(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "back end", like="fixed")
 
 
-@pytest.mark.promise(
-    "docs/exact.md", "It is another function than the tree: its bits differ from those of `exact=True`."
-)
+@pytest.mark.promise("docs/exact.md", "Fixed point gives different bits from the tree of `exact=True`.")
 def test_fixed_point_has_other_bits(alone: Any) -> None:
     assert alone["fixed"]["fingerprint"] != alone["allreduce"]["fingerprint"]
 
@@ -365,7 +363,7 @@ def test_evaluations(everyone: Any, alone: Any) -> None:
 
 @pytest.mark.promise(
     "docs/evaluate.md",
-    "Every worker updates its object with what all chunks give, in their order, and so computes the same",
+    "Every worker updates its object with the values of all chunks, in their order, so all workers compute the same",
 )
 def test_metrics_that_are_no_means(everyone: Any) -> None:
     assert all(one["order"] for way in found_in(everyone, "evaluations") for one in way)

@@ -94,7 +94,7 @@ def examined(paceline: Paceline, folder: Path) -> tuple[int, list[dict[str, Any]
     return code, found if isinstance(found, list) else found["findings"]
 
 
-@pytest.mark.promise("docs/doctor.md", "says of each what it found, why it matters and what to do.")
+@pytest.mark.promise("docs/doctor.md", "says for each what it found, why it matters and what to do.")
 def test_the_doctor_says_what_to_do(examined: Any) -> None:
     code, findings = examined
     wrong = [one for one in findings if one["status"] == "failure"]

@@ -140,7 +140,7 @@ def fixed(undisturbed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.promise(
-    "docs/guarantees.md", "**No step is lost, and none is applied twice,** as long as one worker that trains lives."
+    "docs/guarantees.md", "**No step is lost, and none is applied twice,** as long as one training worker survives."
 )
 def test_two_of_three_are_killed_at_once(launched: Any, wanted: Any) -> None:
     check(launched(THREE, *ELASTIC, **given({"kill": [5, [0, 2]]})), wanted, 1)
@@ -273,7 +273,7 @@ def test_a_report_of_a_worker_that_hangs(hung: Ran) -> None:
     assert re.search(said, hung.said), hung.report()
 
 
-@pytest.mark.promise("docs/guarantees.md", "If all of them are lost at once, training continues from a checkpoint.")
+@pytest.mark.promise("docs/guarantees.md", "If all are lost at once, training continues from a checkpoint.")
 @pytest.mark.promise("docs/survive.md", "the new processes then continue from the newest one.")
 def test_all_are_killed_at_once(launched: Any, wanted: Any) -> None:
     ran = launched(SCRIPT, *ELASTIC, **given({"kill": [6, [0, 1, 2]]}))

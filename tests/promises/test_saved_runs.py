@@ -163,7 +163,7 @@ def test_a_run_goes_on_on_another_number_of_workers(after: Any, before: Any) -> 
 @pytest.mark.promise(
     "docs/checkpoints.md",
     "A checkpoint has them as they were when the last step returned.",
-    "Register what must not be forgotten",
+    "Register values that the script must keep.",
 )
 def test_registered_values_go_on(after: Any, before: Any) -> None:
     for one in after:
@@ -172,7 +172,7 @@ def test_registered_values_go_on(after: Any, before: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/evaluate.md", "A resumed script that comes past an evaluation which the run has made gets its value"
+    "docs/evaluate.md", "A resumed script that reaches an evaluation that the run has already made gets the saved value"
 )
 def test_evaluations_of_a_resumed_run(after: Any, before: Any) -> None:
     """``session.epochs`` does not enter the first epoch again."""
@@ -192,7 +192,7 @@ def test_the_checkpoint_resumes_at_its_position(after: Any, before: Any) -> None
     assert before[0]["parts"]["history"] == before[0]["whole"]["history"][:6]
 
 
-@pytest.mark.promise("docs/exact.md", "and a run that continues in the other way is refused.")
+@pytest.mark.promise("docs/exact.md", "and a run that would continue with the other one is refused.")
 def test_another_kind_of_sums(after: Any) -> None:
     check(after, "sums", "step-000006")
 
@@ -220,7 +220,8 @@ def test_a_link_in_a_checkpoint(after: Any) -> None:
 
 
 @pytest.mark.promise(
-    "docs/checkpoint-stores.md", "A checkpoint that is not signed, or with another key, is treated as damaged."
+    "docs/checkpoint-stores.md",
+    "A checkpoint that is not signed, or is signed with another key, is treated as damaged.",
 )
 def test_signed_checkpoints(after: Any) -> None:
     check_resumed(after, "signed", 6)
