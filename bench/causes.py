@@ -1,6 +1,6 @@
 """Whether ``paceline why`` finds the cause of lost time: one cause at a time, in runs of 3 to 8 workers.
 
-A microbatch sleeps for 4 ms in place of computing, so a machine with few cores can run the workers. Prints the first
+A microbatch sleeps for 4 ms instead of computing, so a machine with few cores can run the workers. Prints the first
 two culprits of each run, and whether the cause comes first, second, or not at all. With ``--gains``, each cause runs
 again with the first setting that is advised. It then prints how much of the time the setting was to save, and how much
 it has saved. Slow links need root, for network namespaces.

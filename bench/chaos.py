@@ -1,11 +1,11 @@
-"""A run that is disturbed at random, and whether training notices: kills, stops, lost time.
+"""Effect of random kills and stops on a run: lost time and, if something is wrong, a different result.
 
 The same script trains twice with ``paceline run``: undisturbed, and with workers killed (SIGKILL) and stopped (SIGSTOP,
-SIGCONT) at random moments. Then the ledger is checked: each step applied exactly once, and so each sample of each
-epoch; the final fingerprint must be that of the undisturbed run, to the bit. Printed is what each fault cost.
+SIGCONT) at random moments. Then the ledger must show that each step, and so each sample of each epoch, was applied
+exactly once, and the final fingerprint must be that of the undisturbed run. Prints the cost of each fault.
 
-Where ``paceline run`` can replace workers (``--elastic``), the run goes on by itself. With ``--restart`` the whole run
-is started again from its newest checkpoint after each loss.
+Where ``paceline run`` can replace workers (``--elastic``), the run continues by itself. With ``--restart`` the whole
+run is started again from its newest checkpoint after each loss.
 
     python bench/chaos.py
     python bench/chaos.py --seconds 600 --workers 4 --state-mb 500 --seed 7
@@ -69,12 +69,12 @@ MOST_RESTARTS = 1000
 POLL_SECONDS, LOOK_SECONDS = 0.02, 0.1
 LEAST_STEPS = 20
 PATIENCE_SECONDS = 600.0
-"""An attempt that takes so much longer than planned is given up."""
+"""Seconds after its planned duration at which an attempt is given up."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was done to a worker."""
+    """Fault of a worker."""
 
     time: float
     kind: str
@@ -84,7 +84,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ran:
-    """A whole run: its folder, its last exit code, how often it was started, and what was done to it."""
+    """Whole run: its folder, last exit code, number of starts, and faults."""
 
     folder: Path
     code: int
@@ -93,23 +93,23 @@ class Ran:
     output: str
 
     def fingerprints(self) -> set[str]:
-        """What the workers that were there at the end printed."""
+        """Return the fingerprints that the workers printed at the end."""
         texts = [path.read_text(errors="replace") for path in (self.folder / "output").glob("*.log")]
         return {found for text in texts for found in re.findall(r"^fingerprint (\w+)$", text, re.MULTILINE)}
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that runs the script; ``trains``: it has a place among the workers, and is not only waiting for one."""
+    """Process that runs the script. ``trains`` is False for a standby, which waits for a place among the workers."""
 
     pid: int
     trains: bool
 
 
 class Chaos:
-    """Disturbs the workers of one run. One that trains is left alone: without any, what was learned is lost.
+    """Disturber of the workers of a run. It leaves one training worker alone, because without any the state is lost.
 
-    With restarts any may be killed.
+    With restarts it may kill any worker.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -174,7 +174,7 @@ class Chaos:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+    with contextlib.suppress(ProcessLookupError):  # it has since ended by itself
         os.kill(pid, number)
 
 
@@ -364,11 +364,11 @@ def is_elastic() -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60, help="how long the undisturbed run takes, about")
-    parser.add_argument("--steps", type=int, help="how many steps, instead of seconds")
+    parser.add_argument("--seconds", type=float, default=60, help="approximate duration of the undisturbed run")
+    parser.add_argument("--steps", type=int, help="number of steps, instead of seconds")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--least", type=int, default=1, help="go on with at least so many workers")
+    parser.add_argument("--least", type=int, default=1, help="smallest number of workers with which the run continues")
     parser.add_argument("--standby", type=int, default=1, help="workers that wait to take the place of a lost one")
     parser.add_argument("--state-mb", type=float, default=20, help="size of parameters and optimizer state")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints; 0: none")
@@ -376,7 +376,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault-seconds", type=float, default=6, help="between two faults, on average")
     parser.add_argument("--kinds", default="kill,stop")
-    parser.add_argument("--faults", type=int, help="so many, each of a worker that trains while no place is empty")
+    parser.add_argument(
+        "--faults", type=int, help="number of faults, each of a training worker while no place is empty"
+    )
     parser.add_argument("--longest-stop", type=float, default=2)
     parser.add_argument("--folder", type=Path, help="keep the runs in this new folder")
     parser.add_argument("--restart", action="store_true", help="start the whole run again after each loss")

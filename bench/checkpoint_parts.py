@@ -92,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=200, help="size of the state (200)")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], help="numbers of workers (1 2 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="medians of so many (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds for the medians (3)")
     given = parser.parse_args()
     layers = max(1, round(given.megabytes * 1e6 / 3 / 4 / 1024**2))
     print("workers  save: seconds, MB written, MB hashed   resume: seconds, MB read, MB hashed", flush=True)

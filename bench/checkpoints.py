@@ -1,11 +1,11 @@
-"""What a checkpoint costs training, and whether a run outlives being killed while it saves.
+"""Cost of a checkpoint to training, and whether a run survives a kill while it saves.
 
-Stall: how long ``session.step`` is held up by a save that a thread writes (``checkpoint.background``), beside a save
-that training waits for; the two take turns. Also how much slower a step is while the thread writes.
+Stall: the time for which a save delays ``session.step`` if a thread writes it (``checkpoint.background``), beside a
+save that training waits for; the two alternate. Also the slowdown of a step while the thread writes.
 
 Kills: a run that saves every second step is killed with SIGKILL at a random moment of a save, started again, and so
-on. Each start must go on from a good checkpoint, no further back than the interval, and the end must be that of a run
-that nobody killed, to the bit.
+on. Each start must continue from a good checkpoint, no further back than the interval, and the result must have the
+bits of an undisturbed run.
 
     python bench/checkpoints.py
     python bench/checkpoints.py --megabytes 1000 --saves 5 --kills 0
@@ -116,7 +116,7 @@ def stalls(megabytes: float, saves: int, directory: Path) -> None:
 
 
 def forked(work: Callable[[], object]) -> tuple[int, str]:
-    """Do it in a process of its own; its exit code (negative: a signal) and what it told."""
+    """Run ``work`` in a process of its own. Return its exit code (negative for a signal) and its output."""
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -159,7 +159,7 @@ def train(directory: Path, steps: int, moment: int | None) -> None:
 
 
 def kills(count: int, directory: Path) -> None:
-    """Print how often the run went on as it should after being killed while it saved."""
+    """Print the number of times that the run continued correctly after a kill during a save."""
     steps = EVERY * (count + 5) * 2
     code, whole = forked(lambda: train(directory / "whole", steps, None))
     assert code == 0
@@ -175,7 +175,7 @@ def kills(count: int, directory: Path) -> None:
     code, last = forked(lambda: train(directory / "killed", steps, None))
     damaged = [path.name for path in (directory / "killed").glob("damaged-*")]
     same = code == 0 and last.splitlines()[-1] == whole.splitlines()[-1]
-    print(f"killed {count} times while saving every {EVERY} steps: {good} times went on from a good checkpoint no")
+    print(f"killed {count} times while saving every {EVERY} steps: {good} times continued from a good checkpoint no")
     print(f"further back than the interval (steps back from the save that was killed: {json.dumps(tally(back[1:]))});")
     print(f"damaged checkpoints met: {len(damaged)}; the end {'has the same bits' if same else 'IS ANOTHER ONE'}")
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=200, help="size of the state (200)")
     parser.add_argument("--saves", type=int, default=9, help="saves of each kind (9)")
-    parser.add_argument("--kills", type=int, default=100, help="how often to kill (100)")
+    parser.add_argument("--kills", type=int, default=100, help="number of kills (100)")
     parser.add_argument("--directory", type=Path, help="on which disk (the one of temporary files)")
     given = parser.parse_args()
     directory = Path(tempfile.mkdtemp(dir=given.directory, prefix="paceline-checkpoints-"))

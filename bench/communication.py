@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rates", default="1gbit,200mbit,100mbit", help="of the links, as tc writes them")
     parser.add_argument("--tolerances", default="bits,rounding,convergent", help="the last one decides what is fixed")
     parser.add_argument("--megabytes", type=int, default=8, help="of gradients in float32")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the ways are measured in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds in which the ways are measured in turn")
     options = parser.parse_args()
     missing = obstacle()
     if missing:

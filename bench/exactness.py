@@ -1,8 +1,8 @@
 """How far the mean gradient is from the true one: along the tree, in fixed point, and as a running sum.
 
 A model is trained for some steps. In each, the gradients of the microbatches are added up in each way, and compared
-with the mean in float64. Printed are, over all steps: the median and the largest error of a parameter's mean (in the
-2-norm, relative), the part of elements that became zero though they are not, and how many steps were repeated.
+with the mean in float64. Prints, over all steps, the median and the largest error of a parameter's mean (in the
+2-norm, relative), the part of elements that became zero although they are not, and the number of repeated steps.
 
     python bench/exactness.py                         # both models, 8 and 64 microbatches
     python bench/exactness.py --tasks mlp-2M --steps 200
@@ -25,7 +25,7 @@ from paceline.step.gradients.fixed_point import WholeNumbers
 
 
 class InFixedPoint:
-    """The means in fixed point, and how many steps were repeated for them."""
+    """Return the means in fixed point, and the number of steps that were repeated for them."""
 
     def __init__(self, model: nn.Module, microbatches: int) -> None:
         self.repeated = 0

@@ -60,7 +60,7 @@ def loss_of(task: str, seed: int, **given: Any) -> float:
 
 
 def links(names: list[str]) -> None:
-    """Print the bytes of a step with each setting, and how many times fewer they are than those of all-reduce."""
+    """Print the bytes of a step with each setting, and the ratio of those of all-reduce to them."""
     with network(WORKERS, "1gbit") as machines, tempfile.TemporaryDirectory() as folder:
         plain = 0.0
         for name in ("allreduce", *names):

@@ -1,4 +1,4 @@
-"""Every figure of the pages, drawn anew by one command. Those of bench/stragglers take hours, the others minutes.
+"""Draw every figure of the pages again. The figures of bench/stragglers take hours, the others minutes.
 
     python bench/figures.py                             # all
     python bench/figures.py speedup.svg gallery.svg     # these

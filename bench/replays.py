@@ -1,6 +1,6 @@
 """Whether random steps of runs with kills, resumes, stealing and pipelines have the same bits when they are replayed.
 
-Each run kills a worker in a step, and goes on with the others, or with all of them from its newest checkpoint.
+Each run kills a worker in a step, and continues with the others, or with all workers from its newest checkpoint.
 
     python bench/replays.py --steps 20
 """
@@ -64,7 +64,7 @@ def paceline_of(folder: Path, *words: object) -> subprocess.CompletedProcess[str
 
 
 def main() -> None:
-    """Run each kind, replay random steps of it, and print how many have the same bits."""
+    """Run each kind, replay random steps of it, and print the number of steps with the same bits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps to replay, of all runs")
     parser.add_argument("--seed", type=int, default=0)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 WORKERS, RATE, BURST_BYTES = 3, "1gbit", 2_500_000
-"""The burst is 20 ms at that rate; with less than 10 ms the link looks slower than it is."""
+"""The burst is 20 ms at that rate; with less than 10 ms the link would look slower."""
 PORT = 29533
 DEADLINE = 400.0
 SCRIPT = """

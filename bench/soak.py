@@ -1,12 +1,12 @@
-"""Every strategy, disturbed at random moments on a busy machine, until so many workers were killed.
+"""Every strategy, disturbed at random moments on a busy machine, until enough workers have been killed.
 
-Each run is one strategy with ``paceline run --elastic``. Workers are killed (SIGKILL), stopped and continued, and told
-to leave (SIGTERM); others join in their place. All moments follow from the seed. Then it must hold:
+Each run is one strategy with ``paceline run --elastic``. Workers are killed (SIGKILL), stopped and continued, and asked
+to leave (SIGTERM); others join in their place. All moments follow from the seed. Afterwards:
 
-* the exit code is 0, and each step was applied exactly once (``paceline.observe.ledger``);
-* where the strategy promises bits, the fingerprint is that of one process;
-* no worker was lost that nobody had touched (a false eviction);
-* nothing is left: processes, and so ports; files in /dev/shm and in the folder for temporary files.
+* the exit code must be 0, and each step applied exactly once (``paceline.observe.ledger``);
+* where the strategy promises bits, the fingerprint must be that of one process;
+* no undisturbed worker may have been lost (a false eviction);
+* nothing may be left: no process, and so no port; no file in /dev/shm or in the folder for temporary files.
 
     python bench/soak.py                          # 300 kills beside 10 busy processes: hours
     python bench/soak.py --kills 20 --load 2 --seed 7 --cases allreduce hogwild
@@ -60,23 +60,23 @@ print("fingerprint", session.fingerprint(), flush=True)
 """
 TOKEN = "PACELINE_SOAK"
 LOST = 5
-"""The exit code when a worker was lost and nobody could go on."""
+"""Exit code when a worker was lost and the others could not continue."""
 PREEMPTED = 75
-"""That of a run of which too few are left after one was told to leave; it is resumed."""
+"""Exit code when too few workers are left after one was asked to leave. The run is resumed."""
 POLL_SECONDS = 0.02
 OF_PYTHON_AND_TORCH = ("pymp-", "torchinductor_")
-"""A folder for a socket, of each loader process that was killed, and a cache."""
+"""Prefixes of folders that stay: for a socket, of each killed loader process, and of a cache."""
 END_SECONDS = 10.0
-"""For what a run has started, to end after it."""
+"""Timeout for processes of a run to end after it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy: its settings, the workers, the fewest with which it goes on, and what it promises.
+    """Strategy under test: its settings, its workers, the fewest with which it continues, and its promises.
 
     Attributes:
-        exact: it promises bits.
-        single: a part of the model has one holder, so that a loss before the first checkpoint ends the run.
+        exact: whether it promises bits.
+        single: whether a part of the model has one holder, so that a loss before the first checkpoint ends the run.
     """
 
     settings: tuple[str, ...]
@@ -245,7 +245,7 @@ def disturb(
         members = members_of(folder)
         pid = sorted(workers)[int(place * len(workers))] if workers else 0
         if not pid or (kind != "stop" and workers[pid] in members and len(members & {*workers.values()}) < 2):
-            continue  # without any, what was learned is lost
+            continue  # without any worker, the state is lost
         outcome.done[kind] += 1
         outcome.touched[workers[pid]] = kind
         if kind == "stop":
@@ -254,7 +254,7 @@ def disturb(
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+    with contextlib.suppress(ProcessLookupError):  # it has since ended by itself
         os.kill(pid, number)
 
 

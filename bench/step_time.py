@@ -2,9 +2,9 @@
 
 One of Paceline's variants and the others live in the same worker processes and take turns, one step each, so that a
 noisy machine treats them alike; the ratio is taken within each round, and the median over rounds is printed. A variant
-has processes of its own, as sessions on several workers train one after the other. Each step loads its batch, computes,
-averages and updates. ``accumulating`` computes the same microbatches as ``exact``; ``one pass`` computes a worker's
-share at once.
+has processes of its own, because sessions on several workers train one after the other. Each step loads its batch,
+computes, averages and updates. ``accumulating`` computes the same microbatches as ``exact``; ``one pass`` computes a
+worker's share at once.
 
     python bench/step_time.py                    # all models, 2 workers
     python bench/step_time.py --tasks mlp-2M --rounds 200

@@ -1,12 +1,12 @@
-"""Who slowed a training down that another tool traced: import of the traces of ByteDance's StragglerAnalysis.
+"""Stragglers in training that another tool traced: import of the traces of ByteDance's StragglerAnalysis.
 
 A trace has a row for each operation of a step: its worker (``dp_rank``, ``stage``, ``rank``), its kind (``optype``) and
 number of that kind (``seq_id``), ``start_ts`` and ``duration`` in seconds, the microbatch ``mb_id``, and the part of
 the model, in the stage (``mc``) and in the whole (``gmc``). Steps are timed again, with the order of each worker and
 what each operation waits for, as Lin et al. do (OSDI 2025, arXiv 2505.05713): as recorded; ideally, where operations
 take the mean of their kind, or the median if they communicate; and ideally for one stage, or for the slowest 3 % of the
-workers, only. The share of the slow-down that this removes is what the stage or the workers explain. What an operation
-waits for others counts for neither. ``paceline why`` has to name the same stage from the times of the passes.
+workers, only. The share of the slowdown that this removes is what the stage or the workers explain. Waits of an
+operation for others count for neither. ``paceline why`` has to name the same stage from the times of the passes.
 
     python bench/traces.py ../shared/data/straggler-ST.parquet
 

@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--formats", default=",".join(WIRES), help="the first one is the measure of the others")
     parser.add_argument("--megabytes", type=int, default=20, help="of gradients in float32")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=3, help="how often the formats are measured in turn")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of rounds in which the formats are measured in turn"
+    )
     parser.add_argument("--encoding", action="store_true", help="measure the encoding alone, without workers")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -57,7 +57,7 @@ def launched(workers: int, folder: Path, *command: str) -> subprocess.CompletedP
 
 
 def by_hand(workers: int, *command: str) -> subprocess.CompletedProcess[str]:
-    """A script on processes that are told to be on machines of their own, as torchrun would tell them."""
+    """Run a script on processes that believe to be on separate machines, by torchrun's variables."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

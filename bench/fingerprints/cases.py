@@ -11,11 +11,11 @@ class Case:
     """One training run.
 
     Attributes:
-        workers: how many processes train.
-        model: its name in ``models``.
+        workers: number of processes that train.
+        model: name of the model in ``models``.
         settings: of ``paceline.start``.
-        network: each worker counts as alone on its machine, so that all bytes go over the network.
-        resumed: training stops in the middle, and goes on from a checkpoint in new processes, as many as this says.
+        network: whether each worker counts as alone on its machine, so that all bytes go over the network.
+        resumed: number of new processes that continue from a checkpoint after training stops in the middle. 0 for none.
     """
 
     workers: int

@@ -37,7 +37,7 @@ def tokens(length: int) -> TensorDataset:
 
 
 def loss_of_tokens(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum over the tokens that count, and how many these are: not the same number in each microbatch."""
+    """Return the sum over the tokens that count, and their number, which differs between microbatches."""
     counts = target > 2
     losses = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
     return losses[counts.flatten()].sum(), counts.sum()

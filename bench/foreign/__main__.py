@@ -1,8 +1,8 @@
 """Whether models and optimizers of public packages train to the same bits on any number of workers, or are refused.
 
 Each subject trains a few steps with ``exact`` in one process, on several workers, and in a pipeline. The table says
-of each ``ok`` (one fingerprint), ``refused`` (by an error, before which how many steps were done, and its text), or
-``DIFFERENT``, which must never happen; a subject that cannot be trained by a plain loop either is ``broken``.
+for each ``ok`` (one fingerprint), ``refused`` (with the number of steps before the error, and its text), or
+``DIFFERENT``, which must never happen. A subject that a plain loop cannot train either is ``broken``.
 
     pip install timm transformers pytorch_optimizer torch_optimizer
     python bench/foreign                                  # all
@@ -91,7 +91,7 @@ def child(rank: int, workers: int, port: int, act: Callable[[list[int]], Result]
 
 
 def together(workers: int, act: Callable[[list[int]], Result]) -> Result:
-    """What so many forked workers agree on; the first error if one of them fails."""
+    """Return the result on which forked workers agree, or the first error if one of them fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

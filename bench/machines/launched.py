@@ -19,7 +19,7 @@ DEADLINE = 600.0
 def run(
     names: Sequence[str], layout: Sequence[int], folder: Path, way: str, megabytes: int, steps: int
 ) -> list[dict[str, Any]]:
-    """Run one way on so many workers of each machine; what each told."""
+    """Run one way with ``layout`` workers on the machines. Return the report of each worker."""
     folder.mkdir()
     size = sum(layout)
     places = [(name, local, workers) for name, workers in zip(names, layout, strict=True) for local in range(workers)]

@@ -33,9 +33,9 @@ def network(count: int, rate: str | None, slow: str | None = None) -> Iterator[l
     """Make namespaces with the addresses 10.77.0.1, 10.77.0.2, ... on ``eth0``; they are gone afterwards.
 
     Args:
-        count: how many.
-        rate: of each link in each direction, as tc writes it; None: as fast as it can.
-        slow: of the last one; None: as all others.
+        count: number of namespaces.
+        rate: rate of each link in each direction, as tc writes it. None for no limit.
+        slow: rate of the last link. None for the rate of the others.
     """
     hub = f"pace{os.getpid() % 10000}"
     names = [f"{hub}m{place}" for place in range(count)]

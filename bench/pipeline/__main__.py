@@ -39,7 +39,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="part bubble (2)")
     parser.add_argument("--turns", type=int, default=40, help="part peer: steps of each candidate (40)")
     parser.add_argument("--models", default="mlp,gpt", help="part peer (mlp,gpt)")
-    parser.add_argument("--ranks", default="4", help="part link: how many workers (4)")
+    parser.add_argument("--ranks", default="4", help="part link: number of workers (4)")
     parser.add_argument("--data", type=Path, help="part stream: a text (tinyshakespeare beside the repository)")
     parser.add_argument("--output", type=Path, help="file for the numbers, as JSON (none)")
     options = parser.parse_args(arguments)

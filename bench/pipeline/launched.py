@@ -68,7 +68,7 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def span_of(event: dict[str, Any]) -> Span | None:
-    """The operation of an event with its times in seconds since 1970, or None if it is no operation."""
+    """Return the operation of an event with its times in seconds since 1970, or None if it is not an operation."""
     kind = Kind.__members__.get(event["event"].upper())
     if kind is None or "stage" not in event:
         return None

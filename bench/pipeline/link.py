@@ -150,7 +150,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
 
 
 def run_in(names: list[str], home: Path) -> int:
-    """Run the workers, each in its namespace; returns how many packets their links have dropped.
+    """Run the workers, each in its namespace, and return the number of packets that their links have dropped.
 
     Raises:
         RunFailed: with the end of what a worker printed.

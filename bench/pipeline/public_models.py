@@ -323,7 +323,7 @@ def in_stages(models: list[nn.Module], stages: list[Any], data: Any) -> torch.Te
 
 
 def compare(model: nn.Module, give: Callable[[], Any], count: int) -> str:
-    """What the cut into so many stages gives: ok, with the first layers of the stages, or what differs."""
+    """Return the result of a cut into ``count`` stages: ok and the first layers of the stages, or the difference."""
     torch.manual_seed(1)
     pairs = [give(), give()]
     models = [copy.deepcopy(model) for _ in range(count)]

@@ -55,9 +55,9 @@ class _SlowBack(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A layer whose forward pass, and each half of whose backward pass, take so many seconds.
+    """A layer whose forward pass, and each half of whose backward pass, take ``seconds``.
 
-    ``before`` gives the first layer a gradient to compute as well, as its input requires none.
+    ``before`` gives the first layer a gradient to compute as well, because its input requires none.
     """
 
     def __init__(self, width: int, seconds: float) -> None:

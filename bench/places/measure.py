@@ -28,7 +28,7 @@ class Contender:
         name: in the table.
         words: the command.
         own: whether it is the engine's own way, to which the others are compared.
-        again: whether somebody must start it again after a loss.
+        again: whether a user must start it again after a loss.
         environment: more variables.
     """
 
@@ -45,7 +45,7 @@ class Result:
 
     Attributes:
         start: seconds from the command to the first step.
-        stall: seconds from the kill to the next new step; None if the run did not come to its end.
+        stall: seconds from the kill to the next new step; None if the run did not finish.
         said: its output.
     """
 
@@ -75,7 +75,7 @@ def run(contender: Contender, folder: Path, start: Starter) -> Result:
     """Train once, through a kill.
 
     Raises:
-        RuntimeError: it did not come to the kill; with its output.
+        RuntimeError: the run ended before the kill. The message has its output.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

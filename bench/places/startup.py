@@ -1,10 +1,10 @@
 """How long a run takes to start, and how long it stalls when a worker is killed, beside the engine's own way.
 
-In each place (this machine, ssh, MPI, Slurm, Ray, Spark) the same training is run by Paceline and by the engine with
-plain DDP, in turns. Start-up is the time from the command to the first step that is done; the stall, that from the
-kill of one worker to the next step that is new. Where somebody must start the command again after a loss, that is done
-at once. Printed are medians over the rounds, and of the ratios within each round. An engine that is not on this
-machine is named and left out.
+In each place (this machine, ssh, MPI, Slurm, Ray, Spark) the same training is run alternately by Paceline and by the
+engine with plain DDP. Start-up is the time from the command to the end of the first step. The stall is the time from
+the kill of a worker to the next new step. Where a user must start the command again after a loss, the bench does so
+immediately. Prints the medians over the rounds, and of the ratios within each round. Engines that are not installed are
+named and left out.
 
     python bench/places/startup.py
     python bench/places/startup.py --only slurm --rounds 3
@@ -28,7 +28,7 @@ from measure import RUN, Contender, Result, Starter, run
 from places import PLACES, NotHere
 
 _SHOWN = 12
-"""Lines of the output of a run that did not go on."""
+"""Number of output lines to show of a run that did not continue."""
 
 
 def measure(contenders: Sequence[Contender], start: Starter, folder: Path, rounds: int) -> dict[str, list[Result]]:

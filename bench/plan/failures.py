@@ -95,7 +95,7 @@ class Kills:
         self.began = time.time()
 
     def act(self, look: object) -> None:
-        """Kill whom is due."""
+        """Kill the workers that are due."""
         while self._left and time.time() >= self.began + self._left[0].time:
             slots = _slots(self._events)
             files = sorted(self._script.parent.glob("process-*"), key=lambda path: path.stat().st_mtime)
@@ -106,7 +106,7 @@ class Kills:
                     chaos.send(pids[slots[slot]], signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill nobody any more."""
+        """Stop killing workers."""
         self._left = []
 
 

@@ -52,7 +52,7 @@ class _OfWeight(torch.autograd.Function):
 
 
 class Asleep(nn.Module):
-    """A layer whose forward pass, and each half of whose backward pass, sleep so many seconds for each sample."""
+    """A layer whose forward pass, and each half of whose backward pass, sleep ``seconds`` for each sample."""
 
     def __init__(self, numel: int, seconds: float) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Asleep(nn.Module):
 
 
 def model_of(given: dict[str, Any]) -> nn.Module:
-    """Layers of so many MB and milliseconds a sample."""
+    """Return a model of the given layers, each with a size in MB and milliseconds per sample."""
     layers = [Asleep(int(megabytes * 2**18), 1e-3 * ms) for megabytes, ms in given["layers"]]
     return nn.Sequential(nn.Linear(given["width"], given["width"]), *layers)
 

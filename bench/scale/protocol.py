@@ -41,7 +41,7 @@ Row = tuple[str, float, int, int]
 
 
 class Counting:
-    """A membership whose messages are counted, each as it would leave: encoded once for all who get the same."""
+    """Membership whose messages are counted as they would be sent: encoded once for all receivers."""
 
     def __init__(self, size: int) -> None:
         self.messages = self.bytes = 0

@@ -32,7 +32,7 @@ class Slow(nn.Module):
 
 
 def held() -> dict[str, int]:
-    """The descriptors of this process by kind, its threads, and the memory that it shares with nobody."""
+    """Return the descriptors of this process by kind, its threads, and its private memory."""
     links = []
     for name in os.listdir("/proc/self/fd"):
         try:

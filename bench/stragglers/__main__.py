@@ -1,13 +1,13 @@
 """Slow workers: every update rule under patterns of slowness, with real processes.
 
-Computing is emulated by sleeping, so that two cores are enough for eight workers; how many cores were busy stands
-beside each result. The parts:
+Computing is emulated by sleeping, so that two cores are enough for eight workers; the number of busy cores
+stands beside each result. The parts:
 
     steps      seconds of a step over the ideal (the work over the sum of the workers' speeds): the whole run, the
                median and the 99th percentile of steps (of windows of 8 steps for rules without common steps);
                whether each sample has counted exactly once; how long a steal takes
-    overhead   stealing beside all-reduce when nobody is slow
-    exact      whether the bits are those of all-reduce, also when a worker is killed
+    overhead   stealing beside all-reduce when no worker is slow
+    exact      whether the bits are those of all-reduce, even when a worker is killed
     task       time to a loss on pictures of digits: loss against seconds and samples
     quotas     steps that really compute, under CPU quotas of the kernel (control groups; needs the right to set them)
 
@@ -55,7 +55,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--base", type=float, default=0.1, help="seconds of a microbatch (0.1)")
     parser.add_argument("--period", type=int, help="steps until another worker is slow (200; less in short runs)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=1, help="part task: how many, from --seed on (1)")
+    parser.add_argument("--seeds", type=int, default=1, help="part task: number of seeds, from --seed on (1)")
     parser.add_argument("--rounds", type=int, help="of the part overhead (7 asleep, 18 computing)")
     parser.add_argument("--models", default="mlp", help="part task: of mlp, conv (mlp)")
     parser.add_argument("--data", type=Path, help="part task: MNIST's files instead of scikit-learn's digits")

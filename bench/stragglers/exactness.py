@@ -1,4 +1,4 @@
-"""The same bits whoever computes what: fingerprints with ``exact``, also when a worker is killed with a lease."""
+"""Fingerprints of stealing with ``exact``, which must be equal even if a worker is killed while it holds a lease."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def measure(folder: Path, rules: Sequence[Rule], options: argparse.Namespace) ->
                 print(failed)
                 results[name][pattern.name] = False
                 continue
-            assert (folder / "records" / run_name / "killed").exists(), "nobody was killed"
+            assert (folder / "records" / run_name / "killed").exists(), "no worker was killed"
             results[name][pattern.name] = record.fingerprints == prints["allreduce"][place]
         print(f"{name}: {_told(results[name])}", flush=True)
     return results

@@ -76,7 +76,7 @@ def of_microbatches(done: Sequence[float], pattern: Pattern, microbatches: int, 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of all do not exceed.
+    """Return the smallest value that ``percent`` percent of all values do not exceed.
 
     >>> percentile([1.0, 2.0, 3.0, 4.0], 50)
     2.0

@@ -1,8 +1,8 @@
-"""What stealing costs when nobody is slow: it and all-reduce take turns, a few steps in a session of their own each.
+"""Cost of stealing when no worker is slow: stealing and all-reduce alternate, each in sessions of a few steps.
 
-Twice: with computing asleep, as everywhere here, and with a real perceptron on as many workers as the machine has
-cores. In each round both have a session in the same processes, and the other one begins than in the round before. The
-ratio is that of the median steps of a round; printed is the median of all rounds.
+Measured twice: with emulated computing, as everywhere here, and with a real perceptron on as many workers as the
+machine has cores. In each round both have a session in the same processes, and they begin in turn. The ratio is that of
+the median steps of a round. Prints the median of all rounds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STRATEGIES = "allreduce", "stealing"
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The ratios of stealing to all-reduce."""
-    print("\nstealing over all-reduce when nobody is slow, median of the ratios of rounds (quartiles)")
+    print("\nstealing over all-reduce when no worker is slow, median of the ratios of rounds (quartiles)")
     cores = len(os.sched_getaffinity(0))
     results = {}
     for name, case, workers in (("asleep", ASLEEP, options.workers), ("computing", AWAKE, cores)):

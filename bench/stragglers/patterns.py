@@ -10,8 +10,8 @@ A microbatch takes a worker ``base`` seconds times its slowdown, a function of (
     stall          each worker is 30 times slower in a step, with a chance of 1 %
     none           all are equally fast, always
 
-Asynchronous rules have no common steps. For them a step of the pattern is the time that ideal workers without any
-slowness need for a step.
+Asynchronous rules have no common steps. For them a step of the pattern is the time that workers of full speed
+need for a step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Pattern:
     """Which worker is slow, when, and by how much.
 
     Attributes:
-        name: one of those above.
-        workers: how many there are.
-        seed: of all that is drawn.
-        period: rotating: after so many steps another worker is slow.
+        name: name of a pattern above.
+        workers: number of workers.
+        seed: seed of all random numbers.
+        period: number of steps after which another worker is slow, for ``rotating``.
     """
 
     name: str

@@ -50,7 +50,7 @@ class Record:
 
     @property
     def machine_cores(self) -> float:
-        """How many cores of the machine were busy, whoever used them."""
+        """Number of busy cores of the machine, including other programs."""
         return float(self.workers[0]["machine"] / self.seconds)
 
 
@@ -65,10 +65,10 @@ def run(  # noqa: PLR0913 - what a run is made of
     environment: Mapping[str, str] | None = None,
     deadline: float = 1800.0,
 ) -> list[Record]:
-    """Let workers go through some sessions, one after the other.
+    """Run some sessions on the workers, one after the other.
 
     Raises:
-        RunFailed: with the end of what it printed.
+        RunFailed: the run failed. The message has the end of its output.
     """
     home = folder / "records" / name
     home.mkdir(parents=True)

@@ -29,10 +29,10 @@ SMOOTH = 3
 """So many measurements in a row decide; the same as in the workers' script."""
 BASE_SECONDS = 0.008
 GRID = ((1, 0.1), (1, 0.2), (8, 0.05), (8, 0.1), (8, 0.2), (8, 0.4))
-"""What part of the batch an update uses (one over this), and the learning rate."""
+"""Divisor of the batch for an update, and the learning rate."""
 STALENESS = (1, 3)
 _LONGEST = 2
-"""A run is given up after so many times the samples that synchronous training needs at most."""
+"""Limit of the samples of a run, as a multiple of those that synchronous training needs at most."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(folder: Path, rules: Sequence[Rule], options: argparse.Namespace) ->
 
 @dataclass(frozen=True)
 class Entry:
-    """Who takes part in a race: a rule, its learning rate, and what part of the batch an update uses (one over it)."""
+    """Participant in a race: a rule, its learning rate, and the divisor of the batch for an update."""
 
     name: str
     rule: Rule

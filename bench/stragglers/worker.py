@@ -1,10 +1,10 @@
-"""What the workers run: one session after the other, as a plan says; each worker writes down when it did what.
+"""Script of the workers: the sessions of a plan, one by one. Each worker records the times of its work.
 
-Computing is asleep: forward and backward pass of a microbatch together take as long as the pattern says, one third and
-two thirds, what is really computed included. All else that a rule does comes on top, and counts as its cost.
+Computing is emulated by sleeping: the forward and backward pass of a microbatch take one third and two thirds of the
+pattern's time, including real computation. Everything else that a rule does adds to this time, and counts as its cost.
 
-The model knows whom it has seen: beside a small perceptron it has one weight for each sample, whose gradient is 1, so
-after an epoch each has fallen by the same amount if each sample has counted exactly once.
+The model counts the samples that it has seen: beside a small perceptron it has one weight for each sample, whose
+gradient is 1, so after an epoch each has fallen by the same amount if each sample has counted exactly once.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Killed:
 
     Args:
         mark: the file.
-        worker: who.
-        step: when.
-        microbatch: after how many others of the step.
+        worker: number of the worker.
+        step: number of the step.
+        microbatch: number of microbatches of the step before it.
     """
 
     def __init__(self, mark: Path, worker: int, step: int, microbatch: int) -> None:
