@@ -379,7 +379,7 @@ class Session:
             max_shard_size: bytes above which safetensors go to several files with an index, as with Hugging Face.
 
         Returns:
-            the absolute path, or the URL, from which :func:`paceline.start` reads the weights, also in several files.
+            the absolute path, or the URL, from which :func:`paceline.start` reads the weights, even in several files.
 
         Raises:
             ConfigError, CheckpointError: an argument is not valid, the file cannot be written, or a package is missing.

@@ -192,7 +192,7 @@ def _read_tensor(checked: _Checked, manifest: Manifest, name: str) -> torch.Tens
 
 @contextmanager
 def open_checked(open_file: Open, manifest: Manifest, name: str) -> Iterator[BinaryIO]:
-    """Open a file of a checkpoint. Raises DamagedError if it has another size than in the manifest."""
+    """Open a file of a checkpoint. Raises DamagedError if its size differs from the manifest."""
     size, _ = manifest.files[name]
     with open_file(name) as file:
         there = file.seek(0, 2)

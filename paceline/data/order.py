@@ -72,7 +72,7 @@ class Cut:
         return self._known(tuple(samples), count)
 
     def again(self, samples: tuple[int, ...], count: int) -> list[list[int]]:
-        """Call the function, also if its result is known.
+        """Call the function, even if its result is known.
 
         Raises:
             InputError: the result has not every sample once, or too many microbatches, or an empty one.

@@ -303,7 +303,7 @@ def finite(value: Any) -> Any:
 
 
 def _text(record: Record) -> str:
-    """Return the strings of a record, also those in lists and dictionaries, separated by spaces."""
+    """Return the strings of a record, including those in lists and dictionaries, separated by spaces."""
     values = (value for key, value in record.items() if key not in ("event", "rank") and not isinstance(value, float))
     return encodable(" ".join(_strings(values)))
 

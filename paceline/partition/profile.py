@@ -148,7 +148,7 @@ def _warm_up(probes: list[_Probe], example: Any) -> None:
 
 
 def seconds_now() -> float:
-    """Return the time after all operations so far, also those of the GPU, in seconds."""
+    """Return the time after all operations so far, including those of the GPU, in seconds."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -31,11 +31,11 @@ class Watch(ABC):
 
     @abstractmethod
     def on_layer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run in place of a call of a layer."""
+        """Run instead of a call of a layer."""
 
     @abstractmethod
     def on_operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run in place of an operation between layers; ``function`` identifies the operation."""
+        """Run instead of an operation between layers; ``function`` identifies the operation."""
 
     @contextmanager
     def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Watch(ABC):
     def _intercept(
         self, handle: Callable[..., Any], about: Any, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a handler in place of a call, unless the call is inside of another one that is intercepted."""
+        """Run a handler instead of a call, unless the call is inside of another one that is intercepted."""
         if self._inside:
             return call(*args, **kwargs)
         self._inside = True

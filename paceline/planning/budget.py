@@ -158,7 +158,7 @@ class MemoryBudget:
     def of_step(self, step: int) -> Iterator[None]:
         """Keep freed memory during a step, unless it is audited or one of the first, or the workers divide the state.
 
-        Probes and audits allocate tensors in another order than training, and would leave gaps that later tensors
+        Probes and audits allocate tensors in a different order from training, and would leave gaps that later tensors
         rarely fit into. After the first steps, the peak is reported.
         """
         first = self._steps < _STEPS

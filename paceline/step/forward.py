@@ -178,10 +178,10 @@ class ForwardRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``total``, without the loss scale, and ``pair`` of a forward pass without keyed random numbers.
 
-        Gradients stay enabled, because a forward pass may compute gradients itself, as for a gradient penalty.
+        Gradients stay enabled, because a forward pass may compute gradients itself, for example for a gradient penalty.
 
         Args:
-            model: function to call in place of a model that is cut.
+            model: function to call instead of a model that is cut.
         """
         if model is None:
             return self._loss(group, step)
@@ -226,7 +226,7 @@ class ForwardRunner:
         """Convert the result of a forward pass over ``samples`` samples to ``total`` and ``pair`` of its result.
 
         Raises:
-            InputError: the result is not a loss, or its metrics have other names than before.
+            InputError: the result is not a loss, or the names of its metrics have changed.
         """
         loss = loss_of_result(value, samples)
         names = tuple(loss.metrics)

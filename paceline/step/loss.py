@@ -165,7 +165,7 @@ def described(value: Any) -> str:
 
 
 def check_function(argument: str, value: Any, example: str, *takes: str) -> None:
-    """Raise if an argument of ``start`` is not a function, or takes other arguments than ``takes``."""
+    """Raise if an argument of ``start`` is not a function, or does not take the arguments ``takes``."""
     if value is not None and not callable(value):
         raise InputError(f"{argument} must be a function, but it is {described(value)}. Write, for example, {example}.")
     if value is not None and not isinstance(value, type) and (why := does_not_take(value, *takes)):
@@ -179,7 +179,7 @@ class StandIn:
     """Stand-in for a model that is cut. ``forward`` may call it once, with one value, and use nothing else of it.
 
     Args:
-        call: function that is called in place of the model.
+        call: function that is called instead of the model.
     """
 
     def __init__(self, call: Callable[[Any], Any]) -> None:
@@ -208,7 +208,7 @@ class StandIn:
 
 
 def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raise InputError if metrics have other names than before."""
+    """Raise InputError if the names of metrics have changed."""
     if names == known:
         return
     missing = [repr(name) for name in known if name not in names]

@@ -132,7 +132,7 @@ class OptimizerStep:
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)  # averages of the weights over the steps
         self.divided_by = ""  # name of the strategy if copies of the optimizer make updates. Empty otherwise.
-        # factor on the initial learning rate at a step, in place of scaling and schedule. None to use these.
+        # factor on the initial learning rate at a step, instead of scaling and schedule. None to use these.
         self.ramp: Callable[[int], float] | None = None
         # called with a message before an update if parameters or buffers were added or removed
         self.on_other_names: Callable[[str], None] = lambda text: None

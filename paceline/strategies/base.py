@@ -134,7 +134,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def close(self) -> frozenset[str] | None:
-        """Release all resources, also in the middle of a step.
+        """Release all resources, even in the middle of a step.
 
         Returns:
             Names of the parameters and buffers whose newest values this worker holds. None if it holds all of them.

@@ -77,7 +77,7 @@ def _refuse_attribute(session: object, name: str) -> Any:
 
 
 def with_usage(call: str, cure: str, own: int = 0) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator that raises ConfigError in place of the TypeError of a call with wrong arguments.
+    """Return a decorator that raises ConfigError instead of the TypeError of a call with wrong arguments.
 
     Args:
         call: name of the function in the message.

@@ -117,6 +117,6 @@ def _recording(optimizer: Any, variables: list[Any], slots: list[dict[str, Any]]
     held = [one for value in vars(optimizer).values() for one in (value if isinstance(value, list) else [value])]
     if any(is_keras(one, "Variable") and id(one) not in known for one in held):
         raise InputError(
-            f"{kind} of Keras has a state that belongs to no parameter, or has another shape than its parameter, and "
+            f"{kind} of Keras has a state that belongs to no parameter, or lacks the shape of its parameter, and "
             f"cannot be saved: use another optimizer, or one of torch."
         )

@@ -87,7 +87,7 @@ def _check_shapes(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torc
     if differ:
         more = f"; {len(differ) - _MOST} more differ" if len(differ) > _MOST else ""
         raise CheckpointError(
-            f"The weights in {where} have other shapes than the model: {'; '.join(differ[:_MOST])}{more}. Build the "
+            f"The weights in {where} do not have the shapes of the model: {'; '.join(differ[:_MOST])}{more}. Build the "
             f"same model, or leave them out (weights.skip)."
         )
 

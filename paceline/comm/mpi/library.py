@@ -52,7 +52,7 @@ def initialized() -> Any:
             atexit.register(_finalize)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise StartError(
-            "MPI was initialized for calls from one thread only. Let mpi4py do it as by default, or call "
+            "MPI was initialized for calls from one thread only. Let mpi4py initialize it (the default), or call "
             "MPI.Init_thread(MPI.THREAD_MULTIPLE)."
         )
     return mpi

@@ -277,7 +277,7 @@ class OwnClient(RpcClient):
 
 
 class RpcPeers:
-    """RPC server and clients of this worker. All workers construct them together, in place of the previous ones.
+    """RPC server and clients of this worker. All workers construct them together, to replace the previous ones.
 
     Args:
         most: size of the largest request or answer in bytes, without its message.

@@ -109,7 +109,7 @@ KNOWN_ERRORS = (
         "this PyTorch was built for the CPU alone",
         (
             "pip took the CPU wheel (its version ends in +cpu)",
-            "another environment than the one that was tested is active on this machine",
+            "a different environment from the tested one is active on this machine",
         ),
         "look at `python -c 'import torch; print(torch.__version__, torch.version.cuda)'` on each machine, and install "
         "the CUDA wheel there; or train with gloo on the CPU",

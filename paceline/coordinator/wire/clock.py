@@ -76,6 +76,6 @@ class ClockMeter:
         self.repeat()
 
     def repeat(self) -> None:
-        """Record the last comparison, also under a new rank, whose file then tells which machine writes to it."""
+        """Record the last comparison, even under a new rank, whose file then tells which machine writes to it."""
         if self._recorded is not None:
             self._mark("clock", **self._recorded._asdict())

@@ -42,7 +42,7 @@ def agree(world: World, samples: list[bytes]) -> int:
         the largest notice of any worker (``comm.world``).
 
     Raises:
-        DisagreementError: a worker adds other samples than rank 0.
+        DisagreementError: a worker adds different samples from rank 0's.
     """
     digests = [hashlib.blake2b(sample, digest_size=_DIGEST_BYTES).digest() for sample in samples]
     own = len(samples), hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES).digest()

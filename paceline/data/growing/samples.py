@@ -97,7 +97,7 @@ class Growing(Dataset[Any]):
     """Data set to which :meth:`paceline.Session.extend` adds samples during training.
 
     The epoch that is running keeps its samples; the next epoch has the added ones, too. ``len()`` counts what the
-    script has added up to its position, also in a resumed run and on a worker that joins.
+    script has added up to its position, even in a resumed run and on a worker that joins.
 
     Args:
         samples: samples before training: a data set with a length and items by number. Defaults to none; then the first

@@ -127,7 +127,7 @@ class Located(Dataset[Any]):
         return self._names[place], number - self._firsts[place]
 
     def check_lengths(self, step: int) -> None:
-        """Raise InputError if a shard has another length than at the start."""
+        """Raise InputError if the length of a shard has changed since the start."""
         for name, length in self._lengths.items():
             if (now := len(self.shards[name])) != length:
                 raise InputError(

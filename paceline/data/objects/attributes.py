@@ -1,7 +1,7 @@
 """Snapshot and restore of Python objects besides parameters and buffers: generators, numbers, tensors, containers.
 
 The search follows attributes, slots, class attributes of user code, closures, and the functions and globals that
-functions of user code name, also those of other modules of user code.
+functions of user code name, including those of other modules of user code.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def check_others(function: str, given: Mapping[str, Any], without: Collection[st
 
 
 def check_python(function: str, executable: Any, cure: str) -> None:
-    """Raise ConfigError if workers are to run another Python than this process. ``cure`` ends the message."""
+    """Raise ConfigError if workers are to run a different Python from this process. ``cure`` ends the message."""
     if executable not in (None, sys.executable):
         raise ConfigError(f"{function}: executable={executable!r}: {cure}.")
 

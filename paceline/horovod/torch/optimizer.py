@@ -181,7 +181,7 @@ def _names(
         }
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ValueError("named_parameters must be pairs (name, parameter), as of model.named_parameters().")
+        raise ValueError("named_parameters must be pairs (name, parameter), such as model.named_parameters().")
     names = [name for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"named_parameters has names twice: {', '.join(twice)}. Each must be unique.")

@@ -29,7 +29,7 @@ TOLERANCE = 0.01  # largest part of the loss by which that of the critical batch
 _BELOW_LOWEST = 10.0
 _WINDOW = 1 / 25  # half the width of the window over which losses are smoothed, as a part of the branch
 _LEAST_POINTS = 8
-_LAST_PART = 1 / 4  # part of the samples of a branch whose mean loss counts as that of its end
+_LAST_PART = 1 / 4  # last part of a branch's samples, whose mean loss counts as the loss at its end
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Quantiles for 2, 3, ... branches.
 
 

@@ -152,7 +152,7 @@ def explain(
 def _in_turn(
     lost: Mapping[tuple[str, int | None], float], about: Mapping[int, Mapping[str, Any]], total: float, delayed: float
 ) -> list[Culprit]:
-    """Return the culprit for ranks that are slow in turn, such as by longer samples, each too seldom to be named."""
+    """Return the culprit for ranks that are slow in turn, as with longer samples, each too rarely to be named."""
     stages: dict[Any, float] = defaultdict(float)
     for (kind, rank), seconds in lost.items():
         if kind == "compute" and rank is not None and seconds < LEAST_SHARE * total:

@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
     ``rows``: rows of each microbatch in the outputs. ``gradients``: gradients of the outputs, times ``scale``.
     ``parameters``: parameters that the loss itself uses, with their gradients. ``pair``: as in :class:`ForwardResult`,
-    for microbatch 0. ``marks``: digests of the outputs of each microbatch, in place of the outputs.
+    for microbatch 0. ``marks``: digests of the outputs of each microbatch, instead of the outputs.
     """
 
     step: int

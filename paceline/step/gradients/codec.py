@@ -11,7 +11,7 @@ All workers learn the largest gradient by a maximum over microbatches, which doe
 take the same decision. The bounds are part of the training state: they are saved in checkpoints and sent to workers
 that join. They are bounds of the unscaled loss's gradients, so a new loss scale does not change them. A scale for
 integers from a running norm, without a round of its own, is that of IntSGD (Mishchenko et al. 2021, arXiv 2102.08374);
-here the norm is the maximum, over microbatches in place of workers.
+here the norm is the maximum, over microbatches instead of workers.
 """
 
 from __future__ import annotations

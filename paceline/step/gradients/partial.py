@@ -7,7 +7,7 @@ compressed gradients are compressed sums, and are added up as gradients are, alo
     lane 1    gradient + error  ─ compress ┴ sum over the lanes ┤
               error = gradient + error - restored own part      └ the state of the next step
 
-Error feedback with a compression that all workers share, in place of one per worker: ScaleCom (Chen et al. 2020, arXiv
+Error feedback with a compression that all workers share, instead of one per worker: ScaleCom (Chen et al. 2020, arXiv
 2104.11125).
 """
 

@@ -22,8 +22,8 @@ Those with a matrix for each dimension, such as Shampoo, fail with the small sli
 def updates_slices_alike(optimizer: Optimizer) -> bool:
     """Return whether slices of whole blocks get the same update as the whole parameter, bit by bit.
 
-    A copy of the optimizer takes some steps on parameters of 192 and of 12,288 elements, and on slices of each. Returns
-    False also if the optimizer cannot be tried, or has step hooks, which may look at the model's parameters.
+    A copy of the optimizer takes some steps on parameters of 192 and of 12,288 elements, and on slices of each. Also
+    returns False if the optimizer cannot be tried, or has step hooks, which may look at the model's parameters.
     """
     return all(map(_alike, parts_of(optimizer)))
 

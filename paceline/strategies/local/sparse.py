@@ -87,7 +87,7 @@ def add_message(sums: torch.Tensor, message: torch.Tensor, kept: int) -> None:
 
 
 class SparseReducer(Reducer):
-    """Reducer of the outer gradients of a fragment. Its buffers are reduced as by :class:`Reducer`.
+    """Reducer of the outer gradients of a fragment. Its buffers are reduced like those of :class:`Reducer`.
 
     Args:
         context: training context.

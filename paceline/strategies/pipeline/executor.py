@@ -252,7 +252,7 @@ class Executor:
             audit.add_forward(saved.outputs)
         if self._keeps:
             self._saved[key] = saved
-        elif stage < self._last:  # drop the graph, also if the next stage is on this worker
+        elif stage < self._last:  # drop the graph, even if the next stage is on this worker
             self._activations[key][1 + self._states :] = [_detached(value) for value in saved.outputs]
         whole = self._context.order.samples_of(self._origins[microbatch][0])
         changed = compute.buffers.collect(self.samples[microbatch], whole, local.buffers)

@@ -10,7 +10,7 @@ After Rajbhandari et al. 2020 (arXiv 1910.02054). The step is that of ``strategi
 same shares and the same sums. An all-reduce leaves the mean of a chunk on one worker before it sends the means to all.
 Here that worker keeps the mean, in memory of its own (stage 2), and updates its slices of the parameters. The workers
 of a machine share one copy of the weights (``sharded.shared_weights``, stage 3); to other machines the owner sends the
-weights in place of the means. The weights have the same bits. Hashing and saving put one tensor after the other
+weights instead of the means. The weights have the same bits. Hashing and saving put one tensor after the other
 together (``step.divided.optimizer_state``).
 
 With ``shard_copy`` or ``shard_within`` other workers make the same update of a slice (``sharded.holders``). A worker

@@ -121,7 +121,7 @@ class Operation:
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    reads: Sequence[Read]  # tensors among the arguments, also those that the operation writes to
+    reads: Sequence[Read]  # tensors among the arguments, including those that the operation writes to
     # memory of the results. None for a result that shares an argument's memory, or is not a tensor.
     outputs: Sequence[Memory | None]
     conditions: Conditions
