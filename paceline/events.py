@@ -41,8 +41,8 @@ _LEVEL_OF: dict[str, Level] = {
     **dict.fromkeys(("checkpoint", "checkpoint-failed", "checkpoint-damaged"), "minimal"),
     **dict.fromkeys(("transfer", "wait"), "operations"),
 }
-"""Levels of events. The other events of workers are of level ``steps``. ``minimal`` has what progress, trackers and
-``observe.ledger`` read, and what explains a failure."""
+"""Levels of events. The other events of workers are of level ``steps``. ``minimal`` has those that progress,
+trackers and ``observe.ledger`` read, and those that explain a failure."""
 
 
 class Listener(Protocol):

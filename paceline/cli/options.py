@@ -84,7 +84,7 @@ class MachineOptions:
             help="Where to start: local, or a place such as ssh.", metavar="PLACE", show_default="where this process is"
         ),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started, and start nothing.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and start nothing.")] = False
     hosts: Annotated[
         str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")
     ] = None

@@ -66,7 +66,7 @@ def bits_of(sample: Any) -> str:
 
 
 def roundings_of(sample: Any) -> list[tuple[str, ...]]:
-    """Return two digests each of what a sample has besides the last bits of its floating-point values.
+    """Return pairs of digests of a sample, without the last bits of its floating-point values.
 
     Samples that differ in rounding errors alone have equal lengths, and in each place a digest in common: of a size and
     of a sum of each tensor, rounded to multiples of 0.001, and to those halfway between them.

@@ -320,7 +320,7 @@ def has_ended(error: Exception) -> bool:
 
 
 class _Requests(Sampler[Any]):
-    """Batch sampler of load requests. ``make`` returns those of a pass, ``made`` are those whose data is not there."""
+    """Batch sampler of load requests. ``make`` returns the requests of a pass; ``made`` are still without data."""
 
     make: Callable[[], Iterator[LoadRequest]]
 

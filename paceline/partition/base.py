@@ -51,7 +51,7 @@ class Layers(ABC):
         return True
 
     def check(self) -> None:  # noqa: B027 - for layers that do not notice it when they are called
-        """Raise if the script has changed what the stages would have to compute.
+        """Raise if the script has changed the computation of the stages.
 
         Raises:
             InputError: names the layer.

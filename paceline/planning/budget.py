@@ -224,7 +224,7 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
     optimizer = sum(optimizer_bytes(one) for one in parts_of(context.update.optimizer))
     if able.replicas:
         if settings.wire == OUTER:
-            optimizer += sum(4 * value.numel() for value in context.update.parameters.values())  # what is not sent
+            optimizer += sum(4 * value.numel() for value in context.update.parameters.values())  # the unsent parts
         weights, optimizer = of_replicas(
             settings.local,
             -(-able.replicas // context.world.size),
@@ -261,9 +261,9 @@ def _keeps_points(context: TrainingContext) -> bool:
 
 
 def _of_errors(context: TrainingContext, at_rest: int) -> int:
-    """Return the bytes of what the microbatches of a worker have not sent, before and after the step.
+    """Return the bytes of the unsent parts of a worker's microbatches, before and after the step.
 
-    The points to go back to after a loss count as in :func:`~paceline.planning.memory.of_replicas`.
+    Recovery points count as in :func:`~paceline.planning.memory.of_replicas`.
     """
     lanes = -(-context.order.microbatches // context.world.size)
     errors = lanes * sum(4 * value.numel() for value in context.update.parameters.values() if value.dim() > 1)

@@ -52,11 +52,11 @@ class Run:
     microbatches: int  # microbatches of a batch
     workers: int = 1  # number of workers
     tree: bool = False  # whether sums follow the canonical tree, so that a worker may hold several
-    # what the workers divide, as a stage of ZeRO: 1 the optimizer's state, 2 gradients too, 3 weights too
+    # stage of ZeRO: the workers divide (1) the optimizer's state, (2) also gradients, (3) also weights
     stage: int = 0
     sharing: int = 1  # workers that share one copy of the weights in stage 3
     window: int = 0  # bytes of the sums that are on their way, from stage 2 on
-    holders: int = 1  # workers that keep and update each part of what is divided
+    holders: int = 1  # number of workers that keep and update each part of the divided state
     even_shares: bool = True  # whether workers get even shares of a batch. Otherwise one worker may compute all of it.
 
 

@@ -84,7 +84,7 @@ class Market:
         """Yield the candidates for training on each type.
 
         Args:
-            measured: what was measured here, by the number of workers that computed at the same time.
+            measured: measurements here, by the number of workers that computed at the same time.
             most: largest number of workers. None: those of 8 machines.
             steps: steps of the whole training.
             exact: see :func:`~paceline.planning.search.candidates`.
@@ -130,7 +130,7 @@ class Market:
         return self.here is not None and self.here.name != kind.name
 
     def _scaled(self, one: Measured, kind: MachineType) -> Measured:
-        """Return what was measured, scaled to a type."""
+        """Return the measurements, scaled to a type."""
         if self.here is None or not self._scales(kind):
             return one
         work = one.work

@@ -55,7 +55,7 @@ _TAG = 1 << 23
 def profile(context: TrainingContext) -> Profile:
     """Measure the layers of a model, and the links of all workers. All workers call this together.
 
-    All workers compute at the same time, so the times include what workers of a machine cost each other. The optimizer
+    All workers compute at the same time, so the times include the mutual slowdown of a machine's workers. The optimizer
     makes updates, so the model must not be used afterwards.
 
     A model that cannot be cut is measured as one layer.

@@ -57,7 +57,7 @@ class Query:
         self._check_machines()
 
     def _check_each(self) -> None:
-        """Check that what is said of each machine is said of as many machines."""
+        """Check that all arguments with a value for each machine have the same number of machines."""
         if self.speeds and not self.link:
             raise ConfigError("speeds are those of machines with a worker each: give their link, too.")
         each = {name: len(values) for name, values in (("link", self.link), ("speeds", self.speeds)) if len(values) > 1}
@@ -68,7 +68,7 @@ class Query:
             raise ConfigError(f"The numbers of machines differ: {told}. Give a value for each machine, or one for all.")
 
     def _check_machines(self) -> None:
-        """Check what is said about machines to rent, before anything is measured."""
+        """Check the arguments about machines to rent, before any measurement."""
         about = [
             name for name in ("here", "spot", "trace", "deadline", "budget") if getattr(self, name) not in (None, False)
         ]
@@ -110,7 +110,7 @@ class Query:
         return "fastest" if self.market is None or self.budget is not None else "cheapest"
 
     def candidates(self, base: Request, start: Start) -> tuple[Profile, int | None, list[Candidate], list[Candidate]]:
-        """Measure a script, and simulate what is possible.
+        """Measure a script, and simulate the possible plans.
 
         Returns:
             the profile with one worker, the number of steps, the candidates, the best first, and those that do not fit

@@ -122,10 +122,10 @@ class Candidate:
 def candidates(
     measured: Mapping[int, Measured], layout: Layout, counts: Sequence[int], exact: bool, convergent: bool
 ) -> Iterator[Candidate]:
-    """Yield what is possible with each number of workers.
+    """Yield the possible plans with each number of workers.
 
     Args:
-        measured: what was measured, by the number of workers that computed at the same time on a machine.
+        measured: measurements, by the number of workers that computed at the same time on a machine.
         layout: the machines.
         counts: numbers of workers.
         exact: whether workers send whole nodes of the canonical tree.
@@ -185,7 +185,7 @@ def candidates(
 
 
 def _nearest(measured: Mapping[int, Measured], workers: int) -> Measured:
-    """Return what was measured with the most workers, but no more than these."""
+    """Return the measurements with the most workers, but with at most ``workers`` if there are any."""
     return measured[max((count for count in measured if count <= workers), default=min(measured))]
 
 
@@ -267,7 +267,7 @@ class _Judge:
         Args:
             strategy: its name.
             settings: its settings.
-            program: what each worker does in each step.
+            program: operations of each worker in each step.
             tensor_bytes: bytes of the tensors of a worker.
             period: number of steps after which the program repeats.
             waits: whether steps wait for other workers. Otherwise each worker makes steps of its own.
@@ -342,11 +342,11 @@ def front(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def explained(ordered: Sequence[Candidate], word: str = "fastest") -> list[str]:
-    """Say which candidate is the first, and for each other strategy what its best one takes, and why.
+    """Say which candidate is the first, and for each other strategy the time of its best one, and why.
 
     Args:
         ordered: the candidates, the best first.
-        word: what the first one is.
+        word: adjective for the first candidate.
     """
     first, *others = ordered
     same = [one for one in others if one.machine == first.machine]

@@ -35,7 +35,7 @@ class NewValues:
         self._late = 0
 
     def add(self, changes: Mapping[str, tuple[Hashable, Hashable]]) -> None:
-        """Add what the loop has changed before a step: the values before and after, by name."""
+        """Add the changes by the loop before a step: the values before and after, by name."""
         for name, (before, now) in changes.items():
             known = self._audited.setdefault(name, {before})
             self._open.pop(name, None)
@@ -114,7 +114,7 @@ class AuditSchedule:
         return bool(by_number or (self._saves and (step + 1) % self._saves == 0))
 
     def add_changes(self, step: int, changes: Mapping[str, tuple[Hashable, Hashable]]) -> None:
-        """Note what the loop has changed before a step: the values before and after, by name."""
+        """Note the changes by the loop before a step: the values before and after, by name."""
         if self._off:
             return
         self._values.add(changes)

@@ -49,7 +49,7 @@ def plan_moves(
     A rank keeps what it holds. Everything else comes from the holder that has the fewest bytes to send.
 
     Args:
-        held: parts of each tensor. Together they cover what is needed.
+        held: parts of each tensor. Together they cover the needed parts.
         item_bytes: size of an element of each tensor.
 
     >>> plan_moves({"a": [Part(0, 0, 128), Part(1, 128, 192)]}, {"a": [Part(0, 0, 64), Part(1, 64, 192)]}, {"a": 4})

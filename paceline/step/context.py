@@ -49,8 +49,8 @@ class HeldShare:
 
     ``names``: parameters and slices of parameters (``schedule.slices``). Their values are in the parameters, unless
     they are in ``tensors``. ``tensors``: their optimizer state by name. ``is_handed_on``: whether this worker, which
-    leaves, has given others what only it had. ``has_weights``: whether the values of all other parameters are those of
-    the same step. ``number``: number of the share, and number of shares, if the division is equal.
+    leaves, has given others the state that only it had. ``has_weights``: whether the values of all other parameters are
+    those of the same step. ``number``: number of the share, and number of shares, if the division is equal.
     """
 
     names: set[str] = field(default_factory=set)
@@ -82,8 +82,8 @@ class TrainingContext:
     optimizer's state in shares, between steps and when they synchronize. These apply to the largest number of workers
     that the run may have, so that no joining worker is refused.
     ``replicated``: all workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a
-    batch has several (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which
-    steps are audited (``step.probes.audit``). ``prepared``: what a strategy has made for itself before the state was
+    batch has several (``strategies.phases``). ``loop``: changes by the script between two steps. ``audits``: which
+    steps are audited (``step.probes.audit``). ``prepared``: objects that a strategy has made before the state was
     loaded. ``held``: this worker's share of a divided state while no strategy has it. ``replicas``: tensors of the
     replicas of local training by name, while no strategy has them. ``revealed``: outer steps for which this worker has
     revealed shares of masks (``strategies.local.masking``).

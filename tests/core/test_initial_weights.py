@@ -93,8 +93,8 @@ def test_training_starts_from_weights(printed: Printed, tmp_path: Path) -> None:
     assert one["notes"].startswith("weights from ")
     assert all(other["said"] == one["said"] for other in everyone)
     assert one["said"] == [
-        "CheckpointError: The weights in /w.pt have other shapes than the model: '3.weight' is [3, 8], the model's is "
-        "[5, 8]; '3.bias' is [3], the model's is [5]. Build the same model, or leave them out (weights.skip).",
+        "CheckpointError: The weights in /w.pt do not have the shapes of the model: '3.weight' is [3, 8], the model's "
+        "is [5, 8]; '3.bias' is [3], the model's is [5]. Build the same model, or leave them out (weights.skip).",
         "CheckpointError: None of the 9 tensors in /w.pt has a name of the model: it has '0.weight', '0.bias', "
         "'1.weight' and 6 more, the model '0.0.weight', '0.0.bias', '0.1.weight' and 6 more. With '0.' in front names "
         "fit: weights.rename==0.",

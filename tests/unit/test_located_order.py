@@ -279,8 +279,8 @@ RUN = Holding({"a": A, "b": B}, {"a": "rank 0 (m)", "b": "rank 1 (n)"}, {}, {})
         ([("m", {"a": A}, NOTHING), ("n", {"a": OTHER}, NOTHING)], DisagreementError, "rank 1.*but other values"),
         ([("m", {"a": A}, NOTHING), ("n", {"a": LONGER}, NOTHING)], DisagreementError, "5 samples and 6 samples"),
         ([("m", {"a": A}, NOTHING), ("n", {"b": A}, NOTHING)], InputError, "'a' of rank 0.*'b' of rank 1.*twice"),
-        ([("m", {"a": A}, RUN)], InputError, r"No worker has these.* 'b' of rank 1 \(n\)\. "),
-        ([("m", {}, RUN)], ShardsLost, r"No worker has these.* 'a' of rank 0 \(m\), 'b' of rank 1"),
+        ([("m", {"a": A}, RUN)], InputError, r"No worker still has these.* 'b' of rank 1 \(n\)\. "),
+        ([("m", {}, RUN)], ShardsLost, r"No worker still has these.* 'a' of rank 0 \(m\), 'b' of rank 1"),
         ([("m", {}, NOTHING)], InputError, r"No worker has a shard of the Located data"),
         ([("m", {"a": A, "b": B}, RUN), ("n", {"c": OTHER}, NOTHING)], InputError, "'c' of rank 1.*is not part"),
         ([("m", {"a": LONGER, "b": B}, RUN)], InputError, "'a' has changed.*5 samples and 6 samples"),
@@ -441,7 +441,7 @@ def test_a_repeated_map_has_the_shards_of_the_call() -> None:
         return "".join(name[-2] for name, _ in share.values())
 
     assert threads.run(3, lambda world: divide(world, 0, 1, 2)) == ["acd", "b", "efgh"]
-    with pytest.raises(InputError, match=r"No worker has these .* 'f' of rank 2 .*, 'g' of rank 2"):
+    with pytest.raises(InputError, match=r"No worker still has these .* 'f' of rank 2 .*, 'g' of rank 2"):
         threads.run(2, lambda world: divide(world, 0, 1))
     held[0], known[0] = "abcdefgh", mapping.Known()  # a worker that has joined, and has no result
     assert threads.run(2, lambda world: divide(world, 0, 1)) == ["afgh", "cde"]

@@ -302,7 +302,7 @@ def _short(value: float | None) -> str:
 
 
 def _prove(base: Request, ordered: Sequence[Candidate], count: int) -> list[str]:
-    """Run the fastest plans and the slowest one, and return what was predicted beside what was measured."""
+    """Run the fastest plans and the slowest one, and return the predictions beside the measurements."""
     from paceline.planning.trials import settings_text, steps_of
 
     rows: list[tuple[str, ...]] = [("plan", "predicted ms", "measured ms", "error", "predicted MB", "measured MB")]

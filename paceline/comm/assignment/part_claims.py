@@ -53,7 +53,7 @@ class PartClaims(Protocol):
 
         The decision is final. They are all workers or, ``grace`` seconds after a quorum has formed, those that have
         arrived. Only a worker that took part in the previous exchange decides on a quorum: late workers never continue
-        alone, and what a quorum is may follow from the previous exchange.
+        alone, and the size of a quorum may follow from the previous exchange.
 
         Returns:
             Their ranks, in ascending order. Empty if this worker is late.

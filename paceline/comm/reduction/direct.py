@@ -36,7 +36,7 @@ class DirectExchange:
         homes: rank of the server of each tensor. Defaults to no servers.
         copies: ranks that receive the means of each server that has copies. By default all ranks receive all means.
         windowed: see :class:`Layout`.
-        spread: ranks that receive what a server spreads. Defaults to all others.
+        spread: ranks that receive the results of a server. Defaults to all others.
     """
 
     kind = "tree"

@@ -8,7 +8,7 @@
 
 Each addition is an entry of the log: when the script made it, the first epoch that has the samples, and their number
 from then on. The log and the samples are the state. They only grow, and follow from the script alone, so of two states
-of a run the shorter one is the beginning of the longer one. A checkpoint has what was added when its last step
+of a run the shorter one is the beginning of the longer one. A checkpoint has the samples added when its last step
 returned: a resumed script runs the code after that step again.
 """
 

@@ -96,8 +96,8 @@ def samples_in(blocks: Iterable[list[torch.Tensor]]) -> Iterator[bytes]:
 class Growing(Dataset[Any]):
     """Data set to which :meth:`paceline.Session.extend` adds samples during training.
 
-    The epoch that is running keeps its samples; the next epoch has the added ones, too. ``len()`` counts what the
-    script has added up to its position, even in a resumed run and on a worker that joins.
+    The epoch that is running keeps its samples; the next epoch has the added ones, too. ``len()`` counts the
+    samples that the script has added up to its position, even in a resumed run and on a worker that joins.
 
     Args:
         samples: samples before training: a data set with a length and items by number. Defaults to none; then the first

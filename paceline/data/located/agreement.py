@@ -34,15 +34,15 @@ class Holding(NamedTuple):
     shards: dict[str, ShardFacts]
     holders: dict[str, str]
     choices: dict[str, bool]  # of move="auto": whether samples are sent, by :func:`placement_of`
-    readings: dict[str, Reading]  # what all know of the streams among the shards
+    readings: dict[str, Reading]  # common readings of the streams among the shards
 
 
 Given = tuple[str, Mapping[str, ShardFacts], Holding]
-"""What a worker tells the others: its host, its shards, and the shards of the run if it knows them already."""
+"""Message of a worker to the others: its host, its shards, and the shards of the run if it already knows them."""
 
 
 def agree(everyone: Sequence[Given], *, all_present: bool = True) -> tuple[Holding, dict[str, tuple[int, ...]]]:
-    """Return the shards of the run and the ranks that have each, from what all workers give in the order of ranks.
+    """Return the shards of the run and the ranks that have each, from the messages of all workers in rank order.
 
     Args:
         all_present: whether the workers must have all shards of the run.

@@ -9,8 +9,8 @@
 The first steps of a run are slow for other reasons, too. So the trial is compared with the faster of the steps before
 and after it. It ends the choice if it is not faster than the steps before it.
 
-The time of a step has all that decides: how long the largest share takes, how many bytes a sample has, how fast the
-links are, and what reading for others costs the worker that has the shard. Workers decide alike, because each knows the
+The time of a step reflects all that matters: the time of the largest share, the bytes of a sample, the speed of the
+links, and the cost of reading for others to the worker that has the shard. Workers decide alike, because each knows the
 times of all, and no change concerns a step whose microbatches a worker has asked for.
 """
 
@@ -32,7 +32,7 @@ class MoveChoice:
 
     Attributes:
         sending: steps in which samples are sent.
-        sends: what the workers have decided. None if they have not.
+        sends: decision of the workers. None before it.
     """
 
     def __init__(self, sends: bool | None = None) -> None:

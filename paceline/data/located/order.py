@@ -202,7 +202,7 @@ class LocatedOrder(BatchOrder):
         return found
 
     def read_ahead(self, step: int) -> dict[str, Reading]:
-        """Read the streams of this worker as far as :meth:`read_on` needs, and return what is known of them then."""
+        """Read the streams of this worker as far as :meth:`read_on` needs, and return their readings."""
         plan = self._plan
         if not isinstance(plan, Turns) or plan.known >= step + _AHEAD or plan.is_over:
             return {}

@@ -54,7 +54,7 @@ class ShardReader:
         return [copy.copy(item) if isinstance(item, dict | list) else item for item in items]
 
     def read_to(self, known: Reading, epoch: int, rounds: int, position: Place, oldest: Place) -> Reading:
-        """Read the microbatches of some rounds of an epoch, and return what is known then.
+        """Read the microbatches of some rounds of an epoch, and return the new reading.
 
         Args:
             position: microbatch at which a resumed run would begin now.
@@ -93,7 +93,7 @@ class ShardReader:
             raise InputError(f"Shard {self._name!r}: {error}") from None
 
     def begin_from(self, known: Reading) -> None:
-        """Use what others know of the stream, to begin where they are."""
+        """Use the reading of others, to begin at their position in the stream."""
         self._stream.draws |= known.draws
         for epoch, place, state, digest in known.marks:
             if self._stream.mark(epoch, place) is None:
@@ -110,7 +110,7 @@ def _sendable(state: object) -> object:
 
 
 def agreed(everyone: Sequence[Mapping[str, Reading]]) -> dict[str, Reading]:
-    """Return what is known of each stream from what the workers that have it say, in the order of ranks.
+    """Return the common reading of each stream from those of its workers, in rank order.
 
     Raises:
         DisagreementError: a stream is not the same on two workers.

@@ -8,8 +8,8 @@
                                        step 2     a3 a4                                        the last one of the epoch
 
 In each round every stream that has not ended gives its next microbatch, in an order that is drawn for the epoch. An
-epoch ends when all streams have ended. What follows is a function of the seed and of what the streams have given, of
-which workers tell each other (``located.readers``).
+epoch ends when all streams have ended. What follows is a function of the seed and of the lengths of the streams
+so far, which workers tell each other (``located.readers``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.data.order import UNKNOWN
 
 @sendable
 class Reading(NamedTuple):
-    """What is known of a stream: the number of samples in each epoch that has ended, and in the one after those.
+    """Knowledge of a stream: the number of samples in each epoch that has ended, and so far in the next one.
 
     Equal on all workers that have the stream, except for the marks.
     """
@@ -60,7 +60,7 @@ class Turns:
         self.known = self.epoch = 0
 
     def hear(self, readings: Mapping[str, Reading]) -> None:
-        """Use what is now known of all streams."""
+        """Take over the current readings of all streams."""
         self._readings = [readings[name] for name in sorted(readings)]
         while all(len(one.ends) > self.epoch for one in self._readings):
             self._starts.append(self._starts[-1] - -sum(self._counts(self.epoch)) // self._microbatches)

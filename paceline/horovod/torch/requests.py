@@ -59,7 +59,7 @@ def submit(
     """Submit an operation on these tensors to the engine. Grouped operations have a separate name prefix.
 
     Args:
-        wrong: what is wrong with other arguments, if anything is.
+        wrong: error in other arguments, if any.
 
     Raises:
         InvalidRequest: the tensors cannot be used. The other members raise an error, too.

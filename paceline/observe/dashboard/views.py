@@ -55,7 +55,7 @@ def summary(index: RecordIndex, findings: Findings, now: float | None = None) ->
     """Return where a run is: its steps, its workers, its settings, and where the time of its last steps went.
 
     Args:
-        findings: what :func:`paceline.observe.why.at_end.find_at_end` has found.
+        findings: result of :func:`paceline.observe.why.at_end.find_at_end`.
         now: seconds since 1970. Defaults to the time of the call.
     """
     cells = index.cells()

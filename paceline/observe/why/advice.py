@@ -23,7 +23,7 @@ _STOLEN = 64  # microbatches of a worker from which more of them would save no m
 _SAVING = 0.01
 """Share of the time that saves take at the best interval, sqrt(stall / (2 MTBF)), for 20 s and a day."""
 _MOST_LOADERS, _HANDOVER_SECONDS = 8, 0.002
-"""Loader processes, and what it takes to get a microbatch from one: 1.5 to 2.3 ms for two tensors, torch 2.13."""
+"""Number of loader processes, and time to get a microbatch from one: 1.5 to 2.3 ms for two tensors, torch 2.13."""
 _RELOADED = 256  # newest steps for which loader processes are simulated
 _ROUNDS = 2
 """Messages after each other in an exchange, sums to their owners and means to all, each of which takes the latency."""
@@ -99,8 +99,8 @@ def advise(
 def _stealing(steps: Sequence[Mapping[int, Times]], start: Mapping[str, Any]) -> float:
     """Return the seconds of a step that work stealing would save: each worker computes what fits its speed.
 
-    A pause of a worker cannot be stolen, so only what a worker takes in three of four steps counts, and nothing if
-    pauses take more than that.
+    A pause of a worker cannot be stolen, so only the time that a worker takes in three of four steps counts, and
+    nothing if pauses take more than that.
     """
     computing = [[step[rank].compute for step in steps if rank in step] for rank in steps[-1]]
     usual = [sorted(seconds)[len(seconds) // 4] for seconds in computing]

@@ -1,7 +1,7 @@
-"""Which workers and parts of a step take more time than they have to.
+"""Workers and parts of a step that take more time than necessary.
 
 The workers of a synchronous step begin it one after the other and end it together. So in each step the slowest worker
-is the one with the most time of its own, and what it takes beyond the median of the others is lost by all::
+is the one with the most time of its own, and all lose the time that it takes beyond the others' median::
 
     rank 0   ▒ load ▓ compute ░░░░░░░ awaits others ║        own time = time since the last step - awaits others
     rank 1   ▒ load ▓ compute ░░░░░░░░░░░░░░░░░░░░░ ║
@@ -51,7 +51,7 @@ class Culprit:
 
     @property
     def of_ranks(self) -> bool:
-        """Whether the cause is one rank's, or that of ranks in turn."""
+        """Whether the cause is one rank, or several ranks in turn."""
         return self.rank is not None or self.kind == "compute"
 
 

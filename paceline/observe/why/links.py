@@ -1,4 +1,4 @@
-"""The link that is slower than the others, from what each worker waited for.
+"""Detection of a link that is slower than the others, from the waits of each worker.
 
 Workers wait for a worker that sends slowly, and a worker that receives slowly waits for the others. Its
 acknowledgements are late, too, so the others may wait for it as well. If nearly all waits are between one worker and

@@ -20,5 +20,5 @@ class Times(NamedTuple):
         return self.script + self.load + self.compute + self.update
 
     def beyond(self, usual: Times) -> dict[str, float]:
-        """Return what each kind of its own time takes beyond the usual."""
+        """Return the seconds of each kind of its own time beyond the usual."""
         return {name: getattr(self, name) - getattr(usual, name) for name in ("script", "load", "compute", "update")}

@@ -1,1 +1,1 @@
-"""Rented machines: their types, what their interruptions cost, and the bill."""
+"""Rented machines: their types, the cost of their interruptions, and the bill."""

@@ -1,4 +1,4 @@
-"""Types of machines: what they compute, hold, carry and cost, and times of layers scaled from one type to another.
+"""Types of machines: their speed, memory, bandwidth and price, and times of layers scaled from one type to another.
 
 A user's file (TOML) has a table for each type. A field that it leaves out has the value of the package's table
 (``machines.toml``) if that has a type of the same name::
@@ -173,12 +173,12 @@ def scale(
 
         seconds = max( operations / FLOP rate, bytes / memory bandwidth )
 
-    A profile knows seconds and bytes, and no operations. A forward pass reads the weights, and writes what it keeps
-    and its output. A backward pass reads the weights, what was kept and the gradient of the output, and writes the
-    gradients of the weights and of its input. If the measured bandwidth explains at least half of the seconds, the pass
-    is bound by memory and scales with the bandwidth. Otherwise it is bound by computing: it scales with the FLOP rate,
-    but takes at least the time of its bytes at the target's bandwidth. Reading bytes twice and starting many small
-    operations are in neither, so the result is a guess: calibrate it by a short run.
+    A profile knows seconds and bytes, and no operations. A forward pass reads the weights, and writes the tensors that
+    it keeps and its output. A backward pass reads the weights, the kept tensors and the gradient of the output, and
+    writes the gradients of the weights and of its input. If the measured bandwidth explains at least half of the
+    seconds, the pass is bound by memory and scales with the bandwidth. Otherwise it is bound by computing: it scales
+    with the FLOP rate, but takes at least the time of its bytes at the target's bandwidth. Reading bytes twice and
+    starting many small operations are in neither, so the result is a guess: calibrate it by a short run.
 
     Both types describe a whole device. If a worker was measured on a part of the cores, it has the same part there.
 

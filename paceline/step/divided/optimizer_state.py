@@ -44,7 +44,7 @@ class DividedOptimizerState:
         self._collecting = False
 
     def _division(self, what: str) -> Division:
-        FreedMemory().trim()  # what steps have freed, before tensors are put together in new memory
+        FreedMemory().trim()  # memory that steps have freed, before tensors are put together in new memory
         return Division(self._world, self._own(), partial(shape_of, self._context), what)
 
     def hash(self) -> None:

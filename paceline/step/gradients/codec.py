@@ -51,7 +51,7 @@ class Turn(NamedTuple):
 class Format:
     """Representation of one parameter's gradient while it is added up and sent. By default it is sent as it is.
 
-    A bound is what all workers know from earlier steps. It may be a container of tensors, which may be on the host.
+    A bound is known to all workers from earlier steps. It may be a container of tensors, which may be on the host.
     """
 
     state = ""  # name of the bounds of such parameters in ``strategy_state``. Empty if they have none.

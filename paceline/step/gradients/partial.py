@@ -38,7 +38,7 @@ class Compression(Protocol):
         """Return the compressed gradient.
 
         Args:
-            value: gradient of a microbatch with what it has not sent in earlier steps.
+            value: gradient of a microbatch, plus its unsent parts of earlier steps.
             state: state of this step.
             leads: whether the microbatch leads this step. The microbatches lead in turn.
         """

@@ -94,7 +94,7 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
 
 
 def _some(optimizer: Optimizer) -> list[list[int]]:
-    """Return the indices of every second parameter, and of those of each type, whose epsilon Adafactor gives others."""
+    """Return the indices of every second parameter, and of each type, on which Adafactor's epsilon depends."""
     types = [value.dtype for group in optimizer.param_groups for value in group["params"]]
     places = range(len(types))
     of_types = [[place for place in places if types[place] == one] for one in dict.fromkeys(types)]

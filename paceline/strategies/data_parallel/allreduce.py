@@ -79,7 +79,7 @@ class AllReduce(Strategy):
         context: training context.
         reducer: reducer of the gradients. Defaults to a reduction over all workers.
         shares: deterministic function from the number of microbatches to each rank's share. Defaults to even shares. Of
-            located data, workers compute what they have.
+            located data, workers compute the microbatches that they have.
         apply: update function. Defaults to the same whole update on every worker.
         sections: see :class:`SparseRows`.
 

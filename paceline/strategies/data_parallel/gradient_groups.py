@@ -55,7 +55,7 @@ class GradientGroup:
         return [None if value is None else value.reshape(-1)[part] for part in self.parts]
 
     def pieces(self, sums: Sequence[tuple[Values, Values | None]]) -> list[Piece]:
-        """Return what is written into one bucket each: all tensors together, or each one if the parameter is cut.
+        """Return the pieces that each go into one bucket: all tensors together, or each one if the parameter is cut.
 
         Args:
             sums: for each node of this worker, one or two values to add up for each tensor.

@@ -31,7 +31,7 @@ class Replica:
         counts: for each fragment, the number by which its losses since the fragment was sent were divided, usually
             samples.
         sent: its weights when the fragment in flight was sent, by name. Empty if no fragment is in flight.
-        rests: what it has not sent of the outer gradients of each fragment (``strategies.local.sparse``).
+        rests: unsent parts of the outer gradients of each fragment (``strategies.local.sparse``).
     """
 
     def __init__(self, context: TrainingContext, number: int, fragments: int) -> None:

@@ -141,8 +141,8 @@ def _check_quorum(settings: Settings) -> None:
     given |= {f"local.{key}": value for key, other in plain.items() if (value := getattr(local, key)) != other}
     for key, value in given.items():
         raise ConfigError(
-            f"{key} = {value} cannot be combined with local.quorum, because a late worker would lack what the others "
-            f"have agreed on in the outer steps without it: leave out one of them."
+            f"{key} = {value} cannot be combined with local.quorum, because a late worker would lack the decisions of "
+            f"the others in the outer steps without it: leave out one of them."
         )
 
 

@@ -352,7 +352,7 @@ class Executor:
         return [self._context.update.parameters[name] for name in self._stages[stage].trained]
 
     def _take_saved(self, operation: Operation) -> Saved:
-        """Return what the forward pass saved, with the gradients of its outputs."""
+        """Return the values that the forward pass saved, with the gradients of its outputs."""
         stage, microbatch = operation.stage, operation.microbatch
         saved = self._saved.pop((stage, microbatch))
         if stage < self._last:

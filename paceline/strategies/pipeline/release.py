@@ -148,7 +148,7 @@ def _is_called_by_script() -> bool:
 def _answer(  # noqa: PLR0911 - a case for each kind of function
     function: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what the script gets from a call with a released parameter."""
+    """Return the result of the script's call with a released parameter."""
     accessor = getattr(function, "__name__", "")
     name = getattr(function.__self__, "__name__", "") if accessor in ("__get__", "__set__") else accessor
     first: Any = args[0] if args else kwargs.get("tensor")

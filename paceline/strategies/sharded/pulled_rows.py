@@ -1,4 +1,4 @@
-"""Rows of tables of which each machine has only those of its owners, pulled by the forward passes that need them.
+"""Rows of tables that the machines divide, pulled by the forward passes that need them.
 
 ::
 

@@ -31,7 +31,7 @@ class Formation:
     """Forms the memberships of this worker, one after the other if the run has a coordinator.
 
     Attributes:
-        world: what this worker sends to the others of the current membership.
+        world: messages between this worker and the others of the current membership.
     """
 
     def __init__(

@@ -156,7 +156,7 @@ class Recovery:
         self._context.audits.look_at(progress.steps, joined)
 
     def _may_leave(self, progress: Progress | None) -> bool:
-        """Return whether others have what this worker holds. Else it leaves a step later."""
+        """Return whether others have the state that this worker holds. Else it leaves a step later."""
         divides = loads_shares(self._context) or self._points.steps is not None
         holds = progress is not None and progress.owned is not None and divides
         return not holds or self._context.held.is_handed_on

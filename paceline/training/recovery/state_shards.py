@@ -90,7 +90,7 @@ def hash_shares(strategy: Strategy, progress: Progress) -> None:
 
 
 def is_replaced(context: TrainingContext, everyone: Sequence[Progress | None]) -> bool:
-    """Return whether the state of others replaces what this worker owns, in :func:`assemble` or :func:`move`."""
+    """Return whether the state of others replaces that of this worker, in :func:`assemble` or :func:`move`."""
     whole, own = _whole(everyone), everyone[context.world.rank]
     if own is not None and loads_shares(context):
         return own.steps + own.ahead != furthest_of(everyone).steps

@@ -56,7 +56,7 @@ class MaskedSum:
 
     Args:
         revealed: steps after which this worker has revealed shares. It must outlive the membership.
-        privacy: what a site does to its update.
+        privacy: clipping and noise of a site's update.
     """
 
     def __init__(

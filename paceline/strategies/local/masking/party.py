@@ -94,7 +94,7 @@ class Party:
         """Return a share of one secret of each party.
 
         Args:
-            sealed: what each party has encrypted for this one.
+            sealed: shares that each party has encrypted for this one.
             delivered: parties whose masked vectors are in the sum.
         """
         assert not self._revealed, "shares of both secrets of a party would reveal its vector"
@@ -113,11 +113,11 @@ class Party:
 def unmask(
     total: Vector, keys: Mapping[int, PublicKeys], revealed: Mapping[int, Mapping[int, int]], threshold: int
 ) -> Vector:
-    """Return the sum of the vectors that were delivered from the sum of the masked ones.
+    """Return the sum of the delivered vectors, given the sum of the masked ones.
 
     Args:
         keys: public keys of all parties that have sent shares.
-        revealed: what each party has revealed whose vector was delivered, at least ``threshold`` of them.
+        revealed: revealed shares of at least ``threshold`` parties whose vectors were delivered.
     """
     helpers = sorted(revealed)[:threshold]
     total = total.copy()
