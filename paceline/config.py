@@ -127,7 +127,9 @@ def environment_settings() -> dict[str, str]:
     keys = {env.variable_of(key): key for key in flat_keys()}
     for name in env.unknown_variables(keys):
         if near := difflib.get_close_matches(name, keys, n=1, cutoff=0.9):
-            raise ConfigError(f"The variable {name} is not a setting. Did you mean {near[0]}? Rename or unset it.")
+            raise ConfigError(
+                f"{name} is set, but not a setting. Did you mean {near[0]}? Rename or unset this variable."
+            )
     return env.environment_settings(flat_keys())
 
 

@@ -341,7 +341,8 @@ PROMISES = {
         "docs/errors.md", "Each message says what is wrong, with which values, and what to do."
     ),
     "a loader": promise(
-        "docs/data.md", "A `DataLoader` is refused, with what to give instead: its data set, batch and `collate`."
+        "docs/data.md",
+        "A `DataLoader` is refused, and the error says what to give instead: its data set, batch and `collate`.",
     ),
     "no data": promise("docs/errors.md", "paceline: rank 1: InputError: The data set is empty."),
     "a stream": promise("docs/streams.md", "A generator object is refused, because it gives its samples only once."),

@@ -75,7 +75,7 @@ def test_draws_are_keyed() -> None:
         (WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator()), ["other numbers", "again"]),
     ],
 )
-@pytest.mark.promise("docs/data.md", "`DistributedSampler` is refused, as Paceline hands out the shares")
+@pytest.mark.promise("docs/data.md", "`DistributedSampler` is refused, because Paceline hands out the shares")
 def test_what_is_no_sampler(sampler: Any, words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         order_of(sampler)
