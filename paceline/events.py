@@ -189,7 +189,7 @@ class EventLog:
 
 
 def resident_bytes() -> int:
-    """Return the physical memory of this process, or the most that it has had where the system does not tell more."""
+    """Return the physical memory of this process, or its maximum so far if the system reports no more."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):
@@ -197,7 +197,7 @@ def resident_bytes() -> int:
 
 
 def seconds_without_core() -> float:
-    """Return for how long this thread could run but had no core. 0 if the system does not tell.
+    """Return for how long this thread could run but had no core. 0 if unknown.
 
     Takes 5 microseconds, and 20 with :class:`pathlib.Path`.
     """

@@ -317,7 +317,7 @@ class Session:
         """Append samples to the data, a :class:`paceline.data.Growing`. Every worker must call it.
 
         The epoch that is running stays as it is; the next one has the samples. Checkpoints contain them, and workers
-        that join receive them. A resumed script adds again only what it adds after the last step of the checkpoint.
+        that join receive them. A resumed script adds only samples again that follow the checkpoint's last step.
 
         Args:
             samples: list of samples, the same on all workers: tensors, arrays, numbers, strings, containers of these.
@@ -371,7 +371,7 @@ class Session:
     def export(
         self, path: Path | str, *, dtype: torch.dtype | None = None, max_shard_size: int = 5_000_000_000
     ) -> Path | str:
-        """Write the complete weights to a file on rank 0, atomically, and return when it is there. All must call it.
+        """Write the complete weights to a file on rank 0, atomically, and return when it is complete. All must call it.
 
         Args:
             path: path or URL that ends in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a torch state_dict.

@@ -230,7 +230,7 @@ class Settings(BaseModel):
         "auto", description="what moves tensors: MPI, under mpiexec; auto: shared memory and gloo, or NCCL"
     )
     shard: Literal["optimizer", "gradients", "parameters"] = Field(
-        "parameters", description="what sharded divides: the optimizer's state, also gradients, or also parameters"
+        "parameters", description="state that sharded divides: the optimizer's, also gradients, or also parameters"
     )
     shard_copy: bool | None = Field(
         None, description="sharded: a second worker keeps a copy of each slice; none: only in a run with --elastic"
@@ -252,7 +252,7 @@ class Settings(BaseModel):
         "fixed", description="auto: buckets, and formats within tolerance, by measured times; or what a run has chosen"
     )
     tolerance: Literal["bits", "rounding", "convergent"] = Field(
-        "bits", description="what communication=auto may change: no bit; rounding; or also how well the model learns"
+        "bits", description="changes by communication=auto: no bit; rounding; or also the quality of the model"
     )
     wire_rank: PositiveInt = Field(4, description="powersgd: rank of the matrices that a step sends")
     seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)] = Field(
@@ -287,7 +287,7 @@ class Settings(BaseModel):
         None, description="auto: from the newest complete checkpoint if there is one; or the path of a checkpoint"
     )
     trackers: tuple[str, ...] = Field(
-        (), description="what records metrics: comet, csv, mlflow, tensorboard, trackio, wandb; with commas between"
+        (), description="recorders of metrics: comet, csv, mlflow, tensorboard, trackio, wandb; with commas between"
     )
     tracking: TrackingSettings = TrackingSettings()
     nonfinite: Literal["stop", "skip"] = Field("stop", description="NaN or infinite loss: stop, or skip the step")
@@ -304,7 +304,7 @@ class Settings(BaseModel):
         None, description="threads per worker; none: 1 with exact, otherwise the cores divided by the machine's workers"
     )
     events: Literal["minimal", "steps", "operations"] = Field(
-        "steps", description="what is recorded: progress and failures, also each step, or also each transfer and wait"
+        "steps", description="records of a run: progress and failures, also each step, or also each transfer and wait"
     )
     profile_steps: Steps | None = Field(None, description="steps that torch's profiler records, such as 100 or 100:103")
     timeout_seconds: Seconds = Field(600.0, description="longest time that a worker waits for another")

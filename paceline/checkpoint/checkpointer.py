@@ -167,7 +167,7 @@ class Checkpointer:
     def repeat_save(self, state: TrainingState, step: int, lost: bool, able: bool) -> None:
         """Make the newest save again if its writer may be lost, or report its loss. All workers call this.
 
-        A save of a later step than this one, to which the workers will come again, is then made when it is due.
+        A save of a later step, which the workers will reach again, is then made when it is due.
         """
         found = self._world.gather((lost and self.made >= step, able, self.made), "saving a checkpoint")
         begun, able = (any(one[at] for one in found) for at in range(2))  # workers that have joined take part, too

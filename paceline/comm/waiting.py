@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
 
 class Waiting:
-    """This worker, as it waits for the others of its membership."""
+    """Waits of this worker for the others of its membership."""
 
     recorder: Recorder | None = None  # recorder of the script's own collectives. None in a single process.
     # function that records each wait and transfer as an event. None if they are not recorded.

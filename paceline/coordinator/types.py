@@ -97,7 +97,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Membership:
-    """Workers of a generation as one of them sees them. A change replaces the whole."""
+    """Workers of a generation, and the rank of this worker among them. A change replaces the whole."""
 
     rank: int = 0  # rank of this worker
     size: int = 1  # number of workers

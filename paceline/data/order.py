@@ -123,7 +123,7 @@ class BatchOrder(ABC):
         """Cut batches into microbatches by a function.
 
         Raises:
-            InputError: see :class:`Cut`, or the function gives other microbatches when it is called again.
+            InputError: see :class:`Cut`, or the function gives different microbatches when it is called again.
         """
         self.cut = Cut(function)
         with preserve_generators():
@@ -131,8 +131,8 @@ class BatchOrder(ABC):
                 found = self.microbatches_of(step)
                 if self.cut.again(tuple(self.numbers_of(step)), len(self.slices_of(step))) != found:
                     raise InputError(
-                        f"microbatch_order gives other microbatches when it is called again, so each worker would cut "
-                        f"a batch in its own way: {_CURE}. It must not draw random numbers."
+                        f"microbatch_order gives different microbatches when it is called again, so each worker would "
+                        f"cut a batch in its own way: {_CURE}. It must not draw random numbers."
                     )
 
     def _compared(self) -> list[int]:

@@ -36,7 +36,7 @@ class SampledOrder(BatchOrder):
         sampler: ``sampler(seed, epoch)`` returns the sample numbers of an epoch in order. It may be a torch sampler.
 
     Raises:
-        InputError: the sampler is not such a function, or returns other numbers when it is called again.
+        InputError: the sampler is not such a function, or returns different numbers when it is called again.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class SampledOrder(BatchOrder):
         self._first = _hash(self._numbers(0))
         if _hash(self._drawn(0)) != self._first:
             raise InputError(
-                f"The sampler gives other numbers when it is called again for epoch 0, so each worker would have an "
-                f"order of its own: {_CURE}. It may draw from the global generators, which are seeded before."
+                f"The sampler gives different numbers when it is called again for epoch 0, so each worker would have "
+                f"an order of its own: {_CURE}. It may draw from the global generators, which are seeded before."
             )
 
     def facts(self) -> dict[str, int]:

@@ -94,7 +94,7 @@ def words(error: Exception | None) -> str:
 
 
 def sums_of(context: TrainingContext) -> dict[str, Any]:
-    """Return what workers compare of their states: with ``exact`` a sum over the bits of each tensor."""
+    """Return the values of their states that workers compare: with ``exact`` a sum over the bits of each tensor."""
     return digests(context) if context.settings.exact and context.world.size > 1 else frozen(context)
 
 

@@ -126,7 +126,7 @@ def _computed(context: TrainingContext, function: Callable[[str, Any], Any], nam
         return decode(encode(result))
     except (encoding.EncodingError, TypeError, RecursionError) as error:
         raise InputError(
-            f"map: what the function returned for {name} ({_shown(item)}) cannot be sent: {error}. Return "
+            f"map: the result of the function for {name} ({_shown(item)}) cannot be sent: {error}. Return "
             f"tensors, numbers and texts in tuples, lists and dictionaries; make tensors of arrays by torch.as_tensor."
         ) from None
 

@@ -58,7 +58,7 @@ class Metrics:
             raise InputError("evaluate: the dictionary of metrics is empty.")
         if forward is not None and all(metric is None for metric in self._metrics.values()):
             raise InputError(
-                "evaluate: forward= is what metrics are called with, and there is none: the loss is that of the "
+                "evaluate: forward= defines the arguments of metrics, and there is no metric: the loss is that of the "
                 "session. Give a metric as well, or leave out forward=."
             )
         if context.compute.batch_loss is not None and any(metric is None for metric in self._metrics.values()):
@@ -80,13 +80,13 @@ class Metrics:
                 )
             if is_object(metric) and forward is None and not by_loss:
                 raise InputError(
-                    f"{_named(name)} is a {type(metric).__name__}, and in a session with forward= nothing says what "
-                    f"its update is called with: give evaluate(..., forward=...), a function of (model, microbatch) "
+                    f"{_named(name)} is a {type(metric).__name__}, and in a session with forward= the arguments of its "
+                    f"update are unknown: give evaluate(..., forward=...), a function of (model, microbatch) "
                     f"that returns (output, target)."
                 )
 
     def compute(self, model: nn.Module, data: Any, samples: int) -> list[Any]:
-        """Return what each metric needs of these samples: a sum and a count, or arguments for an object's update."""
+        """Return each metric's values for these samples: a sum and a count, or arguments for an object's update."""
         given = None if all(one is None for one in self._metrics.values()) else self._arguments(model, data)
         found: list[Any] = []
         mean = False

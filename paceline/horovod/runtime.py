@@ -261,7 +261,7 @@ def gloo_built(verbose: bool = False) -> bool:
 def mpi_built(verbose: bool = False) -> bool:
     """Return whether operations can use MPI, or another library or device. Always False.
 
-    GPU tensors go through the host, also where torch has NCCL, and MPI is not used even under ``mpiexec``.
+    GPU tensors go through the host, even where torch has NCCL, and MPI is not used even under ``mpiexec``.
     """
     return False
 

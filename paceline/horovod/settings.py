@@ -34,7 +34,7 @@ _TRUE_HERE = {
     *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
     *("DYNAMIC_PROCESS_SETS", "CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
 }
-"""Variables that Horovod's launchers set, or that request what Paceline does in any case."""
+"""Variables that Horovod's launchers set, or that request the usual behavior of Paceline."""
 
 
 def read_settings() -> HorovodSettings:

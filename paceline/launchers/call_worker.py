@@ -36,7 +36,7 @@ def _write(folder: Path, name: str, value: object) -> None:
     try:
         data = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - an object's own code may raise anything
-        raise TypeError(f"What the function returned, a {type(value).__name__}, cannot be sent back: {error}") from None
+        raise TypeError(f"The function's result, a {type(value).__name__}, cannot be sent back: {error}") from None
     (folder / f".{name}").write_bytes(data)
     (folder / f".{name}").rename(folder / name)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sqlite3
 from typing import Any
 
-RANGES = 256  # Least number of ranges in a long run. There are less than twice as many.
+RANGES = 256  # Least number of ranges in a long run. There are fewer than twice as many.
 LAYOUT = """
 CREATE TABLE cells(
     event TEXT, range INTEGER, rank INTEGER, count INTEGER, seconds REAL, bytes REAL, waited REAL, awaited REAL,

@@ -69,7 +69,7 @@ def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGro
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} trains in one piece, but not layer by layer: {type(error).__name__}: {error}. A "
-            f"layer may use what another one keeps, or a weight of another one, which is not among its inputs. Pass it "
+            f"layer may use a value or weight of another layer, which is not among its inputs. Pass it "
             f"along with the output of the layer before, or use strategy 'allreduce'."
         ) from error
     repeated: tuple[torch.Tensor, Gradients] | None = None
@@ -98,7 +98,7 @@ def check_gradients(compute: ForwardRunner, layers: Layers, group: MicrobatchGro
 
 
 def _changed_by(compute: ForwardRunner, run: Callable[[], Any]) -> list[str]:
-    """Return the names of values beside the weights that each of two passes changes."""
+    """Return the names of values besides the weights that each of two passes changes."""
     known = {id(value) for value in (*compute.model.parameters(), *compute.model.buffers())}
     roots = {"model": compute.model, "forward": compute.forward}
     states = [Attributes(roots, known)]

@@ -126,7 +126,7 @@ class Recorded:
             remedy = (
                 "may differ in the number of samples only: pad the samples to one size"
                 if self._other is not None
-                else "must be alike, as its forward depends on the number of samples: use drop_last"
+                else "must be alike, because its forward depends on the number of samples: use drop_last"
             )
             raise InputError(
                 f"{self._model} was cut with {_describe(self._example)}, but got {_describe(values)}. The inputs of a "

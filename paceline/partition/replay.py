@@ -200,9 +200,9 @@ class Replay(Watch):
     def _refuse(self, what: str) -> None:
         layer = self._record.calls[max(0, self._calls - 1)].name
         raise InputError(
-            f"After layer {layer!r} the model {what} for the microbatch with which it was cut: what it does between "
-            f"its layers depends on the data. Move the decision into a layer, as what a layer does may depend on the "
-            f"data, or choose pipeline.cut so that it is in the last stage."
+            f"After layer {layer!r} the model {what} for the microbatch with which it was cut: its work between the "
+            f"layers depends on the data. Move the decision into a layer, because the work of a layer may depend on "
+            f"the data, or choose pipeline.cut so that it is in the last stage."
         )
 
 

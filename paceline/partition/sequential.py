@@ -177,7 +177,7 @@ def _blocks_of(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def _modules_of(model: nn.Module, name: str) -> dict[str, tuple[object, ...]]:
-    """Return the blocks, and the containers with what their own calls would add, by name."""
+    """Return by name the blocks, and the containers with the additions of their own calls."""
     if not is_sequential(model):
         return {name: (model,)}
     found = {name: (model, vars(model).get("forward"), *(one for kind in HOOKS for one in getattr(model, kind)))}

@@ -183,7 +183,7 @@ class MemoryBudget:
             text = f"memory: {reached:,} bytes of the GPU were allocated at most, and {predicted:,} were predicted"
             self._tell(text, predicted=predicted, reached=reached)
             if reached > self._limit:
-                warn(self._context, f"{text}. That is above memory_gigabytes: leave room for what operations need")
+                warn(self._context, f"{text}. That is above memory_gigabytes: leave room for the needs of operations")
             return
         if (now := process_memory()) is not None and self._before is not None:
             weights = sum(value.nbytes for value in model.parameters())

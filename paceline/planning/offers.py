@@ -159,7 +159,7 @@ def _rate(profile: Profile) -> Rate:
 
 
 def _job(one: Candidate, kind: MachineType, steps: int, held: int, standbys: int) -> Job:
-    """Return a candidate's training as what failures interrupt; ``held``: workers that hold each part of its state."""
+    """Return a candidate's training, as interrupted by failures; ``held``: workers that hold each part of its state."""
     loading, copies = one.tensor_bytes / _STATE_BYTES_PER_SECOND, min(held, one.machines)
     costs = _RECOVERY_SECONDS, loading, kind.start_up_seconds, loading
     return Job(steps, one.step_seconds, one.machines, copies, *costs, standbys=standbys)
@@ -217,7 +217,7 @@ def type_of(name: str, known: Mapping[str, MachineType], option: str) -> Machine
 
 
 def _of_worker(kind: MachineType, core_load: float) -> MachineType:
-    """Return a type with the FLOP rate and memory bandwidth that one worker has of it: a GPU, or the cores it uses."""
+    """Return a type with the FLOP rate and memory bandwidth of one worker: of its GPU, or of the cores it uses."""
     part = 1.0 if kind.gpus else min(1.0, (core_load or 1.0) / kind.cores)
     rates = {name: getattr(kind, name) for name in ("flops", "bfloat16_flops", _BANDWIDTH)}
     return replace(kind, **{name: part * rate for name, rate in rates.items() if rate is not None})

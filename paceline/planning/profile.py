@@ -151,7 +151,7 @@ def _pass_seconds(context: TrainingContext, layers: Sequence[LayerCost]) -> tupl
         return _beyond_layers(context, layers)
     except Exception as error:  # noqa: BLE001 - other strategies can still be planned
         _log.warning(
-            "no pipeline could be measured, so they are planned without what a pass takes besides its layers: %s: %s",
+            "no pipeline could be measured, so they are planned without the overhead of a pass: %s: %s",
             type(error).__name__,
             error,
         )

@@ -1,4 +1,4 @@
-"""Programs of the workers for each strategy, for :mod:`paceline.planning.simulate`: what training does, as operations.
+"""Programs of the workers for each strategy, for :mod:`paceline.planning.simulate`: the operations of training.
 
 They take shares, nodes of the canonical tree, buckets and pipeline schedules from the functions that training uses.
 """
@@ -108,7 +108,7 @@ def asynchronous(work: Work, place: Place, rank: int, step: int, servers: int) -
 
 
 def _header(place: Place, step: int, name: str) -> Iterator[Step]:
-    """Start to tell all workers a few numbers."""
+    """Start to send a few numbers to all workers."""
     yield Exchange(place.group, (name, step), _HEADER_BYTES, _HEADER_BYTES)
 
 

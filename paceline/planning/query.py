@@ -1,4 +1,4 @@
-"""What a user asks a plan for: the options of ``paceline plan``, and its answer."""
+"""Request for a plan: the options of ``paceline plan``, and its answer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Query:
         ]
         if self.machines is None:
             if about:
-                raise ConfigError(f"{about[0]} is about machines to rent: give their types as machines.")
+                raise ConfigError(f"{about[0]} is for machines to rent: give their types as machines.")
             return
         if self.steps is None and self.epochs is None:
             raise ConfigError("machines: hours and money depend on the length of the training. Give steps or epochs.")

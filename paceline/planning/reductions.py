@@ -256,7 +256,7 @@ class Reduction:
         return home == self._rank or self._is_copy(home)
 
     def _is_writer(self, home: int) -> bool:
-        """Return whether this worker receives for its machine what a worker of another machine owns."""
+        """Return whether this worker receives the shares of a worker of another machine for its own machine."""
         return home not in self._own and writer_of(home, self._own) == self._rank
 
     def _is_copy(self, home: int) -> bool:

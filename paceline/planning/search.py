@@ -37,14 +37,14 @@ _WAITS = {
     "weights": "for weights",
     "activations": "for other stages",
 }
-"""What a worker waits for, by the first part of a key."""
+"""Objects of a worker's waits, by the first part of a key."""
 _TOLD = 0.01
 """Smallest part of a step for which a wait is reported."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a model with a number of workers on one machine."""
+    """Measurements of a model with a number of workers on one machine."""
 
     work: Work  # costs
     profile: Profile  # sizes and layers
@@ -110,12 +110,12 @@ class Candidate:
 
     @property
     def time(self) -> float:
-        """What users wait for: the hours of the bill, or else the seconds of a step."""
+        """Time to minimize: the hours of the bill, or else the seconds of a step."""
         return self.step_seconds if self.bill is None else self.bill.hours.mean
 
     @property
     def price(self) -> float:
-        """What users pay: the money of the bill, or else the seconds of a step of all workers."""
+        """Cost to minimize: the money of the bill, or else the seconds of a step of all workers."""
         return self.workers * self.step_seconds if self.bill is None else self.bill.money.mean
 
 
@@ -374,7 +374,7 @@ def named(one: Candidate) -> str:
 
 
 def variant(settings: Mapping[str, Any]) -> str:
-    """Return what tells a candidate from others of its strategy."""
+    """Return the properties that distinguish a candidate from others of its strategy."""
     piped = settings.get("pipeline", {})
     stages = f"{len(piped['cut']) + 1} stages {piped['schedule']}" if piped else ""
     return settings.get("shard") or stages or settings.get("server", {}).get("mode", "")

@@ -151,7 +151,7 @@ class _Running:
 
 @dataclass
 class _Meeting:
-    """Exchange for which some workers have not come yet."""
+    """Exchange that some workers have not reached yet."""
 
     began: float
     among: int  # number of machines
@@ -245,7 +245,7 @@ class Simulation:
         return min(1.0, self._machines[at].cores / load) if load else 1.0
 
     def _age(self, at: int, now: float) -> None:
-        """Note what has been computed on a machine since the last change there."""
+        """Record the work done on a machine since the last change there."""
         passed, pace = now - self._updated[at], self._pace(at)
         for one in self._running[at]:
             one.left -= passed * pace

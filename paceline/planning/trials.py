@@ -129,7 +129,7 @@ def _profile(base: Request, workers: int, start: Start) -> Profile:
 
 
 def _fitted(profile: Profile, trial: Trial, workers: int, cores: int) -> Measured:
-    """Return the costs with which the simulation takes as long, and as much memory, as the measured steps.
+    """Return costs with which the simulation has the time and memory of the measured steps.
 
     Time that the simulation does not explain becomes the overhead of a step. If the simulated step is the longer one,
     all measured costs are scaled down.

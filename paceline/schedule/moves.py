@@ -44,7 +44,7 @@ class Move(NamedTuple):
 def plan_moves(
     held: Mapping[str, Sequence[Part]], needed: Mapping[str, Sequence[Part]], item_bytes: Mapping[str, int]
 ) -> list[Move]:
-    """Return the moves that give each rank what it needs.
+    """Return the moves that give each rank the parts that it needs.
 
     A rank keeps what it holds. Everything else comes from the holder that has the fewest bytes to send.
 

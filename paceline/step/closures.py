@@ -56,7 +56,7 @@ def check_closures(update: OptimizerStep, strategy: str, *, able: bool, phases: 
         )
     if len(parts) > 1 and not phases:
         raise InputError(
-            f"{what}, but it is one of {len(parts)} optimizers with the same gradients: use it alone, or give start a "
+            f"{what}, but it is one of {len(parts)} optimizers with the same gradients: use it alone, or pass start a "
             f"forward for each optimizer, by name."
         )
     if carries:

@@ -249,7 +249,7 @@ def pair_of(data: Any) -> tuple[Any, Any]:
     if isinstance(data, Mapping):
         raise InputError(
             f"With a loss or metric of (output, target) the data set must give pairs (input, target), but it gives "
-            f"dictionaries with the keys {', '.join(map(repr, data))}, and nothing says which is the target. Use "
+            f"dictionaries with the keys {', '.join(map(repr, data))}, and it is unknown which is the target. Use "
             f"forward=, for example: def forward(model, batch): return model(**batch).loss."
         )
     try:

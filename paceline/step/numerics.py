@@ -46,7 +46,7 @@ def _tf32(allowed: bool) -> str:
 def canary() -> str:
     """Return a hash of results whose last bits differ if processors or libraries compute in another order.
 
-    The name of an instruction set does not say which kernels a library has chosen for a processor.
+    The name of an instruction set does not reveal the kernels that a library has chosen for a processor.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -102,8 +102,8 @@ def _check_data(settings: Settings, capabilities: Capabilities, forward: object,
         if capabilities.located:
             what, cure = f"wire = {settings.wire!r}", "use another format, such as wire = 'int8'"
         raise ConfigError(
-            f"{what} decides which worker computes which microbatch, but of Located data each worker computes what it "
-            f"has: {cure}."
+            f"{what} decides which worker computes which microbatch, but of Located data each worker computes the "
+            f"samples that it has: {cure}."
         )
 
 
@@ -123,8 +123,8 @@ def _check_verified(settings: Settings, capabilities: Capabilities, because: str
 def _check_memory(settings: Settings) -> None:
     if settings.recompute == "auto" and settings.memory_gigabytes is None:
         raise ConfigError(
-            "recompute = 'auto' chooses what to recompute by the memory of a worker: set memory_gigabytes, or name "
-            "module classes in recompute."
+            "recompute = 'auto' chooses the blocks to recompute by the memory of a worker: set memory_gigabytes, or "
+            "name module classes in recompute."
         )
     if settings.memory_gigabytes is not None and settings.compile:
         raise ConfigError(
@@ -174,7 +174,7 @@ def _check_communication(settings: Settings, capabilities: Capabilities, forward
     if settings.communication == "fixed":
         if settings.tolerance != "bits":
             raise ConfigError(
-                f"tolerance = {settings.tolerance!r} is what communication = 'auto' may change, but {asked}: set "
+                f"tolerance = {settings.tolerance!r} limits the changes by communication = 'auto', but {asked}: set "
                 f"communication = 'auto', or leave out tolerance."
             )
         return

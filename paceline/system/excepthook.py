@@ -146,7 +146,7 @@ def _message_of(error: BaseException) -> str:
 
 
 def _cut(text: str) -> str:
-    """Remove the middle of a long text, and escape what cannot be encoded as UTF-8."""
+    """Remove the middle of a long text, and escape characters that cannot be encoded as UTF-8."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]}\n... {len(text) - _LONGEST} characters ...\n{text[-_LONGEST // 2 :]}"
     return text.encode(errors="backslashreplace").decode()

@@ -23,9 +23,9 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memory() -> ProcessMemory | None:
-    """Return the memory of this process, or None if the system does not tell.
+    """Return the memory of this process, or None if it is unknown.
 
-    A page of several processes counts in part for each, so the workers of a machine together hold what they need of it.
+    A page of several processes counts in part for each, so the sum over the workers of a machine is right.
     Pages of files do not count, because the system reads them again. The kernel keeps the peak of all pages, so
     the pages that count in part, or not at all, are taken to be those of now. Takes some milliseconds a GB.
     """

@@ -135,5 +135,5 @@ def _check_owner(path: Path, about: os.stat_result, what: str) -> None:
     if mode & 0o077:
         raise ConfigError(
             f"The {what} {path} has mode {mode:04o}, so other users may read or change it. Its secret is no longer "
-            f"one: remove it, and give each machine a new one with mode 0600."
+            f"secret: remove it, and give each machine a new one with mode 0600."
         )

@@ -1,8 +1,8 @@
 """Private names of torch. No other file uses any; ``tests/test_architecture.py`` also checks that each still exists.
 
 Checked with torch 2.13.0 on the CPU, and with 2.11 for CUDA by its sources in Python (not the symbols of gloo). None
-has a public name that does the same. What is called for each tensor or operation is torch's own function, without a
-function of Python around it. ``patches`` lists what the package replaces in torch and in other libraries.
+has a public name that does the same. Frequent calls, for each tensor or operation, are torch's own functions without a
+Python function around them. ``patches`` lists what the package replaces in torch and in other libraries.
 
 Processes that must not import torch (the coordinator, launchers, the command line) must not import this file.
 """
@@ -50,7 +50,7 @@ without_functions = torch._C.DisableTorchFunction  # the same for subclasses and
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return what tensors in the same storage have in common. All storages without elements have ``data_ptr`` 0."""
+    """Return a key that tensors in the same storage share. All storages without elements have ``data_ptr`` 0."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -92,7 +92,7 @@ def mutated_arguments(function: Any) -> list[int]:
     return [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
 
 
-Operator = torch._ops.OpOverload  # what a dispatch mode gets, other than operators of higher order
+Operator = torch._ops.OpOverload  # argument of a dispatch mode, other than operators of higher order
 
 
 def aliases_of(function: Any) -> tuple[list[tuple[str, bool | None]], list[bool | None]]:
@@ -184,4 +184,4 @@ def storage_info(*given: Any) -> Any:
 
 
 def import_compiler() -> None:
-    """Import what torch imports when an optimizer is created."""
+    """Import the modules that torch imports when an optimizer is created."""

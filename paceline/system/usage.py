@@ -1,4 +1,4 @@
-"""Answers to a wrong use of ``paceline.start`` and of a session: what to write, instead of a bare TypeError.
+"""Answers to a wrong use of ``paceline.start`` and of a session: the right code instead of a bare TypeError.
 
 They are added to the class when the module is imported, so type checkers still report unknown attributes.
 """
@@ -40,7 +40,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("close", "end", "finish", "shutdown", "destroy"), "a session ends with the script"),
     **dict.fromkeys(("train", "fit", "run", "backward", "zero_grad", "forward"), _LOOP),
 }
-"""Attributes that other libraries have, and what to write."""
+"""Attributes that other libraries have, and the code to write instead."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

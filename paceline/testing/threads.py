@@ -132,8 +132,8 @@ def run(
     Args:
         size: number of workers.
         act: function of the world of a worker.
-        hosts: ranks of the workers on each machine, which then share real memory. By default, each is alone on a
-            machine, and they share none.
+        hosts: ranks of the workers on each machine, which then share real memory. By default, each is
+            alone on a machine, and they share no memory.
         blocking_wait: see :class:`ThreadTransport`.
 
     Raises:

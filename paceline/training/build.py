@@ -325,8 +325,8 @@ def _forward(given: Components) -> Forward:
 def _check_batch_loss(given: Components) -> None:
     if given.loss is not None:
         raise ConfigError(
-            "Give either loss= or batch_loss=; both are given. batch_loss(outputs, batch) gets what "
-            "forward(model, microbatch) returns, for the whole batch, and takes the place of loss."
+            "Give either loss= or batch_loss=; both are given. batch_loss(outputs, batch) gets the results of "
+            "forward(model, microbatch) for the whole batch, and takes the place of loss."
         )
     if given.forward is None:
         raise ConfigError(

@@ -131,7 +131,7 @@ class Evaluations:
         """Call ``act`` on rank 0 and return its result on all workers. See :meth:`paceline.Session.once`."""
         if not callable(act):
             raise InputError(
-                f"session.once takes a function, which rank 0 calls, and not what it returns, but it got "
+                f"session.once takes a function, which rank 0 calls, and not its result, but it got "
                 f"{described(act)}. Write session.once(function, its, arguments)."
             )
         loop = self._loop

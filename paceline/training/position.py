@@ -12,7 +12,7 @@ from paceline.training.progress import BEFORE_TRAINING, WEIGHTS, Call
 
 _NESTED = (
     "{inner} was called by a function that session.{outer} runs. All workers must make this call together, but they do "
-    "not run the function together. Let it return what the call needs, and make the call afterwards."
+    "not run the function together. Let it return the arguments of the call, and make the call afterwards."
 )
 
 

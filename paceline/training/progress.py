@@ -63,7 +63,7 @@ class Progress:
     # whether a script that receives this progress gets the batch of the last step again. False if the senders had
     # already begun the next step.
     again: bool = True
-    # whether a loss has interrupted a step that others may have done, for which this worker has all it needs
+    # whether a loss has interrupted a step that others may have done, for which this worker has all inputs
     undecided: bool = False
     # whether the tensors in ``owned`` are those after one more step, which others have done
     ahead: bool = False

@@ -84,7 +84,7 @@ for batch in session.batches(steps=2):
     "no target": (
         "train(data=Samples(lambda x, y: {'x': x, 'label': y}))",
         2,
-        "but it gives dictionaries with the keys 'x', 'label', and nothing says which is the target.",
+        "but it gives dictionaries with the keys 'x', 'label', and it is unknown which is the target.",
         "Use forward=",
     ),
     "another learning rate later": (

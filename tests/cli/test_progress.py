@@ -88,7 +88,7 @@ def test_workers_that_take_long_to_start(
     display.starting(2)
     with display:
         pass
-    assert capsys.readouterr().err == "starting 2 workers: none has come to paceline.start yet\n"
+    assert capsys.readouterr().err == "starting 2 workers: none has reached paceline.start yet\n"
 
 
 def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,7 +209,7 @@ def test_a_forward_pass_that_does_not_repeat_is_refused() -> None:
 
         return forward
 
-    with pytest.raises(paceline.InputError, match="The same microbatch computed twice does not give the same"):
+    with pytest.raises(paceline.InputError, match="The same microbatch computed twice gives different results"):
         _steps(forward=drawn, batch_loss=_vectors, exact=True)
     with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* in step 0 has other values"):
         _steps(forward=drawn, batch_loss=_vectors, exact=True, audit_action="warn")
@@ -238,7 +238,7 @@ def test_losses_that_cannot_be_used_are_refused() -> None:
     for loss, text in (
         (lambda outputs, batch: outputs["first"].detach().mean(), "a loss that needs no gradient"),
         (lambda outputs, batch: model.norm(outputs["first"]).mean(), "changes the buffer 'norm.running_mean'"),
-        (queue, "called twice with the same outputs does not give the same: it changes .*kept"),
+        (queue, "called twice with the same outputs gives different results: it changes .*kept"),
         (
             lambda outputs, batch: outputs["first"].mean() * outside.sum(),
             r"a parameter of shape \[3\] that the",

@@ -144,7 +144,7 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         assert values["accuracy"] == accuracy and abs(accuracy - one["plain"]) < 1e-6
         assert one["near"] and text == one["targets"] and sum(values["seen"]["counts"]) == 301
         wrong = one["wrong"]
-        assert "what its update is called with" in wrong["object"]
+        assert "the arguments of its update are unknown" in wrong["object"]
         assert "The metric 'b' must be a function" in wrong["no metric"]
         assert "empty" in wrong["nothing"]
         assert "predict(data, forward)" in wrong["no forward"]
@@ -154,8 +154,14 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         assert "a list, has no samples" in wrong["no samples"]
         assert "it is the class Seen" in wrong["class"]
         assert "leave out forward=" in wrong["no use"]
-        assert "evaluate: not all" in wrong["given"] and "Sample, which cannot be sent" in wrong["given"]
-        assert "predict: not all" in wrong["entries"] and "Sample, which cannot be sent" in wrong["entries"]
+        assert (
+            "evaluate: a value that the workers exchange" in wrong["given"]
+            and "Sample, which cannot be sent" in wrong["given"]
+        )
+        assert (
+            "predict: a value that the workers exchange" in wrong["entries"]
+            and "Sample, which cannot be sent" in wrong["entries"]
+        )
         assert "parts of the outputs differ between microbatches" in wrong["parts"]
     for one in three:
         wrong = one["wrong"]

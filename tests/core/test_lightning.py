@@ -164,7 +164,7 @@ def test_optimizers_that_are_refused(configured: Any, said: str) -> None:
 @needs_lightning
 def test_a_trainer_that_is_asked() -> None:
     module = classifier(base("lightning"), lambda module: module.trainer.estimated_stepping_batches)
-    with pytest.raises(InputError, match="configure_optimizers of Classifier asks its Trainer, and there is none"):
+    with pytest.raises(InputError, match="configure_optimizers of Classifier needs its Trainer, and there is none"):
         lightning.arguments(module)
 
 

@@ -127,7 +127,7 @@ def test_errors_are_those_of_all_workers(everyone: dict[int, list[dict[str, Any]
         f"InputError: session.map failed on rank 1: {item}", item, f"InputError: session.map failed on rank 1: {item}"
     ]  # fmt: skip
     for one, wrong in enumerate([*values, *(one["wrong"] for one in everyone[1])]):
-        assert "what the function returned for item" in wrong[1] and "cannot be sent" in wrong[1], one
+        assert "the result of the function for item" in wrong[1] and "cannot be sent" in wrong[1], one
         assert "(1) cannot be sent" in wrong[2] and "torch.as_tensor" in wrong[2]
         assert wrong[3].startswith("InputError: session.map takes a function and items, but it got an int and a list")
         assert "but it got a function and an int" in wrong[4]

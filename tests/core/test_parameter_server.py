@@ -388,8 +388,8 @@ REFUSED = {
             ("", {"count": 1, "dedicated": True, "staleness": -1}, ["server.staleness = -1"]),
             ("", {"drop_after": -1}, ["server.drop_after = -1"]),
             ("", {"count": 0}, ["server.count = 0"]),
-            ("", {"mode": "sync", "scale_lr": True}, ["server.scale_lr is for gradients that come late"]),
-            ("", {"mode": "sync", "drop_after": 3}, ["server.drop_after is for gradients that come late"]),
+            ("", {"mode": "sync", "scale_lr": True}, ["server.scale_lr is for late gradients"]),
+            ("", {"mode": "sync", "drop_after": 3}, ["server.drop_after is for late gradients"]),
             (MANY, {"count": 2, "dedicated": True, "mode": "async"}, ["server.count = 2", "more than 2 workers"]),
             (MANY, {"count": 3, "dedicated": False, "mode": "async"}, ["server.count = 3", "more than 2 workers"]),
         ]

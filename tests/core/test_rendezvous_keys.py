@@ -53,7 +53,7 @@ def test_one_that_asks_twice_counts_once() -> None:
     store = CountingStore()
     rendezvous = EnvRendezvous(identity(0, 2), 0.2)
     for _ in range(2):
-        with pytest.raises(StartError, match=r"Rank 0 waited 0 s at node:1, but rank 1 of 2 workers did not come"):
+        with pytest.raises(StartError, match=r"Rank 0 waited 0 s at node:1, but rank 1 of 2 workers did not arrive"):
             rendezvous._await_everyone(store, "node:1", identity(0, 2))
     EnvRendezvous(identity(1, 2), 5.0)._await_everyone(store, "node:1", identity(1, 2))
 
@@ -62,6 +62,6 @@ def test_all_together_do_not_ask_more_often_when_they_are_many(monkeypatch: pyte
     pauses: list[float] = []
     monkeypatch.setattr(env_init.time, "sleep", pauses.append)
     for size in (2, 1024):
-        with pytest.raises(StartError, match=f"of {size} workers did not come"):
+        with pytest.raises(StartError, match=f"of {size} workers did not arrive"):
             EnvRendezvous(identity(0, size), 0.05)._await_everyone(CountingStore(), "node:1", identity(0, size))
         assert size / pauses[-1] <= env_init._LOOKS_PER_SECOND

@@ -90,7 +90,11 @@ class Data(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return value, (value.sum() > 0).long()
 
 
-SOURCES = {"rng": "draws from data.rng", "transforms": "draws from data.transforms[0]", "reads": "depends on what was"}
+SOURCES = {
+    "rng": "draws from data.rng",
+    "transforms": "draws from data.transforms[0]",
+    "reads": "depends on earlier reads",
+}
 
 
 def start(exact: bool, kind: str = "", source: str = "", **more: Any) -> paceline.Session:
@@ -136,7 +140,7 @@ def test_without_exact_it_trains_as_if_nobody_had_looked(kind: str, monkeypatch:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_data_set_with_a_past_is_refused_with_exact(source: str) -> None:
-    with pytest.raises(InputError, match="gives another sample") as refused:
+    with pytest.raises(InputError, match="gives a different sample") as refused:
         train(start(True, source=source))
     assert SOURCES[source] in str(refused.value)
 

@@ -404,7 +404,7 @@ def check(
 
 def test_what_cannot_be_divided_is_refused(printed: Printed, tmp_path: Path) -> None:
     for found in printed(SCRIPT, 2, tmp_path, environment={"REFUSED": "1", "MORE": "{}"}):
-        assert "Normed updates a parameter in another way when the others have no gradients" in found["Normed"]
+        assert "Normed updates a parameter differently when the others have no gradients" in found["Normed"]
         assert "Noisy draws random numbers" in found["Noisy"] and "'allreduce'" in found["Noisy"]
         assert "LBFGS" in found["LBFGS"] and "allreduce" in found["LBFGS"]
         assert found["partial"].startswith("ConfigError: strategy 'sharded' cannot send gradients as topk")

@@ -265,7 +265,10 @@ def start(data: Any = None, strategy: str = "local-sgd", **given: Any) -> paceli
         ({"checkpoint": {"every": 3}}, "checkpoint.every = 3 is not a multiple of local.every = 2"),
         ({"wire": "int8"}, "cannot send gradients as int8"),
         ({"exact": "fixed-point"}, "cannot add up gradients in fixed point"),
-        ({"local": {"sites": False}}, "of Located data each worker computes what it has: set local.sites = True"),
+        (
+            {"local": {"sites": False}},
+            "of Located data each worker computes the samples that it has: set local.sites = True",
+        ),
         ({"strategy": "allreduce"}, "local.sites = True protects data only with strategy"),
         ({"local": {"sites": False, "masked": True}}, "local.masked = True protects data only with"),
     ],

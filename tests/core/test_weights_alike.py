@@ -159,7 +159,7 @@ print("done", flush=True)
 def test_an_optimizer_that_looks_at_all_gradients(ranks: Run, tmp_path: Path, settings: str) -> None:
     for one in ranks(HEAD + NORMED + COUPLED.replace("SETTINGS", settings), 2, tmp_path, deadline=60):
         assert (one.code, one.out) == (2, "")
-        assert "InputError: The optimizer Normed updates a parameter in another way" in message(one)
+        assert "InputError: The optimizer Normed updates a parameter differently" in message(one)
 
 
 DRAWING = """

@@ -197,7 +197,7 @@ OTHERS = [
     "UnicodeDecodeError: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",
     "RuntimeError: DataLoader worker (pid 7) exited unexpectedly",
     "NonFiniteLoss: The loss is nan at step 2, microbatches 4 to 7, computed by rank 1. No update was made.",
-    "StartError: Rank 0 waited 600 s at 127.0.0.1:29500, but rank 3 of 4 workers did not come. See their logs; were "
+    "StartError: Rank 0 waited 600 s at 127.0.0.1:29500, but rank 3 of 4 workers did not arrive. See their logs; were "
     "all of them started with this address?",
     "DisagreementError: The workers do not agree on data length: rank 0: 1000, rank 1: 900.",
     "WorkerLost: Rank 0 lost rank 1: its process 4242 ended. See the output of rank 1 for the cause.",

@@ -113,7 +113,7 @@ def test_a_failed_call_is_resumed_as_its_message_says(tmp_path: Path) -> None:
 def test_what_cannot_be_sent(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be sent to the workers"):
         paceline.launch(threading.Lock().acquire, workers=2, runs_dir=tmp_path)
-    with pytest.raises(TypeError, match="What the function returned, a generator, cannot be sent back"):
+    with pytest.raises(TypeError, match="The function's result, a generator, cannot be sent back"):
         paceline.launch(lambda: (one for one in "ab"), workers=1, runs_dir=tmp_path)
 
 

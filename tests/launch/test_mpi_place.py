@@ -54,7 +54,7 @@ def test_only_root_is_told_to_open_mpi() -> None:
 def test_what_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="apt-get install openmpi-bin"):
         Mpi().decide(REQUEST, Options(), {"PATH": str(tmp_path)})
-    with pytest.raises(StartError, match=r"no known MPI: --version says 'mine 1\.0'"):
+    with pytest.raises(StartError, match=r"not from a known MPI: --version says 'mine 1\.0'"):
         Mpi().decide(REQUEST, Options(), mpiexec(tmp_path, "mine 1.0"))
     with pytest.raises(ConfigError, match="give one of them"):
         Mpi().decide(REQUEST, Options(hosts="h1", hostfile=tmp_path / "hosts"), {})

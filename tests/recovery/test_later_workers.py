@@ -41,9 +41,9 @@ AT_THE_START = {
     ),
     "pipeline": (
         'given |= {"strategy": "pipeline", "optimizer": partial(Normed, lr=0.1)}',
-        "Normed updates a parameter in another way",
+        "Normed updates a parameter differently",
     ),
-    "servers": (SERVERS + 'given["optimizer"] = partial(Normed, lr=0.1)', "Normed updates a parameter in another way"),
+    "servers": (SERVERS + 'given["optimizer"] = partial(Normed, lr=0.1)', "Normed updates a parameter differently"),
     "single": ('given["strategy"] = "single"', "there may be 3 workers"),
 }
 IN_THE_FIRST_STEP = {

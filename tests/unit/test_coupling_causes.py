@@ -53,7 +53,7 @@ def test_a_loss_that_drifts_slowly(caplog: pytest.LogCaptureFixture) -> None:
         return nn.functional.cross_entropy(output, target) * (1 + 0.001 * next(passes))
 
     (text,) = warnings_of(caplog, loss=loss)
-    assert text.startswith("The same microbatch computed twice does not give the same: the loss differs")
+    assert text.startswith("The same microbatch computed twice gives different results: the loss differs")
     assert "or reads the clock. Each worker" in text
 
 

@@ -269,7 +269,7 @@ def test_a_type_error_of_the_users_own_function_stays() -> None:
 
 
 def test_once_without_a_function() -> None:
-    with pytest.raises(InputError, match=r"and not what it returns, but it got an int\. Write session\.once\(function"):
+    with pytest.raises(InputError, match=r"and not its result, but it got an int\. Write session\.once\(function"):
         start().once(3)  # type: ignore[arg-type]
 
 

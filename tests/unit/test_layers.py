@@ -731,7 +731,7 @@ def test_an_input_unlike_the_one_it_was_cut_with() -> None:
     with pytest.raises(InputError, match=r"cut with a tensor of shape \[4, 6\] .* got a tensor of shape \[4, 5\]"):
         stage(tokens(4)[:, :5])
     stage = layers_of(Counts(), torch.randn(4, 4)).stage(0, 1)
-    with pytest.raises(InputError, match="must be alike, as its forward depends on the number of samples"):
+    with pytest.raises(InputError, match="must be alike, because its forward depends on the number of samples"):
         stage(torch.randn(3, 4))
 
 

@@ -82,7 +82,7 @@ def test_what_the_orders_promise() -> None:
         (lambda samples, count: [samples, []], ["of 24, 0 samples", "none of them empty"]),
         (
             lambda samples, count: [[samples[at] for at in torch.randperm(len(samples))]],
-            ["gives other microbatches", "draw random numbers"],
+            ["gives different microbatches", "draw random numbers"],
         ),
         (
             lambda samples, count, calls=[0]: [samples[calls.append(0) or len(calls) :] + samples[: len(calls)]],

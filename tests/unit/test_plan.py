@@ -373,7 +373,7 @@ def test_a_pipeline_that_cannot_be_measured_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(profiling._log, "warning", lambda text, *given: told.append(text % given))
     context: Any = SimpleNamespace(compute=SimpleNamespace(batch_loss=None))  # has no settings
     assert profiling._pass_seconds(context, layers(2)) == (0.0, 0.0)
-    assert "without what a pass takes besides its layers: AttributeError: " in told[0]
+    assert "without the overhead of a pass: AttributeError: " in told[0]
 
 
 def test_epochs_of_a_stream_are_refused_after_the_first_profile(tmp_path: Path) -> None:

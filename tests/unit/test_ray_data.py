@@ -24,7 +24,10 @@ def test_tensors_become_lists_of_lists(tmp_path: Path) -> None:
 
 
 def test_columns_that_cannot_be_read() -> None:
-    with pytest.raises(InputError, match=r"Column 'pair' of the Dataset is of type struct<a: int64>; what can be read"):
+    with pytest.raises(
+        InputError,
+        match=r"Column 'pair' of the Dataset is of type struct<a: int64>; only numbers, texts, bytes, tensors",
+    ):
         plain(pa.chunked_array([pa.array([{"a": 1}])]), "pair")
 
 

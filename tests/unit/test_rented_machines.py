@@ -390,7 +390,7 @@ def test_a_market_lacks_nothing_that_its_bills_need(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"deadline": "24h"}, "deadline is about machines to rent"),
+        ({"deadline": "24h"}, "deadline is for machines to rent"),
         ({"machines": "c5.4xlarge"}, "Give steps or epochs"),
         ({"machines": "c5.4xlarge", "steps": 5, "link": (10.0,)}, "link and machines"),
         ({"machines": "c5.4xlarge", "steps": 5, "deadline": "24"}, "deadline 24: give a time such as"),

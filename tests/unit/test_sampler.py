@@ -72,7 +72,7 @@ def test_draws_are_keyed() -> None:
         (lambda seed, epoch: 7, ["int for epoch 0"]),
         (BatchSampler(range(20), 4, False), ["2-dimensional"]),
         (DistributedSampler([*range(20)], 2, 0), ["DistributedSampler", "hands out the shares"]),
-        (WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator()), ["other numbers", "again"]),
+        (WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator()), ["different numbers", "again"]),
     ],
 )
 @pytest.mark.promise("docs/data.md", "`DistributedSampler` is refused, because Paceline hands out the shares")

@@ -342,7 +342,7 @@ def test_values_that_nothing_records_are_noted_once(caplog: pytest.LogCaptureFix
         mine.log({"a": 1}, 0)
         mine.log({"a": 2}, 1)
     assert [one.message for one in caplog.records] == [
-        "nothing records what session.log is given: set trackers, or start with paceline run"
+        "nothing records the values of session.log: set trackers, or start with paceline run"
     ]
 
 

@@ -23,7 +23,7 @@ def configured(module: Any, steps_per_epoch: int | None) -> tuple[Optimizer, LRS
         if "trainer" not in str(error).lower():
             raise
         raise InputError(
-            f"configure_optimizers of {type(module).__name__} asks its Trainer, and there is none. Give it what it "
+            f"configure_optimizers of {type(module).__name__} needs its Trainer, and there is none. Give it what it "
             f"needs, such as the number of steps, when it is built. ({error})"
         ) from error
     schedulers: Sequence[Any] = ()
@@ -53,8 +53,8 @@ def _scheduler(given: Any, steps_per_epoch: int | None) -> LRScheduler:
     scheduler, interval = settings["scheduler"], settings.get("interval", "epoch")
     if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
         raise InputError(
-            f"{type(scheduler).__name__} cannot be the scheduler: it goes by a metric, or is none of torch's. Use one "
-            f"over the number of updates, such as torch.optim.lr_scheduler.CosineAnnealingLR."
+            f"{type(scheduler).__name__} cannot be the scheduler: it depends on a metric, or is not one of torch's. "
+            f"Use one over the number of updates, such as torch.optim.lr_scheduler.CosineAnnealingLR."
         )
     every = int(settings.get("frequency", 1))
     if interval == "epoch":

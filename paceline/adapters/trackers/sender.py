@@ -100,7 +100,7 @@ class Sender:
         self._lost += 1
         if self._lost == 1 and self._thread.is_alive():
             _log.warning(
-                "tracker %s is behind by %d records: what comes until it has caught up is not recorded there",
+                "tracker %s is behind by %d records: records are not stored there until it has caught up",
                 *(self.name, _MOST_WAITING),
             )
 

@@ -73,7 +73,7 @@ class Tracking:
             return
         paths: dict[str, dict[str, str]] = {}
         if self._media is None:
-            self._warn("nothing records what session.log is given: set trackers, or start with paceline run")
+            self._warn("nothing records the values of session.log: set trackers, or start with paceline run")
         elif logged.texts or logged.images:
             try:
                 paths = logged.write(self._media, step)

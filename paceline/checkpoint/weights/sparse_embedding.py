@@ -46,8 +46,8 @@ class SparseEmbedding(nn.Module):
     Args:
         rows: number of rows.
         width: number of elements of a row.
-        block: number of rows in a block. Defaults to blocks of 4,194,304 elements. Another number gives other initial
-            values, and other names in checkpoints.
+        block: number of rows in a block. Defaults to blocks of 4,194,304 elements. A different number
+            gives different initial values, and different names in checkpoints.
 
     Examples:
         >>> import paceline, torch

@@ -1,4 +1,4 @@
-"""Alerts of ``paceline run``: a thread of the launcher reads the records and tells a command or a URL of causes."""
+"""Alerts of ``paceline run``: a thread of the launcher reads the records and reports causes to a command or a URL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.observe.why.at_end import last_line
 
 _POLL_SECONDS = 0.5
 _SECONDS = 10.0
-"""Deadline for the alerts that are found at once, after which training or the end of the run waits no longer."""
+"""Deadline for alerts that are found together. Neither training nor the end of the run waits longer."""
 _URL = ("http://", "https://")
 
 
@@ -63,7 +63,7 @@ class Watch:
             self._thread.join()
 
     def end(self, code: int) -> None:
-        """Give the alerts of the last records, and those about the end of the run."""
+        """Issue the alerts of the last records, and those about the end of the run."""
         self.__exit__()
         if self._thread is not None:
             self._log.flush()

@@ -173,7 +173,7 @@ class Display:
             return
         workers, self._starting = self._starting[0], None
         if self.introduces and workers:
-            self.tell(f"starting {counted(workers, 'worker')}: none has come to paceline.start yet")
+            self.tell(f"starting {counted(workers, 'worker')}: none has reached paceline.start yet")
 
     def _introduce(self, record: Mapping[str, object]) -> None:
         self._starting = None

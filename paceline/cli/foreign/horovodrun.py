@@ -137,7 +137,7 @@ def _refuse(word: str) -> None:
 
     name = word.partition("=")[0].lstrip("-")
     name = _LONG_OF_SHORT.get(name, name)
-    instead = _INSTEAD.get(name, "`paceline run --help` and docs/horovod.md list what there is")
+    instead = _INSTEAD.get(name, "`paceline run --help` and docs/horovod.md list the options")
     raise ConfigError(f"horovodrun {quoted(word)} has no counterpart here: {instead}.")
 
 

@@ -36,7 +36,7 @@ def command(
         findings = find(records, dict(index.query(STAGES).rows))
     if not findings.steps:
         raise InputError(
-            f"{folder} has no complete step that tells how long its workers waited, so there is nothing to compare. "
-            f"See what it has with paceline logs."
+            f"{folder} has no complete step with the waits of its workers, so there is nothing to compare. "
+            f"See its records with paceline logs."
         )
     print(json.dumps(findings.data()) if as_json else "\n".join(sentences(findings)))

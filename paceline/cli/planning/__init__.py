@@ -1,1 +1,1 @@
-"""Commands that measure a script and look ahead."""
+"""Commands that measure a script and predict its training."""

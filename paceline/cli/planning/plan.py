@@ -80,10 +80,10 @@ def command(  # noqa: PLR0913 - each argument is an option
         Path | None, typer.Option(help="Recorded interruptions of such machines (CSV).", metavar="FILE")
     ] = None,
     deadline: Annotated[
-        str | None, typer.Option(help="Show what ends in time, the cheapest first: 90m, 24h, 3d.", metavar="TIME")
+        str | None, typer.Option(help="Show plans that end in time, the cheapest first: 90m, 24h, 3d.", metavar="TIME")
     ] = None,
     budget: Annotated[
-        float | None, typer.Option(help="Show what costs at most this, the fastest first.", metavar="MONEY")
+        float | None, typer.Option(help="Show plans that cost at most this, the fastest first.", metavar="MONEY")
     ] = None,
     prove: Annotated[
         int, typer.Option(help="Run the best K plans and the worst on this machine, and compare.", metavar="K")
@@ -247,7 +247,7 @@ def _start(request: Request) -> None:
 
 
 def _values(one: Candidate, steps: int | None, pareto: bool) -> dict[str, Any]:
-    """Return a candidate as data. What is unknown, or has no end, is None."""
+    """Return a candidate as data. Values that are unknown or infinite are None."""
     seconds, bill = math.inf if steps is None else steps * one.step_seconds, one.bill
     hours = seconds / 3600 if bill is None else bill.hours.mean
     values = {

@@ -94,7 +94,7 @@ class Leases:
         whole = table[: 8 * numbers].cast("q")
         self._step = whole[:1]
         self._held = whole[1 : 1 + self._size]  # 1 + leased microbatch; 0: none; -1: step not begun
-        self._done, self._head, self._tail = (  # 1 + the rank whose result counts; what is free in each pool
+        self._done, self._head, self._tail = (  # 1 + the rank whose result counts; free microbatches of each pool
             whole[1 + self._size + at * microbatches :][:microbatches] for at in range(3)
         )
         clocks = table[8 * numbers : 8 * (numbers + 1 + 2 * self._size)].cast("d")

@@ -42,7 +42,7 @@ class PartClaims(Protocol):
         """Make the table. All workers call this together, before anything else."""
 
     def claim(self, step: int, parts: int) -> int | None:
-        """Claim a part of the batch of a step, which has ``parts`` parts, none of an earlier step than before.
+        """Claim one of the ``parts`` parts of a step's batch, never of an earlier step than before.
 
         Returns:
             Number of the part. None if all parts are claimed.
@@ -93,7 +93,7 @@ class SharedMemoryClaims:
             if self._step[0] < step:
                 self._step[0], self._claimed[0] = step, 0
             part = self._claimed[0]
-            if self._step[0] > step or part == parts:  # others go on to a later step when no part is left
+            if self._step[0] > step or part == parts:  # others move on to a later step when no part is left
                 return None
             self._claimed[0] = part + 1
         return part

@@ -21,10 +21,10 @@ _CURES = {
     "items": "Give session.map the same items, in the same order, on every worker; Paceline hands them out.",
     "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
     "threads": "Set threads= to the same number everywhere; it changes the bits.",
-    "canary": "The same small computation gives other bits on their processors. Use machines with the same processor "
-    "and libraries, and the same variables for them (MKL_CBWR, ONEDNN_MAX_CPU_ISA), or exact=False.",
+    "canary": "The same small computation gives different bits on their processors. Use machines with the same "
+    "processor and libraries, and the same variables for them (MKL_CBWR, ONEDNN_MAX_CPU_ISA), or exact=False.",
     "cpu": "Use machines with the same instruction set, or exact=False; it changes the bits.",
-    "gpu": "Use machines with the same GPUs, or exact=False; others compute other bits.",
+    "gpu": "Use machines with the same GPUs, or exact=False; other GPUs compute different bits.",
     "float32": "Set torch.backends.*.fp32_precision, allow_tf32 and NVIDIA_TF32_OVERRIDE alike on every worker.",
     "cublas": "Set CUBLAS_WORKSPACE_CONFIG alike on every worker.",
 }

@@ -117,8 +117,8 @@ def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
         except OSError as error:
             listener.close()
             raise StartError(
-                f"Rank 0 cannot say its port to the other ranks of {start.engine}: {error}. Another process has taken "
-                f"this job's name; set MASTER_ADDR and MASTER_PORT."
+                f"Rank 0 cannot report its port to the other ranks of {start.engine}: {error}. Another process has "
+                f"taken this job's name; set MASTER_ADDR and MASTER_PORT."
             ) from None
         with contextlib.closing(server):
             yield Address(LOOPBACK, listener.getsockname()[1], listener)
@@ -129,7 +129,7 @@ def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
         raise StartError(f"Rank {rank} does not believe the port that it got: {error}.") from None
     if port is None:
         raise StartError(
-            f"Rank {rank} waited {seconds:.0f} s for rank 0 of {start.identity.world_size} to say where it listens. "
+            f"Rank {rank} waited {seconds:.0f} s for rank 0 of {start.identity.world_size} to report where it listens. "
             f"See its output; does every process that {start.engine} starts call paceline.start?"
         )
     yield Address(LOOPBACK, port)

@@ -106,7 +106,7 @@ class EnvRendezvous:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise StartError(
                         f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {name_ranks(missing)} of "
-                        f"{self.size} workers did not come. See their logs; were all of them started with this "
+                        f"{self.size} workers did not arrive. See their logs; were all of them started with this "
                         f"address?"
                     )
                 time.sleep(max(_POLL_SECONDS, self.size / _LOOKS_PER_SECOND))

@@ -29,7 +29,7 @@ def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str,
     mpi = _import(engine)
     if mpi.Is_finalized():
         raise StartError(
-            "The script has finalized MPI, by which the processes would learn where rank 0 is: call paceline.start "
+            "The script has finalized MPI, by which the processes would find rank 0: call paceline.start "
             "before that, or set MASTER_ADDR and MASTER_PORT."
         )
     if ours := not mpi.Is_initialized():

@@ -147,11 +147,11 @@ class KeyedDataset(Dataset[Any]):
             before.put_back()
         drawn = [name for name, value in before.generators() if not same(value, after.get(name, value))]
         if drawn or not same(item, again):
-            because = f"it draws from {drawn[0]}" if drawn else "it depends on what was read before"
+            because = f"it draws from {drawn[0]}" if drawn else "it depends on earlier reads"
             text = (
-                f"The data set gives another sample {sample} when it is read again: {because}. Each worker reads other "
-                f"samples, so the result depends on the number of workers. Draw from the global generators of torch, "
-                f"random or numpy, which are keyed by (seed, epoch, sample), and do not change samples in place."
+                f"The data set gives a different sample {sample} when it is read again: {because}. Each worker reads "
+                f"other samples, so the result depends on the number of workers. Draw from the global generators of "
+                f"torch, random or numpy, which are keyed by (seed, epoch, sample), and do not change samples in place."
             )
         elif keeps:
             grown = [name for name, size in before.sizes.items() if size > sizes.get(name, 0)]

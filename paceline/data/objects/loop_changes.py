@@ -46,8 +46,8 @@ from paceline.data.objects.values import (
 from paceline.system.torch_internals import own_buffers, version_of
 
 _NOT_RESTORED = (
-    "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
-    "with what the script begins with. Set it again before each step, or keep numbers by session.register."
+    "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, "
+    "continue with the script's initial value. Set it again before each step, or keep numbers by session.register."
 )
 _NO_EFFECT = (
     "The loop changed the gradients after session.step of step {step}, as clip_grad_norm_ or backward() does. This has "

@@ -42,8 +42,8 @@ def write(frame: Any, folder: str | Path, *, in_place: bool = False) -> int:
         kind = one.dataType.simpleString()
         if kind != _VECTOR and _READABLE.fullmatch(kind) is None:
             raise InputError(
-                f"Column {one.name!r} of the DataFrame is of type {kind}; what can be read are numbers, texts, bytes, "
-                f"vectors, and arrays of numbers. Convert it, or select the others."
+                f"Column {one.name!r} of the DataFrame is of type {kind}; only numbers, texts, bytes, vectors, and "
+                f"arrays of numbers can be read. Convert it, or select the others."
             )
         columns.append(vector_to_array(column).alias(one.name) if kind == _VECTOR else column)
     plain = frame.select(*columns)

@@ -213,8 +213,8 @@ def _chosen(schema: Any, columns: Sequence[str] | None, path: str) -> tuple[str,
         kind = schema.field(name).type
         if not is_readable(kind):
             raise InputError(
-                f"Column {name!r} of {path} is of type {kind}; what can be read are numbers, texts, bytes, and lists "
-                f"of numbers. Convert it when the file is written (a vector of Spark by vector_to_array), or name the "
+                f"Column {name!r} of {path} is of type {kind}; only numbers, texts, bytes, and lists of numbers can be "
+                f"read. Convert it when the file is written (a vector of Spark by vector_to_array), or name the "
                 f"others in columns."
             )
     return chosen

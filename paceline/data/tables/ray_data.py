@@ -82,8 +82,8 @@ def plain(column: Any, name: str) -> Any:
         column = pyarrow.chunked_array([_as_lists(chunk.storage, shape) for chunk in column.chunks])
     if not parquet_files.is_readable(column.type):
         raise InputError(
-            f"Column {name!r} of the Dataset is of type {kind}; what can be read are numbers, texts, bytes, tensors, "
-            f"and lists of numbers. Convert it, or select the others."
+            f"Column {name!r} of the Dataset is of type {kind}; only numbers, texts, bytes, tensors, and lists of "
+            f"numbers can be read. Convert it, or select the others."
         )
     return column
 

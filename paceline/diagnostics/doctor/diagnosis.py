@@ -181,8 +181,8 @@ class First:
                 "failure",
                 f"{len(self._machines)} of {self._wanted.machines} machines came within {patience:.0f} s: {names}",
                 "The run waits for all machines before it starts.",
-                f"start the same command on each machine; what is wrong there it says itself. If it cannot connect: "
-                f"the port {self._where.port} must be open here, and {self._where.name} resolve to "
+                f"start the same command on each machine; the other machine reports its own problems. If it cannot "
+                f"connect: the port {self._where.port} must be open here, and {self._where.name} resolve to "
                 f"{self._where.address} there",
             )
         )
@@ -220,7 +220,7 @@ class First:
         if machine in self._machines:
             self._machines.remove(machine)
         cure = f"see what the doctor printed on {machine.name}, and whether that machine still runs"
-        why = "What does not answer here would not answer a worker."
+        why = "A machine that does not answer here would not answer a worker either."
         self._findings.append(Finding("machines", "failure", str(error), why, cure, machine.name))
 
     def _clocks(self) -> dict[str, float]:

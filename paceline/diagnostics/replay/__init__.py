@@ -1,1 +1,1 @@
-"""Replay of a past step: digests of each step, what a run has recorded of it, and a closer look at it."""
+"""Replay of a past step: digests of each step, a run's records of it, and a closer look at it."""

@@ -47,7 +47,7 @@ _FORWARD = (
     "layer that mixes the samples of a batch."
 )
 _DATA = (
-    "The weights agree up to here, but the loss of this step does not. The data set returns another sample for the "
+    "The weights agree up to here, but the loss of this step does not. The data set returns a different sample for the "
     "same index on another worker (a counter or random generator of its own), or the forward pass keeps state of its "
     "own."
 )
@@ -122,7 +122,7 @@ def of_rounding(reference: RunTrace, other: RunTrace) -> str:
         )
     if reference.threads != other.threads:
         return (
-            f"Sums are added in another order, also because a worker uses {reference.threads} threads in one run and "
-            f"{other.threads} in the other. `--set exact=true` gives the same bits."
+            f"Sums are added in a different order, partly because a worker uses {reference.threads} threads in one run "
+            f"and {other.threads} in the other. `--set exact=true` gives the same bits."
         )
     return "Sums are added in another order. `--set exact=true` gives the same bits."

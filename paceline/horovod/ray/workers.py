@@ -133,7 +133,7 @@ class Workers:
             late = {rank for rank, answer in asked if answer in missing}
             raise StartError(
                 f"RayExecutor: {name_ranks(late)} of {len(self.actors)} did not {doing} within {_START_SECONDS:.0f} s. "
-                f"`ray status` shows what the cluster waits for."
+                f"`ray status` shows the pending requests of the cluster."
             )
         found = []
         for rank, answer in asked:

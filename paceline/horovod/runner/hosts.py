@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = {
     *("output_filename", "disable_cache", "reset_limit", "cooldown_range", "stdout", "stderr"),
     *("prefix_output_with_timestamp", "ssh_str"),
 }
-_TRUE_HERE = {"use_gloo", "verbose"}  # arguments that request what Paceline does in any case
+_TRUE_HERE = {"use_gloo", "verbose"}  # arguments that request the usual behavior of Paceline
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 

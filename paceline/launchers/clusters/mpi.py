@@ -92,7 +92,7 @@ def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Age
     else:
         said = version.splitlines()[0] if version else "nothing"
         raise StartError(
-            f"mpiexec is of no known MPI: --version says {quoted(said)}. Open MPI, MPICH and Intel MPI will do."
+            f"mpiexec is not from a known MPI: --version says {quoted(said)}. Open MPI, MPICH and Intel MPI will do."
         )
     parts: list[str] = []
     for one, agent in zip(own, agents, strict=True):

@@ -212,7 +212,7 @@ class _Nodes:
         except ray.exceptions.GetTimeoutError:
             raise StartError(
                 f"--on ray: not all of the {fewest} actors have started within {seconds:.0f} s (--patience). "
-                f"`ray status` shows what the cluster waits for."
+                f"`ray status` shows the pending requests of the cluster."
             ) from None
         if wrong := [text for text in answers if text]:
             raise StartError(f"--on ray: {wrong[0]}")

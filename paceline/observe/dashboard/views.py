@@ -35,7 +35,7 @@ _MOST_POINTS = 2000
 _MOST_RECORDS = 200
 _MOST_PAIRS = 40
 _MOST_EVENTS = 500
-_SILENT_SECONDS = 30.0  # age of the newest step from which on the page tells the age
+_SILENT_SECONDS = 30.0  # smallest age of the newest step that the page shows
 _STEP = ("load", "compute", "wait", "between")  # parts of a step that every synchronous run records
 _OPERATIONS = (
     "forward", "backward", "input", "weight", "encode", "exchange", "spread", "send", "receive", "update", "outer-step",
@@ -201,7 +201,7 @@ def membership(index: RecordIndex) -> Data:
 
 
 def memory(index: RecordIndex) -> Data:
-    """Return the memory of the workers over the steps, and what was predicted for each rank, in bytes."""
+    """Return the memory of the workers over the steps, and the prediction for each rank, in bytes."""
     found: dict[int, Data] = {}
     for record in reversed(index.newest(Search(events=("memory",)), 4 * _MOST_EVENTS)):
         if isinstance(rank := record["rank"], int):
@@ -220,7 +220,7 @@ def memory(index: RecordIndex) -> Data:
 
 
 def network(index: RecordIndex) -> Data:
-    """Return the bytes that a worker sent in a step, on average, by the event that tells of them."""
+    """Return the bytes that a worker sent in a step, on average, by the event that records them."""
     cells = index.cells()
     counts = dict(cells.rows("SELECT range, SUM(count) FROM cells WHERE event = 'step' GROUP BY 1 ORDER BY 1"))
     return {

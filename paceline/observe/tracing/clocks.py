@@ -65,7 +65,7 @@ class Clock:
 
     @property
     def drift(self) -> float:
-        """Seconds that the coordinator's clock gains each second. 0 as long as the comparisons cannot tell."""
+        """Seconds that the coordinator's clock gains each second. 0 while the comparisons do not show it."""
         first, last = self._points[0], self._points[-1]
         tells = first.error + last.error < _DRIFT / 2 * (last.time - first.time)
         return (last.offset - first.offset) / (last.time - first.time) if tells else 0.0
@@ -100,7 +100,7 @@ def _none(point: Point) -> Point:
 
 
 def described(clock: Clock) -> str:
-    """Return what is known of a clock that differs from the coordinator's.
+    """Describe a clock that differs from the coordinator's.
 
     >>> described(Clock([Point(0.0, -5.0, 0.00008), Point(100.0, -5.005, 0.00002)]))
     '5 s ahead at the start, gains 50 us each second; known to within 80 us'

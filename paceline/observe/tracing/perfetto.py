@@ -17,7 +17,7 @@ _SEQUENCE = 1  # all packets are of one sequence, because one program writes the
 
 
 def write(workers: Mapping[str, Worker], path: Path, links: bool = True) -> None:
-    """Write a trace, also through a symbolic link if ``links``."""
+    """Write a trace, even through a symbolic link if ``links``."""
     try:
         from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import TracePacket
         from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder

@@ -25,7 +25,7 @@ from statistics import fmean, stdev
 
 from paceline.observe.records import Record, number
 
-TOLERANCE = 0.01  # largest part of the loss by which that of the critical batch may be above that of the smallest
+TOLERANCE = 0.01  # largest relative excess of the critical batch's loss over that of the smallest batch
 _BELOW_LOWEST = 10.0
 _WINDOW = 1 / 25  # half the width of the window over which losses are smoothed, as a part of the branch
 _LEAST_POINTS = 8
@@ -81,7 +81,7 @@ def branch_of(records: Sequence[Record], seed: int) -> Branch | None:
 class Advice:
     """Recommended learning rate or batch, with its interval, and the reason in words."""
 
-    value: float | None  # None if the branches do not tell
+    value: float | None  # None if the branches do not show it
     low: float | None
     high: float | None  # None if the interval has no upper end
     reason: str
@@ -108,7 +108,7 @@ def learning_rate(branches: Sequence[Branch]) -> Advice:
 
 
 def _unusable(branch: Branch) -> str | None:
-    """Return why a branch tells no learning rate, if it does not."""
+    """Return the reason if a branch yields no learning rate."""
     where = f"with seed {branch.seed}"
     if not branch.losses:
         return (
@@ -133,7 +133,7 @@ def _unusable(branch: Branch) -> str | None:
 def critical_batch(branches: Sequence[Branch]) -> Advice:
     """Return the critical batch from branches with several batches and seeds.
 
-    Branches of a seed train on the same samples in the same order, so differences are those of pairs.
+    Branches of a seed train on the same samples in the same order, so they are compared in pairs.
     """
     ends: dict[int, dict[int, float]] = {}
     for branch in branches:

@@ -18,7 +18,7 @@ from paceline.observe.why.times import Times
 
 _FIRST_STEPS = 3  # steps at the start of longer runs that are looked at by themselves, because they probe and warm up
 _PAUSES = {"checkpoint": "stall", **dict.fromkeys(("weights", "evaluate", "predict", "map", "extend"), "seconds")}
-"""Pauses between steps by the event that tells of them, with the field of their duration."""
+"""Pauses between steps by the event that records them, with the field of their duration."""
 EVENTS = (
     "start",
     "step",
@@ -90,7 +90,7 @@ def find(records: Iterable[Record], stages: Mapping[int, int] | None = None, who
 
 
 def _starts(gathered: Iterable[Record]) -> list[dict[int, Times]]:
-    """Return how long each rank waited for those that started later, launch by launch, as if that was a step."""
+    """Return the seconds that each rank waited for later starts, launch by launch, as if each were a step."""
     launches: dict[Any, list[Times]] = defaultdict(list)
     for record in gathered:
         launches[record["rank"]].append(Times(0.0, 0.0, 0.0, number(record.get("seconds")) or 0.0))
@@ -179,7 +179,7 @@ def _add_links(
     steps: Mapping[tuple[int, int], Mapping[int, Times]],
     waits: Mapping[tuple[int, int], Links],
 ) -> None:
-    """Add for how long receivers wait for their links, given for how long they wait in each step."""
+    """Add the waits of receivers for their links, given their waits in each step."""
     own: dict[int, float] = defaultdict(float)  # since the last exchange
     before = -1
     for key, step in steps.items():

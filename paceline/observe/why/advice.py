@@ -1,6 +1,6 @@
 """Settings that would save time in a run, with the shares of the time that they save.
 
-A setting is advised only if the run would accept it and the records tell what it saves.
+A setting is advised only if the run would accept it and the records show what it saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_LOADERS, _HANDOVER_SECONDS = 8, 0.002
 """Number of loader processes, and time to get a microbatch from one: 1.5 to 2.3 ms for two tensors, torch 2.13."""
 _RELOADED = 256  # newest steps for which loader processes are simulated
 _ROUNDS = 2
-"""Messages after each other in an exchange, sums to their owners and means to all, each of which takes the latency."""
+"""Consecutive messages of an exchange, sums to their owners and means to all, each of which takes the latency."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Cores:
     lacked: float = 0.0  # ready to run, without a core
 
     def add(self, step: Record) -> None:
-        """Add a record of a step. Those of older versions do not tell for how long the worker had no core."""
+        """Add a record of a step. Records of older versions lack the time for which the worker had no core."""
         seconds, between, lacked = (number(step.get(name)) or 0.0 for name in ("seconds", "between", "delayed"))
         self.total += seconds + between
         self.lacked += lacked
@@ -117,7 +117,8 @@ def _loading(steps: Sequence[Mapping[int, Times]], start: Mapping[str, Any], pro
     """Return the seconds of a step that loader processes would save, found by simulating them.
 
     Loader processes take microbatches in turn, and each is at most two ahead. A worker gets all microbatches of a step
-    before it computes the first. What a step loads beyond the median is taken for one costly microbatch.
+    before it computes the first. The loading time of a step beyond the median is taken as that of one costly
+    microbatch.
     """
     steps = [step for step in steps if step.keys() == steps[-1].keys()]
     loading = max(1, len(steps[-1]) - int(number(start.get("servers")) or 0))  # dedicated servers load nothing

@@ -30,8 +30,8 @@ LEAST_SHARE = 0.02  # smallest share of the time that is worth a sentence
 _PROBE_SECONDS = 1.0
 """Time that probes may take in the first steps of any run. A rank that is always slow is slow there, too."""
 _OF_LINK = 0.25
-"""Least share of the exchange in which workers wait for a slow link. Records tell of its first half, the sums, only."""
-_OF_STAGE = 0.75  # share of the time lost by ranks in turn that makes it one stage's
+"""Smallest share of the exchange in which workers wait for a slow link. Records cover only its first half, the sums."""
+_OF_STAGE = 0.75  # share of the time lost by ranks in turn from which it counts as one stage's
 _UPDATES_LAST = ("parameter-server", "sharded")  # strategies in which all workers wait for the update of each
 _OF_RANK_0 = ("checkpoint", "weights")  # pauses in which rank 0 writes for all
 
@@ -204,9 +204,9 @@ def _filling(step: Mapping[int, Times], about: Mapping[int, Mapping[str, Any]], 
 def _lost_at_start(
     first: Sequence[Mapping[int, Times]], steps: Sequence[Mapping[int, Times]]
 ) -> dict[tuple[str, int | None], float]:
-    """Return the seconds by which workers take longer in the first steps than usually: one rank, or all of them.
+    """Return the seconds by which workers take longer in the first steps than usual: one rank, or all of them.
 
-    The rank for which all others wait waits least. It loses the time for which even the last but one waits for it.
+    The rank for which all others wait has the shortest wait. It loses the time for which even the second to last waits.
     """
     lost: dict[tuple[str, int | None], float] = defaultdict(float)
     ranks = set().union(*steps)

@@ -16,8 +16,8 @@ from collections import defaultdict
 from typing import NamedTuple
 
 _OF_ONE, _ALIKE, _ONE_WAY = 0.75, 0.9, 2.0
-"""Share of all waits that makes them one worker's, share of these from which another worker has as many, and ratio of
-its two directions from which only one of them is slow."""
+"""Smallest share of all waits to blame one worker, share of these from which another worker has as many, and ratio of a
+worker's two directions from which only one of them is slow."""
 Links = dict[tuple[int, int], float]  # seconds for which each receiver waited for a sender, by (sender, receiver)
 
 

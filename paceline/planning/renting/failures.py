@@ -92,7 +92,7 @@ class History(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """What to expect of a run, from many histories."""
+    """Expected course of a run, from many histories."""
 
     job: Job
     histories: tuple[History, ...]

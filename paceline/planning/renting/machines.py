@@ -31,7 +31,7 @@ Text = Annotated[str, Field(min_length=1)]
 Rate = Literal["flops", "bfloat16_flops"]
 
 _MEMORY_BOUND = 0.5
-"""Part of a pass's time from which its memory traffic, at full bandwidth, counts as the reason of that time."""
+"""Smallest part of a pass's time for which its memory traffic, at full bandwidth, counts as the cause."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MachineType:
     currency: Text = "USD"  # currency of both prices
     minimum_seconds: NotNegative = 0.0  # seconds that are billed at least, each time that a machine starts
     start_up_seconds: NotNegative = 0.0  # seconds from the request of a machine until a worker on it can train
-    # how many times an hour the provider takes such a spot machine away, on average
+    # mean number of times per hour that the provider takes such a spot machine away
     interruptions_per_hour: NotNegative | None = None
     watts: Positive | None = None  # power of the machine while it trains
 

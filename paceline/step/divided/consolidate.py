@@ -23,7 +23,7 @@ def consolidate_state_dict(context: TrainingContext, owned: Sequence[frozenset[s
 
     Raises:
         CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
-        WorkerLost: a worker was lost before the state was gathered. What this worker owns has not been changed.
+        WorkerLost: a worker was lost before the state was gathered. The state that this worker owns is unchanged.
     """
     check_savable(context.update.optimizer)
     world, model = context.world, context.compute.model

@@ -71,7 +71,7 @@ class DividedOptimizerState:
         return self._coming
 
     def _drain(self) -> None:
-        """Receive what the others still send, because the last reader did not read to the end."""
+        """Receive the remaining messages of the others, because the last reader did not read to the end."""
         for _ in self._coming:
             pass
 

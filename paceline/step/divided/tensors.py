@@ -1,4 +1,4 @@
-"""Tensors of which each worker has some, or slices of some: put together one after the other, where they are needed.
+"""Tensors of which each worker has some, or slices of some: assembled one by one, where they are needed.
 
 ::
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 class Division:
-    """Which worker has which parts of which tensors. All workers make it together.
+    """Holders of the parts of tensors. All workers make it together.
 
     Args:
         mine: this worker's tensors and slices of flattened tensors, by name (``schedule.slices``).

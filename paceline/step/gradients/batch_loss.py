@@ -48,8 +48,8 @@ _NOT_AGAIN = (
     "clock."
 )
 _OWN_STATE = (
-    "batch_loss called twice with the same outputs does not give the same{named}. Every worker calls it in every step, "
-    "and again if the step is repeated after a worker is lost. Draw random numbers from the global generators of "
+    "batch_loss called twice with the same outputs gives different results{named}. Every worker calls it in every "
+    "step, and again if the step is repeated after a worker is lost. Draw random numbers from the global generators of "
     "torch, random or numpy, and keep nothing from call to call."
 )
 _BUFFER = (

@@ -311,7 +311,7 @@ def largest_of(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _is_known(largest: float) -> bool:
-    """Return whether a largest gradient says something about the next steps: it is neither zero, NaN nor infinite."""
+    """Return whether a largest gradient is informative about the next steps: it is neither zero, NaN nor infinite."""
     return bool(largest) and math.isfinite(largest)
 
 

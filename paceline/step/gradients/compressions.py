@@ -65,7 +65,7 @@ class RandomK:
 
 
 class TopK(RandomK):
-    """The largest number of each chunk of ``1 / ratio`` numbers, by what the microbatch of the step before had left.
+    """The largest number of each chunk of ``1 / ratio`` numbers, by the unsent values of the previous step.
 
     A microbatch that leads a step sends the positions of the largest numbers in its error, as digits of whole numbers
     in float32. All others add zeros. The positions count in the next step.

@@ -31,7 +31,7 @@ _TOLERANCE_AUTOCAST = 1e-3
 _OF_GRADIENTS = {torch.float64: 1e-8, torch.float32: 1e-3}
 _OF_GRADIENTS_AUTOCAST = 5e-2
 _UP = 2.0**24
-"""Factor of the gradients in one pass. A power of two rounds nothing, and reaches bounds that gradients keep now."""
+"""Factor of the gradients in one pass. A power of two does not round, and reaches bounds that gradients now keep."""
 
 
 class Fusion:

@@ -22,7 +22,7 @@ from paceline.step.gradients.codec import Format, Turn
 from paceline.step.gradients.lane_memory import LaneMemory
 
 State: TypeAlias = "dict[str, torch.Tensor]"
-"""What all workers know of a parameter from earlier steps."""
+"""State of a parameter from earlier steps, which all workers know."""
 
 
 class Compression(Protocol):

@@ -264,7 +264,9 @@ class Audit:
         if halves and name != DATA:
             if not (what := self._difference_of_halves(name, everyone, halves[0])):
                 return
-            if any(one.halved for one in self._recorders):  # compute the whole, to tell this from a worker that differs
+            if any(
+                one.halved for one in self._recorders
+            ):  # compute the whole, to distinguish this from a worker that differs
                 self._recorders = [one for one in self._recorders if not one.halved]
                 self._compute()
             everyone = self._gather()
@@ -324,7 +326,7 @@ class Audit:
         return context.settings.autocast is not None or not kinds <= {torch.float32, torch.float64}
 
     def _cause(self, name: str) -> str:
-        """Return what the forward pass changes, or "" if nothing is found."""
+        """Return the object that the forward pass changes, or "" if none is found."""
         if name == DATA:
             return ""
         self._context.compute.buffers.reset()
@@ -346,24 +348,24 @@ def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
         microbatch: audited microbatch of the step.
         by: text that names the workers that computed it.
         name: name of the first value that differs.
-        cause: what the forward pass changes, if known.
+        cause: object that the forward pass changes, if known.
     """
     audit = f"Audit of step {step}: microbatch {microbatch}"
     if name == DATA:
         return (
-            f"{audit}, loaded {by}, does not have the same data. The data set or the collate function depends on what "
-            f"it was asked for before, or keeps what it drew; or the forward pass or collate changes samples in place; "
-            f"or the loop has changed more of the data set than numbers, texts, flags and small arrays. Each worker "
-            f"reads other samples, so the result depends on the number of workers. Draw from the global generators of "
-            f"torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, sample). Or draw for "
-            f"all samples in __init__."
+            f"{audit}, loaded {by}, does not have the same data. The data set or the collate function depends on "
+            f"earlier requests, or keeps its draws; or the forward pass or collate changes samples in place; "
+            f"or the loop has changed parts of the data set other than numbers, texts, flags and small arrays. Each "
+            f"worker reads other samples, so the result depends on the number of workers. Draw from the global "
+            f"generators of torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, "
+            f"sample). Or draw for all samples in __init__."
         )
     because = f": the forward pass changes {cause}" if cause else ""
-    return f"{audit}, computed {by}, does not give the same: {name} differs{because}. {CURE}"
+    return f"{audit}, computed {by}, does not give the same result: {name} differs{because}. {CURE}"
 
 
 def tell(context: TrainingContext, text: str) -> None:
-    """Report what an audit has found: warn, or raise if the run is to stop.
+    """Report the finding of an audit: warn, or raise if the run is to stop.
 
     Raises:
         InputError: the run is to stop.

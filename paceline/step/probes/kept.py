@@ -29,7 +29,7 @@ def check_kept(context: TrainingContext, group: MicrobatchGroup, step: int) -> l
         The loss does not read them in this step.
 
     Raises:
-        InputError: the losses differ. Names what the forward pass of the model keeps.
+        InputError: the losses differ. Names the values that the forward pass of the model keeps.
     """
     try:
         with without_trace(context):

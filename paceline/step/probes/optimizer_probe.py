@@ -82,7 +82,7 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
             cure = f"{split}. {_CURE}"
             if not all(_same(alone.parameters[place], together.parameters[place]) for place in places):
                 raise InputError(
-                    f"The optimizer {kind} updates a parameter in another way when the others have no gradients: it "
+                    f"The optimizer {kind} updates a parameter differently when the others have no gradients: it "
                     f"looks at several at once, such as at the norm of all. {cure}"
                 )
             shared = [key for key, value in together.shared.items() if not _alike(alone.shared.get(key), value)]
@@ -132,7 +132,7 @@ def _probe_hooks(context: TrainingContext, optimizer: Optimizer) -> None:
                     ) from error
                 if not same([alone[place] for place in places], [together[place] for place in places]):
                     raise InputError(
-                        f"{what} does something else with a parameter when the others have no gradients: it looks at "
+                        f"{what} treats a parameter differently when the others have no gradients: it looks at "
                         f"several at once, such as at the norm of all. {_split(context)}. {_CURE}"
                     )
 

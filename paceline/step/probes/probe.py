@@ -19,7 +19,7 @@ _log = logging.getLogger("paceline")
 
 
 def warn(context: TrainingContext, text: str) -> None:
-    """Warn the user about what a probe has found."""
+    """Warn the user about the finding of a probe."""
     _log.warning(text)
     context.events.mark("note", text=text, warning=True)
     context.probe_results.warnings.append(text)

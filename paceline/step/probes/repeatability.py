@@ -1,7 +1,7 @@
 """Probe for repeatability: the first microbatch is computed twice before the first step.
 
 If the results differ, the forward pass depends on earlier computations, for example through its own generator, so the
-outcome depends on which worker computes what. Changed attributes of the model show it too, and are restored.
+result depends on which worker computes which microbatch. Changed attributes of the model show it too, and are restored.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CURE = (
     "the clock."
 )
 _GROWS = (
-    "The forward pass puts more into {name} each time. Each worker computes other microbatches: if the loss, or what "
-    "the loop does, depends on what is in there, the result depends on the number of workers."
+    "The forward pass puts more into {name} each time. Each worker computes other microbatches: if the loss or the "
+    "loop depends on its content, the result depends on the number of workers."
 )
 _CHANGED = (
     "The backward pass changes the parameter {name!r}, as a hook that makes updates does "
@@ -78,7 +78,7 @@ def check_repeatable(context: TrainingContext, group: MicrobatchGroup, step: int
 
 
 def _probe(context: TrainingContext, group: MicrobatchGroup, step: int) -> tuple[str, str]:
-    """Return a message about what is wrong, and the name of a growing container. Both are empty if all is well."""
+    """Return a message about the problem, and the name of a growing container. Both are empty if all is well."""
     with without_trace(context) as probe:
         first, between, second, after = _twice(context, group, step, probe)
         once = [name for name in first | second if name not in first or name not in second]
@@ -105,7 +105,7 @@ def differing_text(what: str, changed: list[str]) -> str:
 def _differing(what: str, changed: list[str]) -> str:
     named = ", ".join(changed[:3])
     because = f": it changes {named}" if changed else ", as it keeps something from pass to pass, or reads the clock"
-    return f"The same microbatch computed twice does not give the same: {what} differs{because}"
+    return f"The same microbatch computed twice gives different results: {what} differs{because}"
 
 
 def _twice(

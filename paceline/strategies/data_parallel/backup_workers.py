@@ -62,8 +62,8 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
     wanted = _spare(settings)
     if wanted and not isinstance(order, Order):
         raise ConfigError(
-            f"backup.workers = {wanted} needs epochs of one length that is known before, as what comes too late is "
-            f"computed at the end of its epoch: use a data set of fixed length, or backup.workers = 0."
+            f"backup.workers = {wanted} needs epochs of one length that is known beforehand, because late microbatches "
+            f"are computed at the end of their epoch: use a data set of fixed length, or backup.workers = 0."
         )
     if wanted and order.cut is not None:
         raise ConfigError(

@@ -55,7 +55,7 @@ _FORMATS: dict[str, tuple[str, ...]] = {
 """Formats of each tolerance, from the finest to the coarsest. float16 has the bytes of bfloat16 and takes longer."""
 _MOST_OF_E4M3 = 128  # maximum number of microbatches with which fp8-e4m3 is within 1 % of float32
 _BUSY, _SHARE = 0.25, 0.05
-"""Shares of a step spent on the exchange: the one above which to advise local training, and its aim with that."""
+"""Shares of a step spent on the exchange: above the first, local training is advised, with the second as its aim."""
 
 sendable(Way)
 

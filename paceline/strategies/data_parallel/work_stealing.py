@@ -67,7 +67,7 @@ class WorkStealing(Strategy):
         if total < 4 * context.world.size:
             context.warnings.append(
                 f"{total} microbatches for {context.world.size} workers leave little to take over: set microbatches to "
-                f"{4 * context.world.size} or more (it is part of what decides the bits)"
+                f"{4 * context.world.size} or more (it affects the bits)"
             )
 
     def groups(self, step: int) -> list[range]:

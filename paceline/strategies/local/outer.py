@@ -229,7 +229,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def catch_up(self, workers: World | Subgroup, made: Sequence[int]) -> None:
-        """Give the outer state to workers that were late. What their replicas have trained is kept, as a difference.
+        """Give the outer state to workers that were late. The progress of their replicas is kept, as a difference.
 
         Args:
             workers: workers that call this together.

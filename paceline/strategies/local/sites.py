@@ -83,8 +83,8 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder) -> None:
         )
     if settings.memory_gigabytes is not None:
         raise ConfigError(
-            "memory_gigabytes cannot be combined with local.sites, because the memory of a worker depends on how many "
-            "sites it has, which is not known before the workers meet: leave it out."
+            "memory_gigabytes cannot be combined with local.sites, because the memory of a worker depends on its "
+            "number of sites, which is not known before the workers meet: leave it out."
         )
     _check_masked(settings.local, model)
 
@@ -311,7 +311,7 @@ def drawn(seed: int, number: int, sites: int, sampled: float | None) -> set[int]
 
     Args:
         sites: number of sites.
-        sampled: how many of them are drawn: a number, or a part below 1. None draws all.
+        sampled: number of sites that are drawn, or their part below 1. None draws all.
     """
     if sampled is None:
         return set(range(sites))

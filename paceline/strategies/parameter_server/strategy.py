@@ -100,6 +100,6 @@ def validate_servers(settings: Settings, model: nn.Module, order: BatchOrder, wo
     if server.mode == "sync" and (server.scale_lr or server.drop_after is not None):
         name = "scale_lr" if server.scale_lr else "drop_after"
         raise ConfigError(
-            f"server.{name} is for gradients that come late, and with server.mode = 'sync' none does: leave it "
+            f"server.{name} is for late gradients, and with server.mode = 'sync' there are none: leave it "
             f"out, or use mode 'async' or 'bounded'."
         )

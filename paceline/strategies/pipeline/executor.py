@@ -263,7 +263,7 @@ class Executor:
         if stage in self._silent:
             raise InputError(
                 f"Stage {stage} draws random numbers in step {self._origins[microbatch][0]}, but did not in the first "
-                f"microbatch, after which the stages agreed on what they send. Let it draw from the first microbatch "
+                f"microbatch, after which the stages agreed on their messages. Let it draw from the first microbatch "
                 f"on, such as by a dropout of at least 1e-6, or use strategy 'allreduce'."
             )
 

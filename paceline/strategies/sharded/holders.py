@@ -54,7 +54,7 @@ def copies_of(owners: Owners, hosts: Sequence[Sequence[int]]) -> dict[int, list[
 
 
 def copy_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:
-    """Return the rank that keeps a copy of what a rank holds: on the next machine, or the next one if there is one.
+    """Return the rank that keeps a copy of a rank's share: on the next machine, or the next one if there is one.
 
     >>> [copy_of(rank, [[0, 1], [2]]) for rank in range(3)], copy_of(1, [[0, 1]])
     ([2, 2, 0], 0)

@@ -142,7 +142,7 @@ class Points:
         return steps
 
     def _load(self, point: Point, *, joins: bool) -> None:
-        """Load a point. Only a worker that joins takes the modes and flags of then: the scripts have gone on."""
+        """Load a point. Only a worker that joins takes the modes and flags of then: the scripts have moved on."""
         model = self._context.compute.model
         with ExitStack() as kept:
             for flags in () if joins else (training_flags(model), requires_grad_flags(model.parameters())):

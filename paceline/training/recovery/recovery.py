@@ -142,7 +142,7 @@ class Recovery:
             return progress
 
     def _share_knowledge(self, generation: Generation, progress: Progress) -> None:
-        """Share the findings of the workers, which have one state, and what data each of them has."""
+        """Share the findings of the workers, which have one state, and the data of each."""
         self._settle()
         self._share_findings()
         try:

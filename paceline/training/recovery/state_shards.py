@@ -65,7 +65,7 @@ def move(context: TrainingContext, everyone: Sequence[Progress | None]) -> Share
         new shares, for this worker to load. None if the workers have the whole state.
 
     Raises:
-        WorkerLost: a worker was lost. What this worker holds has not been changed.
+        WorkerLost: a worker was lost. The state that this worker holds is unchanged.
     """
     most = furthest_of(everyone)
     if not loads_shares(context) or all(
@@ -137,7 +137,7 @@ def go_back(
         if lost:
             what = f"the state of {lost[0]!r}{f' and {len(lost) - 1} more' if lost[1:] else ''} was"
         if registry.lanes_of(context):
-            what = "a replica, or what a microbatch had not sent, and its copy were"
+            what = "a replica, or the unsent part of a microbatch, and its copy were"
         copies = ", or keep copies (shard_copy=True)" if loads_shares(context) else ""
         raise CheckpointError(
             f"Rank {context.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. "

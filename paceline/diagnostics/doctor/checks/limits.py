@@ -120,7 +120,7 @@ def memory(limits: Limits, workers: int) -> Finding:
         f"too little memory: {whose}; {size(each)} for each of {counted(workers, 'worker')}",
         "Python and torch alone take half a gigabyte in each worker; a process that takes more is killed with "
         "signal 9.",
-        "start fewer workers here, end what else runs, or raise the limit (--memory of the container, "
+        "start fewer workers here, end other programs, or raise the limit (--memory of the container, "
         "resources.limits.memory of the pod, --mem of the Slurm job)",
     )
 

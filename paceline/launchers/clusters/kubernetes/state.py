@@ -11,7 +11,7 @@ from paceline.errors import PREEMPTED
 _INDEX = "batch.kubernetes.io/job-completion-index"
 _HOPELESS = {
     "ImagePullBackOff": "the image cannot be pulled",
-    "InvalidImageName": "the name of the image is none",
+    "InvalidImageName": "the name of the image is invalid",
     "ErrImageNeverPull": "the image is not on the node",
     "CreateContainerConfigError": "the container cannot be made",
     "CreateContainerError": "the container cannot be made",

@@ -207,8 +207,8 @@ def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
         raise ConfigError("--on ssh: give the hosts by -H host1:4,host2:2 or by --hostfile FILE.")
     if request.nodes is not None:
         raise ConfigError(
-            "--nodes has no effect with --on ssh, which uses all hosts: leave it out, and say with --elastic how few "
-            "workers may train."
+            "--nodes has no effect with --on ssh, which uses all hosts: leave it out, and give the smallest number of "
+            "workers with --elastic."
         )
     return found
 

@@ -1,7 +1,7 @@
 """Weighted mean of the updates of sites by secure aggregation over the workers.
 
 An update is multiplied by the weight of its site and rounded to whole numbers, in units of a power of two that follows
-from the weights of all sites. So the sum fits into 64 bits, and does not depend on which worker adds what.
+from the weights of all sites. So the sum fits into 64 bits, and does not depend on the workers that add.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Privacy(NamedTuple):
     noise: float | None = None  # deviation of the noise in the smallest sum, in multiples of ``clip``
 
     def of(self, update: torch.Tensor, threshold: int) -> torch.Tensor:
-        """Return the update clipped and with the noise of its site, whose variance is that of a sum / threshold."""
+        """Return the clipped update with its site's noise, of the variance of the sum divided by the threshold."""
         norm = float(torch.linalg.vector_norm(update))
         if self.clip is not None and norm > self.clip:
             update = update * (self.clip / norm)

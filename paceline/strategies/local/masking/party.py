@@ -52,7 +52,7 @@ class Party:
 
     Args:
         number: number of the party, from 0.
-        threshold: number of parties whose shares give a secret back.
+        threshold: number of parties whose shares restore a secret.
     """
 
     def __init__(self, number: int, threshold: int) -> None:
@@ -128,7 +128,7 @@ def unmask(
             continue
         private = X25519PrivateKey.from_private_bytes(secret)
         assert private.public_key().public_bytes_raw() == public.masks, f"the shares of party {number} do not fit"
-        for other in revealed:  # the mask of a missing vector is the negative one of the vector that is there
+        for other in revealed:  # the mask of a missing vector is the negative of the mask of the present vector
             total += _between(private, number, keys[other].masks, other, len(total))
     return total
 

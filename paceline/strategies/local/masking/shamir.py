@@ -1,4 +1,4 @@
-"""Shamir's secret sharing: enough shares of a secret give it back, and fewer tell nothing about it.
+"""Shamir's secret sharing: enough shares of a secret restore it, and fewer reveal nothing about it.
 
 The secret is the value at 0 of a random polynomial of degree ``threshold - 1`` over a prime field, and a share is its
 value at another point (Shamir, "How to share a secret", CACM 1979).
@@ -13,7 +13,7 @@ PRIME = 2**521 - 1  # Mersenne prime above every secret of 64 bytes
 
 
 def split(secret: int, points: Collection[int], threshold: int) -> dict[int, int]:
-    """Return a share of a secret for each point, of which ``threshold`` give it back. No point is 0.
+    """Return a share of a secret for each point, of which ``threshold`` restore it. No point is 0.
 
     >>> shares = split(1234, range(1, 6), threshold=3)
     >>> join({point: shares[point] for point in (5, 1, 4)})
