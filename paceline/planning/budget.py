@@ -256,7 +256,7 @@ def sizes_of(context: TrainingContext, segments: tuple[Segment, ...]) -> Run:
 
 
 def _keeps_points(context: TrainingContext) -> bool:
-    """Return whether the points to go back to after a loss are in the memory that is counted."""
+    """Return whether recovery points are in the memory that is counted."""
     return env.survives_losses() and context.world.device.type == "cpu"
 
 

@@ -187,7 +187,7 @@ def of_replicas(
 ) -> tuple[int, int]:
     """Return the bytes of weights and of the optimizers' state on a worker with ``count`` replicas of the model.
 
-    The outer momentum counts as state, and so do the points to go back to after a loss, if the worker ``keeps`` them:
+    The outer momentum counts as state, and so do recovery points, if the worker ``keeps`` them:
     two while a new one is made, each with the replicas of two workers. Replicas keep the weights of a fragment in
     flight, and are never all at rest if the model has several fragments or a delay.
     """

@@ -91,8 +91,8 @@ def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return refusals(printed, HEAD, REFUSED, tmp_path_factory.mktemp("refused"))
 
 
-@pytest.mark.promise("docs/asynchronous.md", "**No exact bits**, but in mode `sync`: `exact=True` is refused.")
-@pytest.mark.promise("docs/backup.md", "`exact=True` is refused, but for `backup.workers=0`.")
+@pytest.mark.promise("docs/asynchronous.md", "**No exact bits**, except in mode `sync`: `exact=True` is refused.")
+@pytest.mark.promise("docs/backup.md", "`exact=True` is refused, except with `backup.workers=0`.")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_before_training(refused: dict[str, list[Any]], case: str) -> None:
     check_refusal(refused[case], REFUSED[case])

@@ -57,7 +57,7 @@ LOST = "ranks 0, 2 stopped because they lost rank 1; what they report follows fr
 
 
 @pytest.mark.promise("docs/errors.md", "rank 1: ValueError: bad batch (train.py:41)", "`consequences`")
-@pytest.mark.promise("docs/errors.md", "`failure.txt` holds the message, `failure.json` the same as data.")
+@pytest.mark.promise("docs/errors.md", "`failure.txt` holds the message, and `failure.json` its content as data.")
 @pytest.mark.promise(
     "docs/survive.md",
     "Without them a lost worker ends the run: the others save a checkpoint first, and `paceline run` "

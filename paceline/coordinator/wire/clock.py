@@ -6,7 +6,7 @@
     coordinator         └─── at ───┘                     error  = (returned - sent) / 2
 
 The coordinator answers after the question was sent and before the answer returned, so the offset is off by at most half
-the round trip. Slow exchanges tell little: of several, the one with the shortest round trip is recorded.
+the round trip. Slow exchanges are inaccurate: of several, the one with the shortest round trip is recorded.
 """
 
 from __future__ import annotations

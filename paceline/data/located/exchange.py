@@ -7,10 +7,11 @@
 
 Which microbatches are sent in a step is a pure function of the shards that the workers have (``placement.moves``). A
 holder collates a microbatch as if to compute it. The samples of the next step are sent during a step: in a message of
-the size that is expected of them, after which both workers transfer what did not fit. Every worker sends before it
-waits, so that no two workers wait for each other.
+the size that they should have, followed by the rest if they did not fit. Every worker sends before it waits, so that no
+two workers wait for each other.
 
-An exchange belongs to a membership. After a loss the workers have another, and send again what has not arrived.
+An exchange belongs to a membership. After a loss the workers have another, and send the samples again that have not
+arrived.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
     stage 1       F0 F1 F2 F3 F0 F1       B0--- F2 B1--- F3 B2---    B3---
     stage 2          F0 F1 F2 F3 F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
-The last stage computes the loss after its first F3. Earlier stages begin the step meanwhile, so the pipeline fills only
-once. A forward pass of the first pass keeps nothing for a backward pass, so any order of them needs the same memory.
+The last stage computes the loss after its first F3. Meanwhile, earlier stages begin the step, so the pipeline fills
+only once. A forward pass of the first pass keeps nothing for a backward pass, so any order of them needs the same
+memory.
 """
 
 from __future__ import annotations

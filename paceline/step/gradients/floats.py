@@ -1,7 +1,7 @@
 """Gradients in half precision and in 8-bit floats on the wire.
 
 With ``exact`` every node of the canonical tree is rounded, from the gradient of a microbatch to the sum over the batch,
-whether it is sent or not. So the result does not depend on which worker adds up what::
+whether it is sent or not. So the result does not depend on which worker adds up which numbers::
 
     level 2              round(a + b)
     level 1      round(a0 + a1)      round(b0 + b1)

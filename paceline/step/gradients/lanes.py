@@ -7,8 +7,8 @@ packed side by side into words::
     int8, V <= 16    codes of 8 bits    sums up to 2,047 in 12 bits    five lanes in an int64: 0.4 of float32's bytes
     int4, V <= 18    codes of 4 bits    sums up to 127 in 8 bits       an int8 each: 0.25
 
-With fewer microbatches the codes are wider, as their sums have room: -15 to 15 in 8 bits for V = 8. With more, lanes
-are wider.
+With fewer microbatches the codes are wider, because their sums have room: -15 to 15 in 8 bits for V = 8. With more,
+lanes are wider.
 
     word = lane 0 + 2**12 lane 1 + 2**24 lane 2 + 2**36 lane 3 + 2**48 lane 4
 
@@ -16,8 +16,8 @@ A lane may be negative: the word is the sum of numbers, not of bit patterns. So 
 in its lanes, and every exchange that adds up integers adds up words, the all-reduce of a back end as well. Sums of
 integers have no order, so the result does not depend on which worker adds up which sum.
 
-The random numbers are keyed by the seed, the step, the microbatch and the parameter, as everything that is random in a
-step. Unbiased random rounding to few levels is QSGD (Alistarh et al. 2017, arXiv 1610.02132).
+The random numbers are keyed by the seed, the step, the microbatch and the parameter, like everything that is random in
+a step. Unbiased random rounding to few levels is QSGD (Alistarh et al. 2017, arXiv 1610.02132).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     weighted mean      x       !=   (a + b) / 2      the halves have other weights
 
 A batch is computed in microbatches, so only the first kind equals the script's loss on the whole batch. The probe does
-not report batch norm, which uses its running statistics meanwhile.
+not report batch norm, which uses its running statistics during the probe.
 """
 
 from __future__ import annotations

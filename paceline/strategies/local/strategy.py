@@ -17,8 +17,8 @@ is 1 and ``outer_momentum`` is 0, so the outer weights become the mean. Stich 20
 A replica belongs to the settings, not to a worker: P workers hold R replicas, several each if P < R. The weight of a
 replica in the mean is the number of samples that it has trained on since the last outer step. With ``exact``, the mean
 follows the canonical tree over the replicas. After an outer step all replicas begin with the outer weights, and keep
-the state of their inner optimizers. Between two outer steps the model has the outer weights, and no worker waits. The
-points to go back to, and changes of the membership, follow the landing of a period's last fragment.
+the state of their inner optimizers. Between two outer steps the model has the outer weights, and no worker waits.
+Recovery points, and changes of the membership, come after a period's last fragment has landed.
 """
 
 from __future__ import annotations

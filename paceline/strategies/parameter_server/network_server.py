@@ -11,9 +11,9 @@ Each shard is on one worker, with a copy on another, and has its own lock. A *co
 on two workers, numbers an update and closes its step in one operation. All shards make the updates in the order of
 these numbers (``shard_replica``). If a step was not committed when a worker was lost, its update was never made.
 
-A pull returns the weights of the version that the table had at the request, or newer ones from shards that were updated
-meanwhile. Mode ``bounded`` follows the finished steps in the table. If embeddings have sparse gradients, only the rows
-that a step uses are pulled and staged (``step_rows``).
+A pull returns the weights of the version that the table had at the request, or newer ones from shards that have been
+updated since. Mode ``bounded`` follows the finished steps in the table. If embeddings have sparse gradients, only the
+rows that a step uses are pulled and staged (``step_rows``).
 """
 
 from __future__ import annotations

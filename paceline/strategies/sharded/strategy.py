@@ -14,8 +14,8 @@ weights instead of the means. The weights have the same bits. Hashing and saving
 together (``step.divided.optimizer_state``).
 
 With ``shard_copy`` or ``shard_within`` other workers make the same update of a slice (``sharded.holders``). A worker
-that has all its means tells the others so with its norms, and updates when all have told. If a worker is lost then,
-some may have heard from all and others not::
+that has all its means sends its norms to the others as the sign of this, and updates when it has theirs. If a worker is
+lost then, some may have heard from all and others not::
 
     worker 0   means ─ norms ─ update ───────────┐ step done       The others have all their means and catch up: with
     worker 1   means ─ norms ?                   ├ update          the norm of worker 0 they make the same update.

@@ -1,4 +1,4 @@
-"""Points: states in memory that the workers go back to after a loss, if they hold replicas of the model.
+"""Recovery points: states in memory to which the workers return after a loss, if they hold replicas of the model.
 
 ::
 
