@@ -4,7 +4,7 @@ The losses are those of one process with ``exact=True``, which has the bits of 1
 data set after all steps. All-reduce and the replicas have the same batches, learning rate and cosine schedule.
 
 For the bytes, 4 workers in network namespaces train a GPT of 10 million parameters, and the kernel counts what leaves
-a worker's link in a period, the most of all workers. Of all-reduce it counts 4 steps.
+a worker's link in a period, the most of all workers. For all-reduce it counts 4 steps.
 
     python bench/few_bytes.py
     python bench/few_bytes.py --tasks mlp --settings int4 --seeds 0

@@ -4,9 +4,9 @@ A table of 1,000,000 x 32 and SparseAdam or Adam; a batch touches 4,096 rows. Th
 without shared memory, and train with strategies allreduce, sharded and parameter-server, which has a server at each
 worker. Bytes are those of all messages of a worker in a step. A row needs its values and an index of 4 bytes: with
 allreduce for each other worker; otherwise for its owner and, without shared memory, once more from there for each other
-worker. Of a divided table (``paceline.SparseEmbedding``, each worker on a machine of its own), a row goes to its owner
-and comes from there. With asynchronous servers a worker computes a whole batch, so bytes are those that all workers
-send for one; in shared memory they send none.
+worker. With a divided table (``paceline.SparseEmbedding``, each worker on a machine of its own), a row goes to its
+owner and comes from there. With asynchronous servers a worker computes a whole batch, so bytes are those that all
+workers send for one; in shared memory they send none.
 
     python bench/sparse_rows.py
     python bench/sparse_rows.py --workers 4 --steps 5 --only "sharded, divided"

@@ -1,6 +1,6 @@
 """From what the workers recorded to times over the ideal: pure functions.
 
-Of a rule with common steps each step gives a ratio: its seconds over the ideal ones. Of an asynchronous rule each
+With a rule with common steps each step gives a ratio: its seconds over the ideal ones. With an asynchronous rule each
 window of WINDOW steps gives one: what the workers could have computed in that time, over what counted. The whole run
 gives one in both cases.
 """

@@ -58,7 +58,7 @@ class Reader:
     of: int = 1
 
     def files_of(self, manifest: Manifest) -> list[str]:
-        """Return every ``of``-th file. Files have about the same size, as their writers divided the state evenly."""
+        """Return every ``of``-th file. Files have similar sizes, because their writers divided the state evenly."""
         return sorted(manifest.files)[self.number :: self.of]
 
 

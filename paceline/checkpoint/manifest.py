@@ -154,7 +154,7 @@ def _sealed(body: str, signature: str = "") -> str:
 
 
 def _check_depth(text: str) -> None:
-    """Raise ValueError for deep nesting before parsing, as the parser itself is limited only by the stack."""
+    """Raise ValueError for deep nesting before parsing, because the parser itself is limited only by the stack."""
     depth = 0
     for token in _TOKENS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)

@@ -1,7 +1,7 @@
 """Loading of microbatches, from sample numbers to tensors on the device.
 
 Loading uses torch's DataLoader. Each of its items is a *group*: a group of neighboring microbatches computed in one
-pass, in most cases a single microbatch. Of located data, a worker may also load microbatches for others, and get some
+pass, in most cases a single microbatch. With located data, a worker may also load microbatches for others, and get some
 from others (``located.exchange``).
 """
 
@@ -306,7 +306,7 @@ class Feed:
 
 
 def _end_with_rank(rank: int, _: int) -> None:
-    """Have the kernel kill this loader process when its rank ends, as it keeps the rank's sockets and locks open."""
+    """Have the kernel kill this loader process when its rank ends, because it holds the rank's sockets and locks."""
     end_with_parent()
     if is_ending(rank):  # the rank ended before the call above took effect
         os._exit(1)

@@ -244,7 +244,7 @@ class BatchOrder(ABC):
         end = self.first_of(epoch + 1)
         if end == UNKNOWN:
             raise ConfigError(
-                "steps_per_epoch is not known, as the data are a stream of unknown length. Use "
+                "steps_per_epoch is not known, because the data are a stream of unknown length. Use "
                 "session.batches(epochs=...), and batch.last for its last batch; give schedules a number of steps."
             )
         return end - self.first_of(epoch)

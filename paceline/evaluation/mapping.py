@@ -68,7 +68,7 @@ def map_items(
 
     Raises:
         InputError: a result cannot be sent, a weight of the model changed, a shard is lost, or another worker failed.
-        DisagreementError: the workers have other items.
+        DisagreementError: the workers have different items.
     """
     own = _own(context, items, known)
 

@@ -61,8 +61,9 @@ class ModuleCut(Layers):
             self._records[mode] = recorded = Recorded(self.model, self.modules, self._example)
             if len(self._records) > 1 and recorded.names != self.names:
                 raise InputError(
-                    f"{type(self.model).__name__} has other layers now than when it was cut, as modules went from "
-                    f"training to evaluation or back. Then: {', '.join(self.names)}; now: {', '.join(recorded.names)}."
+                    f"{type(self.model).__name__} does not have the layers with which it was cut, because modules went "
+                    f"from training to evaluation or back. Then: {', '.join(self.names)}; now: "
+                    f"{', '.join(recorded.names)}."
                 )
         return self._records[mode]
 
@@ -124,7 +125,7 @@ class Recorded:
             number += 1
         if not fits:
             remedy = (
-                "may differ in the number of samples only: pad the samples to one size"
+                "may differ only in the number of samples: pad the samples to one size"
                 if self._other is not None
                 else "must be alike, because its forward depends on the number of samples: use drop_last"
             )

@@ -132,7 +132,7 @@ class MemoryBudget:
         choice = fit(run, self._limit, able, fusible, fixed)
         text = _explained(choice, run, self._limit, able, len(blocks))
         if fusible and not choice.fused:
-            text += "; microbatches are computed one by one, as a worker's share does not fit in one pass"
+            text += "; microbatches are computed one by one, because a worker's share does not fit in one pass"
         problem = "" if choice.fits else self._problem(choice, run, able, fixed)
         return _Decision(choice.recomputed, choice.fused, choice.need.total, text, problem)
 

@@ -18,7 +18,7 @@ from paceline.schedule.link_shares import WINDOW_BUCKETS, bucket_bytes, full, of
 from paceline.strategies.sharded.holders import writer_of
 
 _MOST_RUNS = 64
-"""Largest number of full buckets that are simulated. Of a larger model, each has more bytes."""
+"""Largest number of full buckets that are simulated. For a larger model, each has more bytes."""
 _MOST_HOMES = 64
 """Largest number of homes with a bucket of their own. More of them have equal chunks of a bucket."""
 

@@ -129,6 +129,6 @@ class AuditSchedule:
         return self.is_due(step) or (not self._off and step in (self.last, self._changed))
 
     def microbatch(self, step: int, microbatches: int) -> int:
-        """Return the microbatch that an audit computes twice. It is another one in each regular audit."""
+        """Return the microbatch that an audit computes twice. It is a different one in each regular audit."""
         audits = step.bit_length() + step // 1000 + (step // self._every if self._every else 0)
         return (microbatches - 1 - audits) % microbatches

@@ -52,7 +52,8 @@ def check_closures(update: OptimizerStep, strategy: str, *, able: bool, phases: 
     what = f"{kind} computes the loss several times in each step (it needs a closure)"
     if not able:
         raise ConfigError(
-            f"{what}, which strategy {strategy!r} cannot do, nor float16: use 'allreduce', and 'bfloat16'."
+            f"{what}, which strategy {strategy!r} or autocast = 'float16' does not support: use 'allreduce', and "
+            f"'bfloat16'."
         )
     if len(parts) > 1 and not phases:
         raise InputError(

@@ -40,7 +40,7 @@ _WORD = 1 << 64
 _CAUSES = {
     "parameter": (
         "Look for code that changes weights on some ranks only, or in the forward pass (through .data), where each "
-        "worker has other samples; or an optimizer that does not do the same everywhere."
+        "worker has different samples; or an optimizer that does not do the same everywhere."
     ),
     "buffer": (
         "Either the script calls the model on some ranks only, in training mode, for example to draw samples on rank "
@@ -233,7 +233,7 @@ def _text_of(value: Any) -> str:
 
 
 def _held_text(everyone: Sequence[dict[str, str]]) -> str:
-    """Name the held values that differ among ranks, as the loop may have used them. Empty if none differs."""
+    """Name the held values that differ among ranks, because the loop may have used them. Empty if none differs."""
     names = sorted({name for found in everyone for name in found if COMPILED not in name})
     differing = [name for name in names if len({found.get(name) for found in everyone}) > 1]
     if not (shown := [*dict.fromkeys(re.sub(r"\[\d+\]$", "", name) for name in differing)][:2]):

@@ -126,7 +126,7 @@ class Strategy(ABC):
         raise NotImplementedError
 
     def renew(self, context: TrainingContext) -> Strategy:
-        """Return a strategy that continues with other formats and buckets. All workers call this between two steps.
+        """Return a strategy that continues with different formats and buckets. All workers call this between two steps.
 
         Only strategies with the capability ``communication`` implement it.
         """

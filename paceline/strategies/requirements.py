@@ -31,7 +31,7 @@ def check(
 
     Args:
         forward: ``forward`` argument of the script. None if the script gave a loss instead.
-        located: whether a worker has some of the samples only.
+        located: whether a worker has only some of the samples.
     """
     _check_data(settings, capabilities, forward, located)
     if batch_loss is not None and not capabilities.batch_losses:
@@ -52,7 +52,7 @@ def check(
     if settings.average.kind is not None and not capabilities.averages:
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot keep an average of the weights (average = "
-            f"{settings.average.kind!r}), as each worker sees its own updates only: leave it out, or use "
+            f"{settings.average.kind!r}), because each worker sees only its own updates: leave it out, or use "
             f"'parameter-server' with server.mode = 'async'."
         )
     if settings.autocast == "float16" and not capabilities.scales_loss:
@@ -102,7 +102,7 @@ def _check_data(settings: Settings, capabilities: Capabilities, forward: object,
         if capabilities.located:
             what, cure = f"wire = {settings.wire!r}", "use another format, such as wire = 'int8'"
         raise ConfigError(
-            f"{what} decides which worker computes which microbatch, but of Located data each worker computes the "
+            f"{what} decides which worker computes which microbatch, but with Located data each worker computes the "
             f"samples that it has: {cure}."
         )
 
@@ -116,7 +116,7 @@ def _check_verified(settings: Settings, capabilities: Capabilities, because: str
     if capabilities.replicas:
         raise ConfigError(
             f"paceline verify compares the loss of each step, and strategy {settings.strategy!r} has one only after "
-            f"outer steps, as each worker trains replicas of its own: compare the fingerprints of runs instead."
+            f"outer steps, because each worker trains its own replicas: compare the fingerprints of runs instead."
         )
 
 
@@ -128,7 +128,7 @@ def _check_memory(settings: Settings) -> None:
         )
     if settings.memory_gigabytes is not None and settings.compile:
         raise ConfigError(
-            "memory_gigabytes needs the activations of the model, which are not known of a compiled model: leave out "
+            "memory_gigabytes needs the activations of the model, which are unknown for a compiled model: leave out "
             "compile=True, or memory_gigabytes."
         )
 
@@ -155,7 +155,8 @@ def _check_wire(wire: str, settings: Settings, capabilities: Capabilities, forwa
     if wire in (*PARTIAL_WIRES, ADAPTIVE) and isinstance(forward, Mapping):
         raise ConfigError(
             f"wire = {wire!r} keeps {'the bits' if wire == ADAPTIVE else 'a part'} of each gradient for the next step, "
-            f"and cannot train with a forward for each optimizer, whose steps have other gradients: use wire = 'int8'."
+            f"and cannot train with a forward for each optimizer, whose steps have different gradients: use wire = "
+            f"'int8'."
         )
     if wire in (*DTYPES, *PARTIAL_WIRES) and settings.exact == "fixed-point":
         raise ConfigError(
@@ -201,8 +202,8 @@ def _check_communication(settings: Settings, capabilities: Capabilities, forward
         )
     if chooses and settings.tolerance != "bits" and env.trace() is not None:
         raise ConfigError(
-            f"{asked} with tolerance = {settings.tolerance!r} takes other formats in each run, which paceline verify "
-            f"would find: set tolerance = 'bits', or communication to the formats that a run has chosen."
+            f"{asked} with tolerance = {settings.tolerance!r} chooses different formats in each run, which paceline "
+            f"verify would find: set tolerance = 'bits', or communication to the formats that a run has chosen."
         )
 
 

@@ -175,7 +175,7 @@ def called_by_torch(kind: _Class) -> _Class:
     return kind
 
 
-# Imported when needed, as the modules take long to import
+# Imported when needed, because the modules take long to import
 def storage_info(*given: Any) -> Any:
     """Return the place of a tensor for the index of ``torch.distributed.checkpoint``: file, offset and length."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

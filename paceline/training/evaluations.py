@@ -31,11 +31,11 @@ from paceline.training.progress import EVALUATE, EXTEND, MAP, ONCE, PREDICT, Cal
 
 _log = logging.getLogger("paceline")
 _NO_RESULT = (
-    "evaluate: the checkpoint has no result of this call after step %d, as the script was another one then, or it is "
-    "of an older version: the model of step %d is evaluated instead."
+    "evaluate: the checkpoint has no result of this call after step %d, because the script was different then, or the "
+    "checkpoint is of an older version: the model of step %d is evaluated instead."
 )
 _NO_MAP = "map: the run has no results of this call, which follows step %d: the model of step %d computes them instead."
-_PAST = "predict: the run has gone on after this call, which follows step %d: the model of step %d predicts instead."
+_PAST = "predict: the run has continued after this call, which follows step %d: the model of step %d predicts instead."
 
 
 class Evaluations:
@@ -156,7 +156,7 @@ class Evaluations:
             if loop.position.given < loop.progress.received - 1:
                 raise InputError(
                     f"session.extend after step {call[0] - 1}: the run is at step {loop.progress.steps} and has no "
-                    f"such call, so the script was another one before. Start a new run."
+                    f"such call, so the script was different before. Start a new run."
                 )
             given, error = attempt(lambda: encoded(samples))
             share_failure(self._context, error, "extend")

@@ -272,7 +272,8 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     saved = Progress.resumed(steps, history)
     back = replace(most, steps=steps, repeat_until=repeat_until, results_of=results_of, chain=saved.chain)
     back = back.with_maps(history)
-    # a script that waits for a step before the checkpoint gets the result of others, as it must not take the step again
+    # a script that waits for a step before the checkpoint gets the result of others, because it must not take the step
+    # again
     if own is not None and own.steps >= steps and own.has_script_at(steps):
         return replace(back, received=own.received, again=own.again, entered=own.entered)
     entered = -1 if own is None else own.entered

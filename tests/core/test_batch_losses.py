@@ -211,14 +211,14 @@ def test_a_forward_pass_that_does_not_repeat_is_refused() -> None:
 
     with pytest.raises(paceline.InputError, match="The same microbatch computed twice gives different results"):
         _steps(forward=drawn, batch_loss=_vectors, exact=True)
-    with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* in step 0 has other values"):
+    with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* in step 0 has different values"):
         _steps(forward=drawn, batch_loss=_vectors, exact=True, audit_action="warn")
     for exact in (False, True):
-        with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* is another sum"):
+        with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* is a different sum"):
             doubled = counted(lambda rows: paceline.Sum(2 * rows.sum(0)))
             _steps(forward=doubled, batch_loss=_vectors, exact=exact, steps=4)
         for moved in (lambda rows: rows.flip(0), lambda rows: rows.roll(2, 1)):
-            with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* has other values"):
+            with pytest.raises(paceline.InputError, match=r"forward does not repeat: .* has different values"):
                 _steps(forward=counted(moved, lambda rows: rows), batch_loss=_vectors, exact=exact, steps=4)
     with pytest.raises(paceline.InputError, match=r"Sum of shape \[6\] .* in the first pass, but rows of shape \[6\]"):
         _steps(forward=counted(lambda rows: rows), batch_loss=_vectors, exact=True, steps=4)

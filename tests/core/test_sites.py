@@ -267,7 +267,7 @@ def start(data: Any = None, strategy: str = "local-sgd", **given: Any) -> paceli
         ({"exact": "fixed-point"}, "cannot add up gradients in fixed point"),
         (
             {"local": {"sites": False}},
-            "of Located data each worker computes the samples that it has: set local.sites = True",
+            "with Located data each worker computes the samples that it has: set local.sites = True",
         ),
         ({"strategy": "allreduce"}, "local.sites = True protects data only with strategy"),
         ({"local": {"sites": False, "masked": True}}, "local.masked = True protects data only with"),

@@ -747,7 +747,7 @@ def test_what_is_no_tensor_in_an_input_stays_as_it_was_cut_with() -> None:
     given = torch.randn(4, 4)
     stage = layers_of(model := Scaled(), {"inputs": given, "scale": 2}).stage(0, 2)
     assert torch.equal(stage({"inputs": given, "scale": 2}), model({"inputs": given, "scale": 2}))
-    with pytest.raises(InputError, match="may differ in the number of samples only"):
+    with pytest.raises(InputError, match="may differ only in the number of samples"):
         stage({"inputs": given, "scale": 3})
 
 

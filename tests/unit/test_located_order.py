@@ -395,7 +395,7 @@ def test_a_worker_that_joins_with_other_samples_is_refused() -> None:
     """Two workers have the shards. Each has read its own before the third one joins with another sample 14."""
     orders = order_of("ab"), order_of("ab"), order_of("b", b=[*SAMPLES_OF_B[:14], 0, *SAMPLES_OF_B[15:]])
     threads.run(2, lambda world: orders[world.rank].meet(world, "start"))
-    text = r"Shard 'b' is not the same on rank 0 .* and rank 2 .*: sample 14 has other values"
+    text = r"Shard 'b' is not the same on rank 0 .* and rank 2 .*: sample 14 has different values"
     for found in threads.run(3, lambda world: orders[world.rank].strangers(world, [2], "start")):
         assert [*found] == [2] and re.match(text, found[2])
     with pytest.raises(DisagreementError, match=text):

@@ -11,9 +11,9 @@ would be finished last. Taking from the tail keeps the owner's sums contiguous. 
 no microbatch if the others would finish all free microbatches first, so that a slow worker does not hold up the step.
 When no microbatch is free, an overdue microbatch is computed a second time. The first result counts.
 
-Of located data, a worker can compute some microbatches only. A share then consists of pools, each with microbatches
-that the same workers can compute (``schedule.placement``); of other data, a share is one pool. An owner begins with the
-pools of which it is the only holder.
+With located data, a worker can compute only some microbatches. A share then consists of pools, each with microbatches
+that the same workers can compute (``schedule.placement``); with other data, a share is one pool. An owner begins with
+the pools of which it is the only holder.
 
 On one machine the leases are a table in shared memory (:class:`Leases`), with clocks that all workers read. On several
 machines they are two counters for each pool in the store of ``torch.distributed`` (:class:`StoreLeases`): the number
@@ -246,7 +246,7 @@ class Leases:
 
 
 class StoreLeases:
-    """Leases through the store. A lease takes one round trip, or from another share two plus one per open pool."""
+    """Leases through the store. A lease takes one round trip; from another share, two plus one per open pool."""
 
     def __init__(self, world: World) -> None:
         self._world = world

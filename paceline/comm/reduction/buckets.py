@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     homes: Sequence[int] | None = None
     # whether later buckets overwrite the sums of earlier ones, whose means the servers keep elsewhere
     windowed: bool = False
-    # whether a worker waits for a bucket only when all have been sent, or when another one needs its memory
+    # whether a worker waits for a bucket only when all have been sent, or when another bucket needs its memory
     eager: bool = False
 
 

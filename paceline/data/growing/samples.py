@@ -41,7 +41,7 @@ class _Block:
         return self.ends[start - 1] if start else 0, self.ends[stop - 1]
 
     def tensors(self, start: int, stop: int, *, is_full: bool) -> list[torch.Tensor]:
-        """Return the bytes of some samples, and their sizes. A block that is not full is copied, as it may grow."""
+        """Return the bytes of some samples, and their sizes. A block that is not full may grow, so it is copied."""
         begin, end = self.range_of(start, stop)
         data = memoryview(self.data if is_full else self.data[:end])
         return [

@@ -274,7 +274,7 @@ class LocatedOrder(BatchOrder):
         every = {name: ranks for name, ranks in held if given[ranks[0]][1][name].length is not None}  # no streams
         found = self._contents.compare(world, every, doing, joined)
         return {
-            one.right: not_the_same(given, one.shard, one.left, one.right, f"sample {one.sample} has other values")
+            one.right: not_the_same(given, one.shard, one.left, one.right, f"sample {one.sample} has different values")
             for one in found
         }
 

@@ -199,7 +199,7 @@ class LoopChanges:
     def take_changes(self) -> dict[str, tuple[Hashable, Hashable]]:
         """Return the values before and after each change that the loop has made since the last call, by name.
 
-        A value that is not a number, a text or a flag is another one after each change. Of tensors of the model, only
+        A value that is not a number, a text or a flag is a new object after each change. Of tensors of the model, only
         the first change is returned: a copy of the model may follow it in each step.
         """
         taken, self._changes = self._changes, {}
@@ -220,7 +220,7 @@ class LoopChanges:
             self._arrays[name] = owner, key
 
     def _large_arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors and arrays that the loop changes. Small ones are left out, as their values are copies."""
+        """Yield the tensors and arrays that the loop changes. Small ones are left out: their values are copies."""
         for name, (owner, key) in self._arrays.items():
             value = owner.entries.get(key)
             if is_array(value) and not is_small(value):

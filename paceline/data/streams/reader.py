@@ -10,8 +10,8 @@ draws are keyed by (seed, epoch, n), so they do not depend on where reading bega
 batch, with ``drop_last`` a whole batch, to find out whether the batch is the last batch of its epoch.
 
 To start in the middle of an epoch, the reader loads the state that the data set's ``state_dict`` returned at that
-batch. Some states do not lead to the right samples, as they omit a buffer. So a digest of the next sample is kept with
-each state and compared. If it differs, or there is no state, the epoch is read again from its start.
+batch. Some states do not lead to the right samples, because they omit a buffer. So a digest of the next sample is kept
+with each state and compared. If it differs, or there is no state, the epoch is read again from its start.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class RecordedRun:
             if now != was:
                 raise ConfigError(
                     f"{path} is not the file with which {self.folder.name} was trained: its hash was {was} and is "
-                    f"{now or 'none, as it is missing'}. Check out the version that was trained."
+                    f"{now or 'none, because it is missing'}. Check out the version that was trained."
                 )
 
 

@@ -250,7 +250,7 @@ class _Nodes:
                 self._say_end(self._running.pop(one), one)
             missing = self._ray.util.placement_group_table(self._groups[0])["state"] != "CREATED"
             if missing and not said:
-                say("a node is gone; Ray looks for another one with " + _resources(self._bundle))
+                say("a node is gone; Ray looks for another node with " + _resources(self._bundle))
             said = missing
 
     def _say_end(self, name: str, run: Any) -> None:

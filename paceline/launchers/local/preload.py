@@ -73,7 +73,7 @@ class Preload:
     def wait(self, stop: Callable[[], bool]) -> bool:
         """Wait until the parent is ready to fork. Return False if it has failed or `stop` returns true."""
         while not self._ready and self.problem is None and not stop():
-            if select.select([self._channel], [], [], _POLL_SECONDS)[0]:  # first, as this process may have been stopped
+            if select.select([self._channel], [], [], _POLL_SECONDS)[0]:  # first: this process may have been stopped
                 self._ready = "ready" in self._answer()
             elif time.monotonic() > self._until:
                 self._give_up(f"torch was not imported within {_READY_SECONDS:.0f} s")

@@ -127,7 +127,7 @@ class Dashboard(ThreadingHTTPServer):
     def knows(self, host: str) -> bool:
         """Return whether a request is for this server. True for any name if the server listens to other machines.
 
-        The port is not compared, because a tunnel may have another one.
+        The port is not compared, because a tunnel may use a different one.
         """
         return self._host not in _LOCAL or host.rpartition(":")[0] in _LOCAL or host in _LOCAL
 

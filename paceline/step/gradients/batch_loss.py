@@ -177,7 +177,7 @@ class BatchLoss:
         check_forms(plan.forms, outputs.forms, f"{where} in the first pass", "the same microbatch in the second pass")
         for name, found in self.marks_of(outputs).items():
             if not _are_alike(plan.marks[microbatch][name], found):
-                how = "is another sum" if plan.forms[name].added else "has other values"
+                how = "is a different sum" if plan.forms[name].added else "has different values"
                 raise InputError(_NOT_AGAIN.format(what=spelled(name), microbatch=where, step=plan.step, how=how))
 
     def plan(self, compute: ForwardRunner, outputs: Outputs, batch: Batch, *, twice: bool) -> Plan:

@@ -38,7 +38,7 @@ _FALL = 0.99
 _FRACTION = 16  # bits of a random number, which decides between the two codes next to a gradient
 _MOST = 2**14  # codes with their fractions are numbers of int32
 _FINEST = 2.0**-100  # no gradient counts as larger than zero below this: its scale would not be a number of float32
-_BELOW = 1 - 2.0**-20  # keeps the largest gradient from becoming a code above the limit, as the product is rounded
+_BELOW = 1 - 2.0**-20  # keeps the largest gradient from becoming a code above the limit, because the product is rounded
 
 
 class Lanes(NamedTuple):

@@ -48,8 +48,9 @@ def check_modes(optimizer: Optimizer, strategy: str, *, able: bool) -> None:
     """Raise if an optimizer has evaluation weights and the strategy does not keep its whole state on every worker."""
     if with_modes(optimizer) and not able:
         raise ConfigError(
-            f"{type(with_modes(optimizer)[0]).__name__} has other weights for evaluation (it has train() and eval()), "
-            f"and needs its whole state on each worker, which strategy {strategy!r} does not give: use 'allreduce'."
+            f"{type(with_modes(optimizer)[0]).__name__} has different weights for evaluation (it has train() and "
+            f"eval()), and needs its whole state on each worker, which strategy {strategy!r} does not give: use "
+            f"'allreduce'."
         )
 
 

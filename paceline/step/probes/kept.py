@@ -110,7 +110,7 @@ def _loss_with(held: torch.Tensor, value: Any, loss: Callable[[], torch.Tensor])
 
 
 def other_values(value: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same kind with other values."""
+    """Return a tensor of the same kind with different values."""
     if value.dtype is torch.bool:
         return value.logical_not()
     return value + 1 if value.is_floating_point() or value.dim() == 0 else value.roll(1, dims=-1)

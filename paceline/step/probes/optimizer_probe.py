@@ -88,8 +88,8 @@ def _probe(context: TrainingContext, optimizer: Optimizer) -> None:
             shared = [key for key, value in together.shared.items() if not _alike(alone.shared.get(key), value)]
             if shared:
                 raise InputError(
-                    f"The optimizer {kind} has {shared[0]!r} for all parameters, which becomes another one when some "
-                    f"have no gradients: it follows from several at once, such as from the norm of all. {cure}"
+                    f"The optimizer {kind} has {shared[0]!r} for all parameters, which changes when some have no "
+                    f"gradients: it depends on several at once, such as on the norm of all. {cure}"
                 )
 
 

@@ -104,7 +104,9 @@ def differing_text(what: str, changed: list[str]) -> str:
 
 def _differing(what: str, changed: list[str]) -> str:
     named = ", ".join(changed[:3])
-    because = f": it changes {named}" if changed else ", as it keeps something from pass to pass, or reads the clock"
+    because = (
+        f": it changes {named}" if changed else ", because it keeps something from pass to pass, or reads the clock"
+    )
     return f"The same microbatch computed twice gives different results: {what} differs{because}"
 
 

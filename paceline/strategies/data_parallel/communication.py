@@ -293,7 +293,7 @@ class ChosenCommunication(Delegating):
 
     @property
     def _all_reduce(self) -> AllReduce:
-        found = getattr(self._inner, "all_reduce", self._inner)  # sharded strategies reduce to the means by another one
+        found = getattr(self._inner, "all_reduce", self._inner)  # sharded strategies reduce with another method
         assert isinstance(found, AllReduce)
         return found
 

@@ -12,8 +12,8 @@ same order, up to the last update that counts, including updates that a lost wor
 The threads that answer requests make the updates, on copies of the parameters and of the optimizer. Meanwhile the model
 of this worker computes with the weights that it has pulled.
 
-A replica updates the rows of tables with sparse gradients in place. It needs no journal of them, as no other process
-sees its memory and each update that it begins counts.
+A replica updates the rows of tables with sparse gradients in place. It needs no journal of them, because no other
+process sees its memory and each update that it begins counts.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 The step is that of ``strategies.sharded.strategy``, of which only the servers own slices: they get the rows that have
 gradients, keep their optimizer state and update them. The workers of a machine read the rows that they need in one copy
-of the weights, and each other machine gets the rows that have changed. Of a ``paceline.SparseEmbedding`` each machine
+of the weights, and each other machine gets the rows that have changed. With a ``paceline.SparseEmbedding`` each machine
 has only the rows of its own servers, and forward passes pull the others (``strategies.sharded.pulled_rows``). No worker
 holds the whole state: it is saved, loaded and moved by slices.
 

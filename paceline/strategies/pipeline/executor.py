@@ -199,7 +199,7 @@ class Executor:
             self._observed.clear()
 
     def reset_links(self) -> None:
-        """Allow activations to have other shapes or types from now on. Nothing may be in flight."""
+        """Allow activations to have different shapes or types from now on. Nothing may be in flight."""
         self._silent.clear()
         self._links.reset()
 
