@@ -218,7 +218,7 @@ def _failure(run: Path, folder: Path, code: int) -> Exception:
         known = json.loads((run / "failure.json").read_text())
         text = (run / "failure.txt").read_text()
     except (OSError, ValueError):
-        return RunFailed(f"The run {run.name} ended with exit code {code}; {run} holds what is known of it.", code)
+        return RunFailed(f"The run {run.name} ended with exit code {code}; {run} holds its records.", code)
     kept = folder / f"{ERROR}-{known.get('worker')}"
     if not kept.exists():
         return RunFailed(text, code)

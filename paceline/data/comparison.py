@@ -1,6 +1,6 @@
 """Digest of a few samples, to check that all workers hold the same data.
 
-A data set of a user-defined class is not read, as reading may draw random numbers, open files, or take long.
+A data set of a user-defined class is not read, because reading may draw random numbers, open files, or take long.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def bits_of(sample: Any) -> str:
 def roundings_of(sample: Any) -> list[tuple[str, ...]]:
     """Return pairs of digests of a sample, without the last bits of its floating-point values.
 
-    Samples that differ in rounding errors alone have equal lengths, and in each place a digest in common: of a size and
+    Samples that differ only by rounding errors have equal lengths, and in each place a digest in common: of a size and
     of a sum of each tensor, rounded to multiples of 0.001, and to those halfway between them.
     """
     leaves = [_plain(leaf) for leaf in leaves_in(sample)]

@@ -72,7 +72,7 @@ class Layout:
     per_machine: int  # workers on each machine
     memory_bytes: float = math.inf  # memory of a worker; infinite if unknown
     name: str = "this machine"  # name of the type
-    others: tuple[Machine, ...] = ()  # the machines after the first, if they are not like it
+    others: tuple[Machine, ...] = ()  # the machines after the first, if they differ from it
 
     def place(self, workers: int) -> Place:
         """Return the machines of ``workers`` workers."""

@@ -86,7 +86,7 @@ class Progress:
 
     @property
     def begins_next(self) -> bool:
-        """Whether the state is as of the beginning of the next step, so that this worker has none of before."""
+        """Whether the state is as of the beginning of the next step, so that this worker has no earlier state."""
         return self.received == self.steps and not self.again
 
     def has_script_at(self, steps: int) -> bool:

@@ -175,7 +175,7 @@ for batch in session.batches(steps=12):
         model.act = torch.tanh
 scripted.end(session)
 """
-NAMED = "The loop changed model.act in a step that is done"
+NAMED = "The loop changed model.act in a completed step"
 
 
 def activation(waits: bool, changes: str, behind: str = "< 0") -> str:

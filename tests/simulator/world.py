@@ -67,7 +67,7 @@ class SimulatedWorld(World):
             self.check()
             self.gather(None, "start")
             if self.alarmed:
-                raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
+                raise WorkerLost(f"Rank {self.rank}: another worker was lost while the workers were connecting.")
 
     def _check_members(self) -> None:
         """Raise Broken if workers disagree on the members, or a dropped worker knows this worker's memory."""

@@ -156,7 +156,7 @@ def test_small_values_of_other_kinds_are_kept_and_others_named() -> None:
     assert type(joiner["tau"]) is numpy.float64 and torch.equal(joiner.pop("weights"), torch.zeros(3))
     assert {**joiner, "act": 0} == {"tau": 0.5, "phase": Phase.SECOND, "pair": (3, 4), "act": 0}
     other.record_changes(begins=True)
-    assert "The loop changed loss.act in a step that is done" in other.not_restored() and other.not_restored() == ""
+    assert "The loop changed loss.act in a completed step" in other.not_restored() and other.not_restored() == ""
     assert other.needed == [], "steps without the script miss changes of the model and the data only"
 
 

@@ -51,7 +51,7 @@ _KINDS = (
     *(_NUMBERS, _SKIPPED, GENERATORS, _ARRAYS, _SEQUENCES, dict, type, _CELLS),
     *(MethodType, partial, _lru_cache_wrapper, FunctionType, object),
 )
-"""Kinds of values: the first one of which a value is."""
+"""Kinds of values. A value is of the first kind that fits."""
 _FOLLOWED = (
     *(*_NUMBERS, *GENERATORS, *_ARRAYS, list, dict, set, deque, FunctionType, nn.Module),
     *(ContextVar, threading.local, _lru_cache_wrapper),
@@ -294,7 +294,7 @@ def _names_in(code: CodeType) -> dict[str, None]:
 
 @lru_cache(1024)  # isinstance with torch.Tensor or Number calls Python
 def _kind_of(kind: type) -> Any:
-    """Return the first of ``_KINDS`` of which the values of a type are."""
+    """Return the first of ``_KINDS`` that fits the values of a type."""
     return next(one for one in _KINDS if issubclass(kind, one))
 
 

@@ -46,7 +46,7 @@ from paceline.data.objects.values import (
 from paceline.system.torch_internals import own_buffers, version_of
 
 _NOT_RESTORED = (
-    "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, "
+    "The loop changed {names} in a completed step. The change is not kept: a worker that joins, and a resumed run, "
     "continue with the script's initial value. Set it again before each step, or keep numbers by session.register."
 )
 _NO_EFFECT = (

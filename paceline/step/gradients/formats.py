@@ -102,7 +102,7 @@ def register(name: str, compression: Callable[[tuple[int, ...], int], Compressio
 
 
 def _compression_of(context: TrainingContext, name: str, parameter: torch.Tensor) -> Compression | None:
-    """Return the compression of a parameter. None if its format is another one, or if it would save nothing."""
+    """Return the compression of a parameter. None if its format sends all of it, or it would save nothing."""
     wire, shape = _wire_of(context, name), tuple(parameter.shape)
     if wire not in PARTIAL_WIRES or len(shape) < 2 or not parameter.is_floating_point():
         return None
@@ -123,7 +123,7 @@ def _compression_of(context: TrainingContext, name: str, parameter: torch.Tensor
 
 
 def _wire_of(context: TrainingContext, name: str) -> str:
-    """Return the present format of a parameter."""
+    """Return the current format of a parameter."""
     wire, bits = _given_wire(context, name), context.strategy_state.get(STATE, {})
     return str(bits.get(name, "int4")) if wire == ADAPTIVE else wire
 

@@ -354,10 +354,10 @@ def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
     if name == DATA:
         return (
             f"{audit}, loaded {by}, does not have the same data. The data set or the collate function depends on "
-            f"earlier requests, or keeps its draws; or the forward pass or collate changes samples in place; "
-            f"or the loop has changed parts of the data set other than numbers, texts, flags and small arrays. Each "
-            f"worker reads other samples, so the result depends on the number of workers. Draw from the global "
-            f"generators of torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, "
+            f"earlier requests, or keeps random numbers that it drew; or the forward pass or collate changes samples "
+            f"in place; or the loop has changed parts of the data set other than numbers, texts, flags and small "
+            f"arrays. Each worker reads other samples, so the result depends on the number of workers. Draw from the "
+            f"global generators of torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, "
             f"sample). Or draw for all samples in __init__."
         )
     because = f": the forward pass changes {cause}" if cause else ""

@@ -15,7 +15,7 @@ FedAvgM (Hsu et al. 2019, arXiv 1909.06335).
 
 A site is a shard of Located data. It is trained by a worker that has the shard, from the outer weights and with a new
 inner optimizer in each round, so a site has no state between rounds that another worker would need. A site that no
-worker has is missed until a worker with its shard joins.
+worker has does not train until a worker with its shard joins.
 """
 
 from __future__ import annotations

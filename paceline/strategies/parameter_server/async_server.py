@@ -5,8 +5,8 @@
     worker   wait until the weights are fresh enough ─ pull ─ compute ─ push ┬ too late: drop, the step is free again
                                                                              └ update the spare copy, flip
 
-With ``server.scale_lr`` the learning rate of an update is divided by 1 + its delay (Zhang et al. 2015,
-arXiv 1511.05950). The worker that pushes a gradient makes the update; ``dedicated_server`` has processes for it.
+With ``server.scale_lr`` the learning rate of an update is divided by 1 + its delay (Zhang et al. 2015, arXiv
+1511.05950). The worker that pushes a gradient makes the update; ``dedicated_server`` has separate processes for this.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Formation:
         try:
             self._group.join()
             if world.alarmed:  # raised while the connections were made
-                raise WorkerLost(f"Rank {world.rank}: another worker was lost while all came together.")
+                raise WorkerLost(f"Rank {world.rank}: another worker was lost while the workers were connecting.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {world.rank}: could not reach the others: {reason_of(error)}.") from error
         self._share_memory(membership)

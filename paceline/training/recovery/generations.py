@@ -110,7 +110,7 @@ class Generations:
                 self._group.enter(store, rank, size)
                 self._group.join()
             if self.alarmed:  # the alarm came while the connections were made
-                raise WorkerLost(f"Rank {rank}: another worker was lost while all came together.")
+                raise WorkerLost(f"Rank {rank}: another worker was lost while the workers were connecting.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {rank}: could not reach the others: {reason_of(error)}.") from error
         return Identity(rank, size, membership.local_rank, len(membership.near), self.number)
