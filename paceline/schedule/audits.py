@@ -86,13 +86,14 @@ class AuditSchedule:
     def enabled(self) -> bool:
         return not self._off
 
-    def look_at(self, step: int, ranks: Sequence[int]) -> None:
+    def look_at(self, step: int, ranks: Sequence[int], later: bool = False) -> None:
         """Schedule audits of workers that have joined before a step, one a step. All workers pass the same values.
 
-        The first audit is in the next step, because this step also ends a pause of all workers.
+        Args:
+            later: whether they begin a step later, because this step ends the stall after a loss.
         """
         self.newcomers = step, sorted(ranks)
-        self._joined = {step + number: rank for number, rank in enumerate(ranks, 1)}
+        self._joined = {step + later + number: rank for number, rank in enumerate(ranks)}
 
     def joined(self, step: int) -> int | None:
         """Return the rank of the joined worker that the audit of a step covers, or None."""

@@ -97,12 +97,13 @@ def test_rounding_matters_with_exact_only() -> None:
 
 def test_workers_that_have_joined_are_audited_one_after_the_other() -> None:
     schedule = AuditSchedule()
-    schedule.look_at(9, [2, 3])
-    assert [step for step in range(9, 13) if schedule.is_due(step)] == [10, 11], "step 9 ends a pause"
-    assert [schedule.joined(step) for step in (9, 10, 11, 12)] == [None, 2, 3, None]
+    for later in (False, True):
+        schedule.look_at(9, [2, 3], later)
+        assert [step - later for step in range(9, 13) if schedule.is_due(step)] == [9, 10]
+        assert [schedule.joined(step + later) for step in (9, 10, 11)] == [2, 3, None]
     off = AuditSchedule(off=True)
     off.look_at(9, [2])
-    assert not off.is_due(10)
+    assert not off.is_due(9)
 
 
 @pytest.mark.parametrize(("owner", "computes"), [(1, 2), (2, 1)])
@@ -113,7 +114,7 @@ def test_one_that_has_joined_takes_part_in_the_audit(
     computed: list[int] = []
     for rank in range(3):
         schedule = AuditSchedule()
-        schedule.look_at(8, [2])
+        schedule.look_at(9, [2])
         context: Any = SimpleNamespace(
             audits=schedule,
             world=SimpleNamespace(rank=rank, size=3),

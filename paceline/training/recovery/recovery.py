@@ -153,7 +153,7 @@ class Recovery:
                 self._context.world.gather(None, "leaving")  # no worker exits before the checkpoint is complete
             raise
         joined = [rank for rank, member in enumerate(generation.members) if member.worker in generation.joined]
-        self._context.audits.look_at(progress.steps, joined)
+        self._context.audits.look_at(progress.steps, joined, later=bool(generation.lost))
 
     def _may_leave(self, progress: Progress | None) -> bool:
         """Return whether others have the state that this worker holds. Else it leaves a step later."""
