@@ -197,6 +197,18 @@ def of_replicas(
     return weights + count * (gradients + sent), count * optimizer + gradients + points
 
 
+def of_servers(weights: int, optimizer: int, gradients: int, workers: int, shared: bool) -> int:
+    """Return the bytes that a synchronous parameter server of all weights holds beside those of all-reduce.
+
+    It keeps two versions of the weights and of the optimizer's state, and receives the sums of all workers. In
+    ``shared`` memory, pages count in part for each worker that uses them: all read the weights, and the others have
+    written their sums.
+    """
+    if shared:
+        return 2 * (weights // workers + optimizer) + (workers - 1) * gradients // 2
+    return 2 * (weights + optimizer) + (workers - 1) * gradients
+
+
 @dataclass(frozen=True)
 class Choice:
     """Blocks to recompute, and the bytes that a worker then needs."""

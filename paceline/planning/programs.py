@@ -85,10 +85,11 @@ def _still(work: Work) -> tuple[LayerCost, ...]:
     return tuple(replace(one, forward=0, backward=0) for one in work.layers(1))
 
 
-def asynchronous(work: Work, place: Place, rank: int, step: int, servers: int) -> Program:
+def asynchronous(work: Work, place: Place, rank: int, step: int, servers: int, copied: bool = False) -> Program:
     """Pull weights, compute a whole batch, and push its gradients (``parameter-server``, mode async).
 
-    The threads of the servers answer, while their workers compute.
+    The threads of the servers answer, while their workers compute. If shards are ``copied``, a server sends gradients
+    on to the next worker of another machine, too.
     """
     sizes = [one.parameter_bytes for one in work.layers(1)]
     shards = [0] * servers
@@ -102,7 +103,10 @@ def asynchronous(work: Work, place: Place, rank: int, step: int, servers: int) -
     for size in _passes(work, range(work.microbatches)):
         yield Compute(_seconds(work, size), work.core_load)
     for home, nbytes in enumerate(shards):
-        yield Call(home, ("gradients", step, home), nbytes, 0.0, work.update * nbytes / (sum(shards) or 1))
+        others = (one % place.workers for one in range(home + 1, home + place.workers))
+        far = next((one for one in others if place.of_worker[one] != place.of_worker[home]), None)
+        seconds = work.update * nbytes / (sum(shards) or 1)
+        yield Call(home, ("gradients", step, home), nbytes, 0.0, seconds, far if copied else None)
     for home in range(servers):
         yield Wait(("gradients", step, home))
 
@@ -170,7 +174,7 @@ def pipeline(
                 count = len(group) * place.workers // len(schedule.workers)
                 mean = sum(layer.parameter_bytes for layer in cost[stage]) * (count - 1) / count
                 for phase in ("gradients", "means") if count > 1 else ():
-                    yield Exchange(group, (phase, step, stage), mean, mean)
+                    yield Exchange(group, (phase, step, stage), mean, mean, count - 1)
                     yield Wait((phase, step, stage))
             case Kind.UPDATE:
                 part = sum(layer.parameter_bytes for layer in cost[stage]) / total

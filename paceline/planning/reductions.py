@@ -121,8 +121,10 @@ class Reduction:
         self._nodes = 1 if self._shared and self._peers else counts[rank]
         self._others = self._peers if self._shared else sum(counts) - sum(counts[one] for one in self._own)
         self._columns = self._inside if self._shared else 1
+        self._receivers = self._peers if self._shared else place.workers - self._inside  # of a worker's sums
         self._takers = self._peers
         if owners:
+            self._receivers = min(self._receivers, owners.homes)
             self._takers = (self._machines - 1 if owners.shared else place.workers - self._inside) - owners.copies
         size, self._part = full(across * self._columns if self._peers else 1), 1 / across
         rates = [place.machines[place.of_worker[host[0]]].bytes_per_second for host in hosts]
@@ -193,7 +195,7 @@ class Reduction:
             yield Compute(self._work.message_seconds * self._nodes * self._peers)
             sent = self._nodes * (1 - self._kept) * nbytes
             received = self._others * self._part * nbytes
-        yield Exchange(self._group, ("sums", self._step, index), sent, received)
+        yield Exchange(self._group, ("sums", self._step, index), sent, received, self._receivers)
 
     def _reduce(self, index: int) -> Iterator[Step]:
         """Wait for the parts of a bucket, add them up, and send the means."""
@@ -228,7 +230,7 @@ class Reduction:
         if self._at_homes.copies:
             key = "means", self._step, index
             sent = self._at_homes.copies * bucket.nbytes if mine else 0.0
-            yield Exchange(self._group, key, sent, bucket.nbytes if self._is_copy(home) else 0.0)
+            yield Exchange(self._group, key, sent, bucket.nbytes if self._is_copy(home) else 0.0, asked=True)
             self._left.append(key)
 
     def _spread(self, index: int) -> Iterator[Step]:
@@ -245,12 +247,13 @@ class Reduction:
             takes = home not in self._own and not self._is_copy(home)
             if self._at_homes.shared:
                 takes &= self._is_writer(home)
-            yield Exchange(self._group, key, self._takers * nbytes * (home == self._rank), takes * nbytes)
+            sent = self._takers * nbytes * (home == self._rank)
+            yield Exchange(self._group, key, sent, takes * nbytes, min(self._takers, self._at_homes.homes))
         else:
             nbytes /= self._columns
             yield Compute(self._work.message_seconds * self._takers)
             received = self._takers * self._part if self._owners else 1 - self._kept
-            yield Exchange(self._group, key, self._takers * self._part * nbytes, received * nbytes)
+            yield Exchange(self._group, key, self._takers * self._part * nbytes, received * nbytes, self._takers)
 
     def _updates(self, home: int) -> bool:
         return home == self._rank or self._is_copy(home)

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.planning.costs import Profile, Work
-from paceline.planning.memory import Run, need, of_replicas
+from paceline.planning.memory import Run, need, of_replicas, of_servers
 from paceline.planning.programs import asynchronous, data_parallel, local, pipeline
 from paceline.planning.reductions import Updaters
 from paceline.planning.renting.money import Bill
@@ -56,7 +56,7 @@ class Measured:
         """Return the bytes of tensors in the first step of another strategy.
 
         Args:
-            sums: bytes of the sums in shared memory, where all-reduce has those of all gradients.
+            sums: bytes of sums and means in shared memory, where all-reduce has those of all gradients.
             sharing: workers that share one copy of the weights.
         """
         sizes = self.profile.sizes
@@ -144,31 +144,22 @@ def candidates(
         )
         folded = place if workers <= _SIMULATED else place.folded(work.microbatches)
         judge = _Judge(layout, folded, known)
-        if workers == 1:
-            yield judge(
-                "allreduce", {}, partial(data_parallel, work, folded), _memory(sizes, work, workers=1, tree=exact)
-            )
-            continue
         run = partial(_memory, sizes, work, workers=workers, tree=exact)
-        yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run())
-        holders = known.profile.holders(len(place.machines), workers)
-        for shard, stage in STAGES.items():
-            shared = stage == STAGES["parameters"]
-            sharing = min(layout.per_machine, workers) if shared else 1
-            owners = Updaters(workers, holders - 1, shared, windowed=stage >= STAGES["gradients"])
-            program = partial(data_parallel, work, folded, exact=exact, owners=owners)
-            window = min(sizes.gradients, window_bytes(workers, shared=len(place.machines) == 1))
-            tensors = run(stage=stage, sharing=sharing, window=window, holders=holders)
-            first = known.first(window if stage >= STAGES["gradients"] else sizes.gradients, sharing)
-            yield judge("sharded", {"shard": shard}, program, tensors, first=first)
+        if workers == 1:
+            yield judge("allreduce", {}, partial(data_parallel, work, folded), run())
+            continue
+        machines, inside = len(place.machines), min(layout.per_machine, workers)
+        inbox = sizes.gradients * (machines - 1) // (machines * inside)  # for the sums of other machines
+        yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run() + inbox)
+        yield from _sharded(work, judge, exact, run)
         if workers > _SIMULATED:
             continue
         judge = _Judge(layout, place, known)
         if len({*place.speeds}) > 1:
             shares = contiguous(fit_counts(work.microbatches, [1 / speed for speed in place.speeds]))
-            stolen = run(even_shares=False)
+            stolen = run(even_shares=False) + inbox
             yield judge("stealing", {}, partial(data_parallel, work, place, exact=exact, shares=shares), stolen)
-        yield from _servers(work, place, judge, exact, convergent, run())
+        yield from _servers(work, place, judge, exact, convergent, run)
         for stages in range(2, workers + 1):
             if workers % stages == 0:
                 yield from _pipelines(replace(known, work=work), place, judge, stages)
@@ -180,7 +171,7 @@ def candidates(
             weights, optimizer = of_replicas(_LOCAL, held, workers, False, *parts)  # only elastic runs keep points
             replicas = replace(sizes, weights=weights, optimizer=optimizer)
             # inner steps have gradients beside the buffers of outer gradients and of their means
-            tensors = _memory(replicas, work, workers=workers) + 2 * sizes.gradients
+            tensors = _memory(replicas, work, workers=workers) + 2 * sizes.gradients + inbox
             yield judge("diloco", given, program, tensors, period=_LOCAL.every)
 
 
@@ -193,26 +184,43 @@ def _memory(sizes: Run, work: Work, **changes: Any) -> int:
     return need(replace(sizes, **changes), fused=work.fused).total
 
 
+def _sharded(work: Work, judge: _Judge, exact: bool, run: Callable[..., int]) -> Iterator[Candidate]:
+    """Yield each division of the state. ``run`` returns the bytes of a run on these workers."""
+    known, place, sizes, workers = judge.known, judge.place, judge.known.profile.sizes, judge.place.workers
+    machines = len(place.machines)
+    holders = known.profile.holders(machines, workers)
+    for shard, stage in STAGES.items():
+        shared, windowed = shard == "parameters", shard != "optimizer"
+        sharing = min(judge.layout.per_machine, workers) if shared else 1
+        owners = Updaters(workers, holders - 1, shared, windowed)
+        program = partial(data_parallel, work, place, exact=exact, owners=owners)
+        window = min(sizes.gradients, window_bytes(workers, shared=machines == 1))
+        sums = window if windowed else sizes.gradients
+        means = holders * sizes.gradients // workers if windowed else 0  # apart from the sums
+        tensors = run(stage=stage, sharing=sharing, window=window, holders=holders)
+        tensors += 0 if machines == 1 else sums * (workers - 1) // workers  # of the others
+        yield judge("sharded", {"shard": shard}, program, tensors, first=known.first(sums + means, sharing))
+
+
 def _servers(
-    work: Work, place: Place, judge: _Judge, exact: bool, convergent: bool, tensor_bytes: int
+    work: Work, place: Place, judge: _Judge, exact: bool, convergent: bool, tensors: Callable[..., int]
 ) -> Iterator[Candidate]:
     """Yield parameter servers: one for synchronous training, and one in each worker for asynchronous training.
 
-    ``tensor_bytes`` are those of all-reduce. A holder of a shard keeps two versions of it, with the optimizer's state.
+    ``tensors`` returns the bytes of all-reduce. Asynchronous workers compute whole batches.
     """
-    copies, shard = (
-        min(_SERVERS.copies, len(place.machines)) - 1,
-        work.parameter_bytes + judge.known.profile.sizes.optimizer,
-    )
+    copies, sizes = min(_SERVERS.copies, len(place.machines)) - 1, judge.known.profile.sizes
+    shard = work.parameter_bytes, sizes.optimizer
     owners = Updaters(_SERVERS.count, copies, whole=True)
     program = partial(data_parallel, work, place, exact=exact, owners=owners)
-    yield judge("parameter-server", {}, program, tensor_bytes + 2 * shard)
+    shared = len(place.machines) == 1
+    yield judge("parameter-server", {}, program, tensors() + of_servers(*shard, sizes.gradients, place.workers, shared))
     if convergent and not exact:
         servers = min(place.workers, sum(one.parameter_bytes > 0 for one in work.layers(1)))
         given = {"server": {"mode": "async", "count": servers}}
-        held = 2 * (1 + copies) * shard // servers
-        free = partial(asynchronous, work, place, servers=servers)
-        yield judge("parameter-server", given, free, tensor_bytes + held, waits=False)
+        held = 2 * (1 + copies) * sum(shard) // servers
+        free = partial(asynchronous, work, place, servers=servers, copied=copies > 0)
+        yield judge("parameter-server", given, free, tensors(even_shares=False) + held, waits=False)
 
 
 def _pipelines(known: Measured, place: Place, judge: _Judge, stages: int) -> Iterator[Candidate]:

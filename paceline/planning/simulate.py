@@ -50,6 +50,8 @@ class Exchange(NamedTuple):
     key: Hashable
     sent: float  # bytes that leave the worker's machine
     received: float  # bytes that reach it
+    peers: int = 1  # workers on other machines that each worker exchanges them with
+    asked: bool = False  # whether a worker sends when the receivers ask for it, behind what they are sending
 
 
 class Call(NamedTuple):
@@ -60,6 +62,7 @@ class Call(NamedTuple):
     sent: float
     received: float
     seconds: float = 0.0  # for which the server is busy
+    copy: int | None = None  # worker to which the server sends it on between other transfers, before it answers
 
 
 class Wait(NamedTuple):
@@ -80,7 +83,7 @@ class Machine:
     bytes_per_second: float = math.inf  # bandwidth of its link in each direction
     latency: float = 0.0  # seconds from the last byte of a transfer to the receiver's next operation
     speed: float = 1.0  # speed of computing, relative to the machine on which the times were measured
-    shared: float = 1.0  # part of the bandwidth that is left where more than two machines exchange data
+    shared: float = 1.0  # part of the bandwidth that is left where workers exchange data with more than one peer
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,6 @@ class _Meeting:
     """Exchange that some workers have not reached yet."""
 
     began: float
-    among: int  # number of machines
     sent: float = 0.0  # when the last worker that arrived has sent everything
     came: dict[int, Exchange] = field(default_factory=dict)
 
@@ -278,40 +280,46 @@ class Simulation:
     def _exchange(self, rank: int, now: float, step: Exchange) -> None:
         meeting = self._meetings.get((step.group, step.key))
         if meeting is None:
-            meeting = self._meetings[step.group, step.key] = _Meeting(now, self._machines_of(step.group))
+            meeting = self._meetings[step.group, step.key] = _Meeting(now)
         meeting.came[rank] = step
-        meeting.sent = max(meeting.sent, self._carry(self._out, self._places[rank], now, step.sent, meeting.among))
+        if step.asked and step.received:
+            meeting.began = max(meeting.began, now, self._out[self._places[rank]])
+        if not step.asked:
+            meeting.sent = max(meeting.sent, self._carry(self._out, self._places[rank], now, step.sent, step.peers))
         if len(meeting.came) < len(step.group):
             return
         del self._meetings[step.group, step.key]
+        for other, own in meeting.came.items() if step.asked else ():
+            if own.sent:
+                meeting.began = max(meeting.began, self._in[self._places[other]])
+                meeting.sent = self._carry(self._out, self._places[other], meeting.began, own.sent, own.peers)
         for other, own in meeting.came.items():
             at = self._places[other]
-            received = self._carry(self._in, at, meeting.began, own.received, meeting.among)
+            received = self._carry(self._in, at, meeting.began, own.received, own.peers)
             self._arrive(other, own.key, max(meeting.sent, received, now) + self._machines[at].latency, now)
-
-    def _machines_of(self, group: Sequence[int]) -> int:
-        """Return the number of machines of a group, which is simulated for all if some workers are."""
-        folded = len(self._programs) < len(self._places)
-        return len(self._machines) if folded else len({self._places[one] for one in group})
 
     def _call(self, rank: int, now: float, step: Call) -> None:
         source, target = self._places[rank], self._places[step.to]
         latency = 0.0 if source == target else self._machines[source].latency
-        asked, among = now, len(self._machines)
+        asked = now
         if step.sent and source != target:
-            sent = self._carry(self._out, source, now, step.sent, among)
-            asked = max(sent, self._carry(self._in, target, now, step.sent, among))
+            sent = self._carry(self._out, source, now, step.sent)
+            asked = max(sent, self._carry(self._in, target, now, step.sent))
         answered = self._serving[step.to] = max(self._serving[step.to], asked + latency) + step.seconds
+        if step.copy is not None:
+            answered += step.sent / min(self._rate(one) for one in (target, self._places[step.copy]))
         if step.received and source != target:
-            sent = self._carry(self._out, target, answered, step.received, among)
-            answered = max(sent, self._carry(self._in, source, answered, step.received, among))
+            sent = self._carry(self._out, target, answered, step.received)
+            answered = max(sent, self._carry(self._in, source, answered, step.received))
         self._arrive(rank, step.key, answered + latency, now)
 
-    def _carry(self, links: list[float], at: int, now: float, nbytes: float, among: int = 2) -> float:
+    def _carry(self, links: list[float], at: int, now: float, nbytes: float, peers: int = 1) -> float:
         """Return the time at which a link has carried bytes between machines, after those that it carries already."""
-        machine = self._machines[at]
-        links[at] = max(now, links[at]) + nbytes / (machine.bytes_per_second * (machine.shared if among > 2 else 1.0))
+        links[at] = max(now, links[at]) + nbytes / self._rate(at, peers)
         return links[at]
+
+    def _rate(self, at: int, peers: int = 1) -> float:
+        return self._machines[at].bytes_per_second * (self._machines[at].shared if peers > 1 else 1.0)
 
     def _arrive(self, rank: int, key: Hashable, time: float, now: float) -> None:
         since = self._waiting.pop((rank, key), None)

@@ -23,7 +23,7 @@ STEPS, WARM = 20, 4
 _WHOLE = {"strategy": "allreduce", "compile": "false"}
 REACHED, SHARED = 0.95, 0.9
 """Fraction of a link's bandwidth that gloo reaches over TCP with large messages, and the part of it that is left where
-more than two machines exchange data. ``bench/plan/links.py`` measures both.
+workers exchange data with more than one peer on other machines. ``bench/plan/links.py`` measures both.
 """
 
 Start = Callable[[Request], object]

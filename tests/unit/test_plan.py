@@ -23,7 +23,7 @@ from paceline.launchers.base import Request
 from paceline.planning import profile as profiling
 from paceline.planning import trials
 from paceline.planning.costs import Profile, Work, write
-from paceline.planning.memory import Run, need
+from paceline.planning.memory import Run, Segment, need
 from paceline.planning.programs import asynchronous, data_parallel, pipeline
 from paceline.planning.query import Query
 from paceline.planning.reductions import Updaters, buckets_of
@@ -246,16 +246,39 @@ def test_uneven_machines_get_uneven_shares_and_stages() -> None:
     assert slow_link[0].step_seconds < 0.9 * alike[0].step_seconds, "the slow machine adds up less"
 
 
-@pytest.mark.parametrize(("servers", "seconds"), [(1, 16), (2, 10), (4, 6)])
-def test_asynchronous_servers_give_and_take_over_their_links(servers: int, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("servers", "copied", "seconds"), [(1, False, 16), (2, False, 10), (4, False, 6), (1, True, 20), (2, True, 12)]
+)
+def test_asynchronous_servers_give_and_take_over_their_links(servers: int, copied: bool, seconds: float) -> None:
     work = Work({1: layers(4, megabytes=1.0, forward=0.0)}, 4)
     place = Place((Machine(bytes_per_second=1e6),) * 4, (0, 1, 2, 3))
     ends = (
         Simulation(place.machines, place.of_worker)
-        .run({rank: asynchronous(work, place, rank, 0, servers) for rank in range(4)})
+        .run({rank: asynchronous(work, place, rank, 0, servers, copied) for rank in range(4)})
         .ends
     )
     assert max(ends.values()) == pytest.approx(seconds, rel=0.01)  # the last one pulls after all others, and pushes
+
+
+def test_a_copy_gets_means_when_it_has_sent_its_own_sums() -> None:
+    work = Work({1: layers(8, megabytes=4.0, forward=0.0)}, 2, message_seconds=0.0)
+    place = Place((Machine(bytes_per_second=1e6),) * 2, (0, 1))
+    programs = {rank: data_parallel(work, place, rank, 0, owners=Updaters(1, 1, whole=True)) for rank in range(2)}
+    assert Simulation(place.machines, place.of_worker).run(programs).seconds == pytest.approx(32 + 32, rel=0.01)
+
+
+def test_links_lose_time_where_a_worker_has_several_peers_on_other_machines() -> None:
+    work = Work({1: layers(8, megabytes=4.0, forward=0.0)}, 4, message_seconds=0.0)
+    place = Place((Machine(bytes_per_second=1e6, shared=0.5),) * 2, (0, 0, 1, 1))
+
+    def seconds(owners: Updaters | None) -> float:
+        programs = {rank: data_parallel(work, place, rank, 0, owners=owners) for rank in range(4)}
+        return Simulation(place.machines, place.of_worker).run(programs).seconds
+
+    assert seconds(None) == pytest.approx(32, rel=0.1), "each worker has one peer"
+    assert seconds(Updaters(4)) == pytest.approx(2 * (32 + 32), rel=0.1)
+    # weights go to one worker
+    assert seconds(Updaters(4, shared=True)) == pytest.approx(2 * 32 + 16, rel=0.1)
 
 
 def test_weights_go_to_one_worker_of_each_other_machine_if_it_shares_them() -> None:
@@ -306,17 +329,42 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     sizes = _measured().profile.sizes
     window = min(sizes.gradients, window_bytes(4, shared=False))
     gradients = next(one for one in found if one.settings.get("shard") == "gradients")
-    assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window)).total
+    inbox = window * 3 // 4  # for the sums of three other machines
+    assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window)).total + inbox
     copied = replace(_measured(), profile=replace(_measured().profile, shard_copy=True))
     found_copies = candidates({1: copied}, Layout(Machine(), 1), [4], exact=False, convergent=False)
     gradients = next(one for one in found_copies if one.settings.get("shard") == "gradients")
-    assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window, holders=2)).total
+    assert gradients.memory_bytes == need(replace(sizes, workers=4, stage=2, window=window, holders=2)).total + inbox
     within = replace(copied.profile, shard_within="machine")
     assert [within.holders(machines, 4) for machines in (1, 2, 4)] == [2, 2, 4]
     held = next(one for one in found if one.strategy == "diloco")
     replica = replace(sizes, workers=4, weights=sizes.weights + sizes.gradients)
     outer = 3 * sizes.gradients  # momentum, and the buffers of outer gradients and means
-    assert held.memory_bytes == need(replica).total + outer
+    inbox = 3 * sizes.gradients // 4
+    assert held.memory_bytes == need(replica).total + outer + inbox
+    assert found[0].memory_bytes == need(replace(sizes, workers=4)).total + inbox
+    paired = next(candidates({1: _measured()}, Layout(Machine(), 2), [4], exact=False, convergent=False))
+    assert paired.memory_bytes == need(replace(sizes, workers=4)).total + sizes.gradients // 4, "half of one machine's"
+
+
+@pytest.mark.parametrize("per_machine", [1, 4])
+def test_a_server_holds_two_versions_and_what_all_workers_send(per_machine: int) -> None:
+    measured = _measured(fused=True)
+    sizes = replace(measured.profile.sizes, segments=(Segment("", 1_000_000),))
+    fused = replace(measured, profile=replace(measured.profile, sizes=sizes))
+    layout = Layout(Machine(), per_machine)
+    found = {
+        (one.strategy, *one.settings): one.tensor_bytes
+        for one in candidates({1: fused}, layout, [4], exact=False, convergent=True)
+    }
+    alone, state = need(replace(sizes, workers=4), fused=True).total, 2 * sizes.weights + 2 * sizes.optimizer
+    parts = 3 * sizes.gradients  # of the three others. Shared pages count for those who write and for those who read.
+    of_server = state + parts if per_machine == 1 else state - 3 * sizes.weights // 2 + parts // 2
+    assert found["parameter-server",] == alone + of_server
+    whole_batch = need(replace(sizes, workers=4, even_shares=False), fused=True).total
+    assert whole_batch == alone + 6_000_000  # 8 microbatches in place of 2
+    copies = 2 if per_machine == 1 else 1
+    assert found["parameter-server", "server"] == whole_batch + copies * state // 4
 
 
 def test_the_memory_is_that_of_the_process_with_freed_memory_or_of_its_first_step() -> None:
@@ -337,6 +385,21 @@ def test_the_memory_is_that_of_the_process_with_freed_memory_or_of_its_first_ste
         least = 800_000_000 - divided if one.strategy == "sharded" else 900_000_000 - tensors + one.tensor_bytes
         assert one.memory_bytes == process + max(least, 800_000_000 - divided)
     assert all(one.memory_bytes == process + one.tensor_bytes for one in planned(None))
+
+
+def test_the_first_step_of_sharded_training_has_its_sums_and_means() -> None:
+    measured = _measured()
+    sizes = replace(measured.profile.sizes, workers=2)
+    known = replace(measured, profile=replace(measured.profile, sizes=sizes), first_bytes=900_000_000)
+    found = candidates({1: measured, 2: known}, Layout(Machine(), 4), [4], exact=False, convergent=False)
+    held = {one.settings["shard"]: one.memory_bytes for one in found if one.strategy == "sharded"}
+    window, means = min(sizes.gradients, window_bytes(4, shared=True)), sizes.gradients // 4
+    divided = 900_000_000 - sizes.gradients + window + means  # in place of the sums of all gradients
+    assert held == {
+        "optimizer": 900_000_000,
+        "gradients": divided,
+        "parameters": divided - sizes.weights * 3 // 4,
+    }
 
 
 def test_a_budget_of_memory_is_not_taken_for_the_memory_of_a_trial() -> None:
