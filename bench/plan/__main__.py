@@ -5,6 +5,8 @@ predicts each configuration. So two cores are enough for up to eight workers.
 
     python bench/plan                                  # as root
     python bench/plan --workers 2,4 --rates 200 --strategies allreduce,pipeline
+    python bench/plan --workers 4 --slow 2 --strategies stealing,allreduce    # the last machine computes half as fast
+    python bench/plan --workers 4 --inside 2 --strategies allreduce,sharded   # two machines with two workers each
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +57,9 @@ def measured(names: list[str], one: Candidate, given: dict[str, Any], rounds: in
 
 
 def run(names: list[str], given: dict[str, Any], folder: Path) -> None:
-    """Run a worker in each namespace, as forks of this process."""
-    context = multiprocessing.get_context("fork")
-    running = [context.Process(target=work, args=(names, rank, given, folder)) for rank in range(len(names))]
+    """Run workers in each namespace, as forks of this process."""
+    context, workers = multiprocessing.get_context("fork"), len(names) * given["inside"]
+    running = [context.Process(target=work, args=(names, rank, given, folder)) for rank in range(workers)]
     try:
         for process in running:
             process.start()
@@ -71,10 +74,15 @@ def run(names: list[str], given: dict[str, Any], folder: Path) -> None:
 
 def work(names: list[str], rank: int, given: dict[str, Any], folder: Path) -> None:
     """Train in a namespace."""
-    with open(f"/run/netns/{names[rank]}") as namespace:
+    inside = given["inside"]
+    at, local = divmod(rank, inside)
+    with open(f"/run/netns/{names[at]}") as namespace:
         ctypes.CDLL(None).setns(namespace.fileno(), 0)
+    if at == len(names) - 1:
+        given = {**given, "layers": [[size, given["slow"] * ms] for size, ms in given["layers"]]}
     os.environ |= {
-        **{"RANK": str(rank), "WORLD_SIZE": str(len(names)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+        **{"RANK": str(rank), "WORLD_SIZE": str(len(names) * inside)},
+        **{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(inside)},
         **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29412", "GLOO_SOCKET_IFNAME": "eth0"},
     }
     train.main(given, folder)
@@ -88,6 +96,8 @@ def main() -> None:
     parser.add_argument("--strategies", default="allreduce,sharded,pipeline,diloco")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--inside", type=int, default=1, help="workers of each machine")
+    parser.add_argument("--slow", type=float, default=1.0, help="how much longer the last machine computes")
     parser.add_argument("--realtime", action="store_true", help="workers go before all other programs of the machine")
     options = parser.parse_args()
     if missing := obstacle():
@@ -95,12 +105,16 @@ def main() -> None:
     errors, wanted = [], options.strategies.split(",")
     for name in options.models.split(","):
         given = {**MODELS[name], "settings": {"microbatches": 8}, "realtime": options.realtime}
+        given |= {"slow": options.slow, "inside": options.inside}
         found = measure(Request(SCRIPT, (json.dumps(given),)), [1, 2], os.cpu_count() or 1, run_quietly)
         for rate in map(float, options.rates.split(",")):
             for workers in map(int, options.workers.split(",")):
-                layout = layout_of(os.cpu_count() or 1, workers, [rate], 0.2, None)
+                machines = workers // options.inside
+                speeds = [1.0] * (machines - 1) + [1 / options.slow]
+                layout = layout_of(os.cpu_count() or 1, workers, [rate], 0.2, None, speeds)
+                layout = replace(layout, per_machine=options.inside)
                 tried = candidates(found, layout, [workers], exact=False, convergent=True)
-                with network(workers, f"{rate:g}mbit") as names:
+                with network(machines, f"{rate:g}mbit") as names:
                     for one in [each for each in tried if each.strategy in wanted]:
                         took = measured(names, one, given, options.rounds)
                         errors.append(one.step_seconds / took - 1)
