@@ -1,4 +1,4 @@
-"""Fraction of a link's bandwidth that gloo reaches over TCP when 2 to 4 machines send to each other at once.
+"""Fraction of a link's bandwidth that gloo reaches over TCP when several machines send to each other at once.
 
 Each machine is a network namespace whose link is shaped. Each round sends a tensor from every machine to every other.
 
