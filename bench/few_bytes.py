@@ -8,6 +8,7 @@ a worker's link in a period, the most of all workers. For all-reduce it counts 4
 
     python bench/few_bytes.py
     python bench/few_bytes.py --tasks mlp --settings int4 --seeds 0
+    python bench/few_bytes.py --tasks gpt --settings int4 --muon --steps 3076 --outer-lr 1 --outer-momentum 0.5
     python bench/few_bytes.py --links                       # as root
 """
 
@@ -16,12 +17,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from wire_losses import TASKS
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.utils.data import TensorDataset
+from wire_losses import TASKS, gpt
 
 import paceline
 
@@ -43,20 +48,36 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 TRAINED = {"gpt": (8e-3, 1028, 16), "conv": (5e-2, 1028, 64), "mlp": (6e-3, 2052, 64)}
 """Learning rate, number of steps (a multiple of the periods, and the delay of the last fragment) and batch."""
+MUON_RATE = 0.02
+HELD = 1000
+"""Samples of the text that are not trained on."""
 
 
-def loss_of(task: str, seed: int, **given: Any) -> float:
-    """Train, and return the loss of the data set."""
+def muon(named_parameters: Iterable[tuple[str, nn.Parameter]], lr: float) -> dict[str, Optimizer]:
+    """Muon for the matrices of the blocks of a GPT, and AdamW for the rest."""
+    kinds: dict[bool, list[tuple[str, nn.Parameter]]] = {True: [], False: []}
+    for name, value in named_parameters:
+        kinds[name.startswith("blocks.") and value.ndim == 2].append((name, value))
+    return {"muon": Muon(kinds[True], lr=MUON_RATE, weight_decay=0.01), "adamw": AdamW(kinds[False], lr=lr)}
+
+
+def loss_of(task: str, seed: int, options: argparse.Namespace, **given: Any) -> float:
+    """Train, and return the loss of the data set; with Muon, of text that follows what is trained, each part once."""
     rate, steps, batch = TRAINED[task]
+    rate, steps = options.lr or rate, options.steps or steps
     torch.manual_seed(seed)
     found = TASKS[task]() | {"batch": batch}
-    factory = found["optimizer"]
+    held, factory = found["data"], found["optimizer"]
     found["optimizer"] = partial(factory.func, **factory.keywords | {"lr": rate})
+    if options.muon:
+        found["optimizer"] = lambda named_parameters: muon(named_parameters, rate)
+        rows = gpt(steps * batch + HELD)["data"]
+        found["data"], held = TensorDataset(*rows[:-HELD]), TensorDataset(*rows[-HELD:])
     found["schedule"] = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps)
     session = paceline.start(**found, seed=seed, exact=True, microbatches=WORKERS, audit="off", **given)
     for batch in session.batches(steps=steps):
         session.step(batch)
-    return float(session.evaluate(found["data"]))
+    return float(session.evaluate(held))
 
 
 def links(names: list[str]) -> None:
@@ -78,6 +99,11 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, help="in place of those of the task")
+    parser.add_argument("--lr", type=float, help="in place of that of the task")
+    parser.add_argument("--muon", action="store_true", help="for the matrices of the GPT")
+    parser.add_argument("--outer-lr", type=float, help="in place of that of the setting")
+    parser.add_argument("--outer-momentum", type=float, help="in place of that of the setting")
     parser.add_argument("--links", action="store_true", help="count bytes in place of losses")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -87,12 +113,14 @@ def main() -> None:
             raise SystemExit(f"left out, as {missing}")
         links(names)
         return
+    outer = {key: value for key in ("outer_lr", "outer_momentum") if (value := getattr(options, key)) is not None}
     for task in options.tasks.split(","):
         for seed in map(int, options.seeds.split(",")):
-            plain = loss_of(task, seed, strategy="single")
+            plain = loss_of(task, seed, options, strategy="single")
             print(f"{task:>5}  seed {seed}  {'allreduce':>10}  {plain:.4f}", flush=True)
             for name in names:
-                found = loss_of(task, seed, strategy="diloco", **SETTINGS[name])
+                setting = SETTINGS[name] | {"local": SETTINGS[name]["local"] | outer}
+                found = loss_of(task, seed, options, strategy="diloco", **setting)
                 print(f"{task:>5}  seed {seed}  {name:>10}  {found:.4f}  {found / plain - 1:+.1%}", flush=True)
 
 

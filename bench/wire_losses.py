@@ -48,9 +48,9 @@ def text(length: int, letters: int = 48) -> list[int]:
     return found[2:]
 
 
-def gpt() -> dict[str, Any]:
+def gpt(samples: int = 6000) -> dict[str, Any]:
     """Characters of a generated text, 120,000 parameters."""
-    rows = torch.tensor(text(6000 * LENGTH)).view(-1, LENGTH)
+    rows = torch.tensor(text(samples * LENGTH)).view(-1, LENGTH)
     data = TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
     return {
         "model": GPT(64, 2, 4),
