@@ -13,7 +13,7 @@ from typing import Any
 from paceline.coordinator.failure.worker_report import record_of
 from paceline.coordinator.machines import AgentClient
 from paceline.coordinator.server import Coordinator
-from paceline.coordinator.types import Bounds
+from paceline.coordinator.types import Bounds, Message
 from paceline.errors import PREEMPTED
 from paceline.launchers.base import Launch, Request, WorkerExit
 from paceline.launchers.clusters.discovery import SlotsHere
@@ -28,6 +28,7 @@ wait for longer, because without a standby the next recovery takes twice as long
 """
 _GRACE_BEFORE_TRAINING = 1.0, 3.0
 _GRACE = 3.0, 10.0
+"""Delays for workers that have nothing to save: those left when all members have finished may hang."""
 _LAST_SECONDS = 10.0
 
 
@@ -125,8 +126,7 @@ class CoordinatorAgent(Supervisor):
     def grace(self) -> tuple[float, float]:
         if not self._coordinator.members:
             return _GRACE_BEFORE_TRAINING
-        grace = self._launch.grace_seconds
-        return (grace, grace + 5.0) if self._elastic else _GRACE
+        return _grace(self._launch, self._coordinator.over) if self._elastic else _GRACE
 
 
 class RemoteAgent(Supervisor):
@@ -167,4 +167,10 @@ class RemoteAgent(Supervisor):
         return self._client.broken or self._client.over is not None
 
     def grace(self) -> tuple[float, float]:
-        return _GRACE if self._client.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)
+        return _GRACE if self._client.broken else _grace(self._launch, self._client.over)
+
+
+def _grace(launch: Launch, over: Message | None) -> tuple[float, float]:
+    """Return the delays for workers of an elastic run. When all members have finished, nothing is left to save."""
+    finished = over is not None and over["code"] == 0
+    return _GRACE if finished else (launch.grace_seconds, launch.grace_seconds + 5.0)

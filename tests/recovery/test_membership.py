@@ -1,12 +1,13 @@
 """The decisions of the membership, driven by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from scripted_membership import ScriptedMembership
 
-from paceline.coordinator.agent import CoordinatorAgent
+from paceline.coordinator.agent import CoordinatorAgent, RemoteAgent
 from paceline.coordinator.types import Bounds
 from paceline.launchers.base import WorkerExit
 
@@ -554,3 +555,15 @@ def test_a_lost_worker_is_replaced_at_once_unless_a_standby_takes_its_place(
     assert three.of.members == ([0, 2, 3] if standby == "ready" else [0, 2])
     three.now += 2.0
     assert agent.to_start(at_once=True) == (1 if standby else 0)
+
+
+@pytest.mark.parametrize(("code", "grace"), [(0, (3.0, 10.0)), (1, (25.0, 30.0))])
+def test_a_worker_that_hangs_after_all_members_have_finished_is_ended_soon(
+    code: int, grace: tuple[float, float]
+) -> None:
+    coordinator: Any = SimpleNamespace(members=[0], over={"code": code})
+    request: Any = MagicMock(workers=2, standby=0, nodes=None, smallest=1, elastic=True)
+    launch: Any = SimpleNamespace(workers=2, grace_seconds=25.0)
+    assert CoordinatorAgent(launch, request, coordinator).grace() == grace
+    client: Any = SimpleNamespace(broken=False, over={"code": code})
+    assert RemoteAgent(launch, request, client).grace() == grace
