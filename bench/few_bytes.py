@@ -50,7 +50,7 @@ TRAINED = {"gpt": (8e-3, 1028, 16), "conv": (5e-2, 1028, 64), "mlp": (6e-3, 2052
 """Learning rate, number of steps (a multiple of the periods, and the delay of the last fragment) and batch."""
 MUON_RATE = 0.02
 HELD = 1000
-"""Samples of the text that are not trained on."""
+"""Samples of the text that are not trained on, with Muon."""
 
 
 def muon(named_parameters: Iterable[tuple[str, nn.Parameter]], lr: float) -> dict[str, Optimizer]:
@@ -106,6 +106,8 @@ def main() -> None:
     parser.add_argument("--outer-momentum", type=float, help="in place of that of the setting")
     parser.add_argument("--links", action="store_true", help="count bytes in place of losses")
     options = parser.parse_args()
+    if options.muon and options.tasks != "gpt":
+        parser.error("--muon needs --tasks gpt")
     torch.set_num_threads(1)
     names = options.settings.split(",")
     if options.links:

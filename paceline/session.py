@@ -317,7 +317,7 @@ class Session:
         """Append samples to the data, a :class:`paceline.data.Growing`. Every worker must call it.
 
         The epoch that is running stays as it is; the next one has the samples. Checkpoints contain them, and workers
-        that join receive them. A resumed script adds only samples again that follow the checkpoint's last step.
+        that join receive them. A resumed script repeats only the additions after the checkpoint's last step.
 
         Args:
             samples: list of samples, the same on all workers: tensors, arrays, numbers, strings, containers of these.

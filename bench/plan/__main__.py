@@ -109,7 +109,9 @@ def main() -> None:
         found = measure(Request(SCRIPT, (json.dumps(given),)), [1, 2], os.cpu_count() or 1, run_quietly)
         for rate in map(float, options.rates.split(",")):
             for workers in map(int, options.workers.split(",")):
-                machines = workers // options.inside
+                machines, rest = divmod(workers, options.inside)
+                if rest:
+                    parser.error(f"{workers} workers cannot be divided into machines with {options.inside} each")
                 speeds = [1.0] * (machines - 1) + [1 / options.slow]
                 layout = layout_of(os.cpu_count() or 1, workers, [rate], 0.2, None, speeds)
                 layout = replace(layout, per_machine=options.inside)

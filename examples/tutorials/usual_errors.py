@@ -19,7 +19,7 @@ import paceline
 
 FAULTS = "exception", "killed", "stuck", "early", "branch", "shapes", "nan", "none"
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("fault", choices=FAULTS, help="what rank 1 does in its fourth step")
+parser.add_argument("fault", choices=FAULTS, help="fault to provoke")
 parser.add_argument("--ddp", action="store_true", help="train in plain PyTorch")
 parser.add_argument("--timeout", type=int, default=10, help="seconds that a worker waits for another")
 fault, ddp, timeout = vars(parser.parse_args()).values()

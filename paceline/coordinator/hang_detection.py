@@ -42,6 +42,11 @@ def deadline(statuses: Sequence[WorkerStatus], given: float | None, first: float
     return max(30.0, _STEPS * median(known))
 
 
+def before(timeout: float) -> float:
+    """Return the time after which late workers are reported so that two heartbeats come before the others give up."""
+    return min(0.9 * timeout, max(0.5 * timeout, timeout - 2 * _HEARTBEAT_SECONDS))
+
+
 def late_workers(statuses: Sequence[WorkerStatus], limit: float) -> list[WorkerStatus]:
     """Return the late workers, empty if no worker has waited for others for longer than the limit.
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.coordinator.hang_detection import WorkerStatus, deadline, late_workers
+from paceline.coordinator.hang_detection import WorkerStatus, before, deadline, late_workers
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import RunMonitor
 from paceline.errors import DEADLINE_PASSED, StartError, WorkerLost
@@ -84,8 +84,8 @@ class LatenessPolicy:
 
     def _check_heartbeats(self, statuses: list[WorkerStatus], now: float) -> None:
         limit = deadline(statuses, self._monitor.hang_seconds, _FIRST_STEP_SECONDS)
-        if self._monitor.timeout_seconds is not None:  # report late workers before the others give up
-            limit = min(limit, 0.9 * self._monitor.timeout_seconds)
+        if self._monitor.timeout_seconds is not None:
+            limit = min(limit, before(self._monitor.timeout_seconds))
         late = late_workers(statuses, limit)
         membership, monitor = self._membership, self._monitor
         drops = membership.bounds.drops

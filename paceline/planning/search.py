@@ -148,7 +148,7 @@ def candidates(
         if workers == 1:
             yield judge("allreduce", {}, partial(data_parallel, work, folded), run())
             continue
-        machines, inside = len(place.machines), min(layout.per_machine, workers)
+        machines, inside = len(place.machines), min(map(len, place.hosts))
         inbox = sizes.gradients * (machines - 1) // (machines * inside)  # for the sums of other machines
         yield judge("allreduce", {}, partial(data_parallel, work, folded, exact=exact), run() + inbox)
         yield from _sharded(work, judge, exact, run)

@@ -158,15 +158,17 @@ def test_a_loss_is_the_reason_if_a_member_was_lost_meanwhile(start: Start) -> No
     assert (run.of.over["code"], run.of.over["reason"]) == (WorkerLost.exit_code, "rank 2 was killed")
 
 
-def test_late_workers_are_reported_before_the_others_give_up(start: Start) -> None:
+@pytest.mark.parametrize(("timeout", "limit"), [(4.0, 2.0), (10.0, 8.0), (60.0, 54.0)])
+def test_late_workers_are_reported_two_heartbeats_before_the_others_give_up(
+    start: Start, timeout: float, limit: float
+) -> None:
     run = start()
-    run.monitor.timeout_seconds = 4.0
-    run.hear(3.6, late=loading(3.6))
-    run.check_at(3.6)
-    assert run.kinds == []
-    run.hear(3.7, late=loading(3.7))
-    run.check_at(3.7)
-    assert run.kinds == ["late"]
+    run.monitor.timeout_seconds = timeout
+    run.monitor.hang_seconds = 600.0
+    for now, kinds in (limit, []), (limit + 0.1, ["late"]):
+        run.hear(now, late=loading(now))
+        run.check_at(now)
+        assert run.kinds == kinds
 
 
 @pytest.mark.parametrize(("timeout", "limit"), [(60.0, 60.0), (None, 600.0)])

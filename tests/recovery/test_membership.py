@@ -553,7 +553,9 @@ def test_a_lost_worker_is_replaced_at_once_unless_a_standby_takes_its_place(
     assert agent.to_start(at_once=True) == (0 if standby else 1)
     three.ready(0, 2)
     assert three.of.members == ([0, 2, 3] if standby == "ready" else [0, 2])
-    three.now += 2.0
+    three.now += 0.9
+    assert agent.to_start(at_once=True) == 0
+    three.now += 0.1
     assert agent.to_start(at_once=True) == (1 if standby else 0)
 
 

@@ -785,3 +785,17 @@ def test_a_worker_leaves_when_others_have_what_it_holds(owned: frozenset[str] | 
         return scene.of._may_leave(Progress(3, owned=owned))
 
     assert run(2, act) == [handed_on or owned is None] * 2
+
+
+@pytest.mark.parametrize("lost", [[], [1]])
+def test_a_standby_that_steps_in_is_audited_in_its_second_step(
+    lost: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this: Any = object.__new__(Recovery)
+    this._context = SimpleNamespace(audits=AuditSchedule())
+    this._settle = this._share_findings = lambda: None
+    monkeypatch.setattr(recovery, "meet", lambda *_: None)
+    members = [SimpleNamespace(worker=worker) for worker in (0, 2)]
+    this._share_knowledge(SimpleNamespace(members=members, joined={2}, lost=lost), SimpleNamespace(steps=9))
+    audited = {step: rank for step in (9, 10) if (rank := this._context.audits.joined(step)) is not None}
+    assert audited == ({10: 1} if lost else {9: 1})

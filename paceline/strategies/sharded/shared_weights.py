@@ -84,9 +84,9 @@ class SharedWeights:
         bytes_of = [0 if at in self._tables else value.nbytes for at, value in enumerate(self._parameters)]
         bytes_of += [_like(trained[slices[at].parameter], slices[at]).nbytes for at in present]
         starts = [*accumulate(map(aligned, bytes_of), initial=0)]
-        file, own, size = -1, max(starts[len(self._parameters)], 1), max(starts[-1], 1)
+        own, size = max(starts[len(self._parameters)], 1), max(starts[-1], 1)
+        file = memory.new_file(size)
         try:
-            file = memory.new_file(size)
             self._seen = map_private(file, own)
             kept = map_shared(file, size)
         except OSError as error:
@@ -100,8 +100,7 @@ class SharedWeights:
                 f"memory."
             ) from error
         finally:
-            if file >= 0:
-                os.close(file)
+            os.close(file)
         self._views, _ = self._in_file(self._seen, starts, ())
         stored, self._rows = self._in_file(kept, starts, present)
         self._stored, self._kept, rank = stored, kept, context.world.rank
