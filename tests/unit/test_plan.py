@@ -345,6 +345,8 @@ def test_the_memory_is_that_of_a_run_with_as_many_workers() -> None:
     assert found[0].memory_bytes == need(replace(sizes, workers=4)).total + inbox
     paired = next(candidates({1: _measured()}, Layout(Machine(), 2), [4], exact=False, convergent=False))
     assert paired.memory_bytes == need(replace(sizes, workers=4)).total + sizes.gradients // 4, "half of one machine's"
+    uneven = next(candidates({1: _measured()}, Layout(Machine(), 4), [5], exact=False, convergent=False))
+    assert uneven.memory_bytes == need(replace(sizes, workers=5)).total + sizes.gradients // 2, "of the lone worker"
 
 
 @pytest.mark.parametrize("per_machine", [1, 4])
